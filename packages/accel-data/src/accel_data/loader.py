@@ -1,0 +1,450 @@
+"""What all prepared loaders share: epochs, the end of the data, resuming, and moving batches to the device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_state.enums import RNGType
+from accel_state.errors import ConfigurationError
+from accel_state.operations import send_to_device
+from accel_state.random import synchronize_rng_states
+from accel_state.state import GradientState, PartialState
+
+from .adapter import DataLoaderAdapter, loader_settings
+from .batch_shard import BatchSamplerShard, EpochStart, ItemShard, ShardedStream
+from .epochs import EpochClock, Iteration, ResumePoint
+from .iterable import IterableDatasetShard
+from .layout import LoaderLayout
+from .randomness import GlobalRandomState, broadcast_generator, preserved_random_state
+from .samplers import get_sampler
+from .steps import ReadAheadWatch, Step, announced_steps, read_ahead_steps, synchronized_steps, unannounced_steps
+
+Loader = TypeVar("Loader", bound="PreparedLoader")
+
+
+class DataLoaderStateMixin:
+    """What a loader tells the GradientState about its iteration.
+
+    Attributes:
+        end_of_dataloader: whether the batch handed out last is the last one.
+        remainder: samples in the last global step that are no padding; -1 where there is nothing to leave out after a gather.
+        ragged: whether batch sizes may differ between ranks in one step; the same on all ranks.
+        real_samples: samples of the batch handed out last that are no padding; None if it holds none.
+    """
+
+    end_of_dataloader: bool = False
+    remainder: int = -1
+    ragged: bool = False
+    real_samples: int | None = None
+    gradient_state: GradientState
+
+    def reset(self) -> None:
+        """Forget about the latest iteration."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.real_samples = None
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self.reset()
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """An iteration ended or was abandoned."""
+        self.gradient_state._remove_dataloader(self)
+
+
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """Base of the prepared loaders.
+
+    Args:
+        dataset: data set to load.
+        device: where batches are moved; None leaves them where they are.
+        rng_types: generators that are made equal to rank 0's at the start of an iteration; None means that of the sampler.
+        synchronized_generator: a generator besides that of the sampler to make equal.
+        skip_batches: batches to leave out in the first iteration.
+        use_stateful_dataloader: build on torchdata's StatefulDataLoader.
+        non_blocking: move batches without waiting for the copy.
+        iteration: epoch of the first iteration.
+        **kwargs: arguments of the torch loader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: list[str | RNGType] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        non_blocking: bool = False,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        if not isinstance(dataset, IterableDataset) and sharded_stream(self.base_dataloader) is None:
+            replacement = stream_arguments(self.base_dataloader)
+            shared = {name: value for name, value in kwargs.items() if name not in ("batch_size", "shuffle", "sampler", "drop_last")}
+            super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **{**shared, **replacement})
+        self.device = device
+        self.rng_types = ["generator"] if rng_types is None else [str(kind) for kind in rng_types]
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
+        self.layout = LoaderLayout()
+        self.gradient_state = GradientState()
+        self._non_blocking = non_blocking
+        self._clock = EpochClock(iteration)
+        self._stream = sharded_stream(self.base_dataloader)
+        if self._stream is not None:
+            self._stream.order.synchronize = "generator" in self.rng_types
+
+    # Epochs
+
+    @property
+    def iteration(self) -> int:
+        """Epoch of the iteration in progress, or of the next one."""
+        return self._clock.epoch
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self._clock.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration. Epochs count up by themselves otherwise, one an iteration."""
+        self._clock.set_epoch(epoch)
+        if self._clock.current is None or not self._clock.current.open:
+            self._pass_on_epoch(epoch)
+
+    def _pass_on_epoch(self, epoch: int) -> None:
+        sampler: Any = self._stream
+        while sampler is not None:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def get_sampler(self) -> Any:
+        """The sampler that decides on the order of the samples; None for an iterable data set."""
+        return get_sampler(self.base_dataloader)
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The same as :meth:`get_sampler`."""
+        return self.get_sampler()
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Take the samples in the order of another sampler from the next iteration on.
+
+        Raises:
+            ConfigurationError: the batches are not made of the samples of one sampler.
+        """
+        stream = self._stream
+        if isinstance(stream, ItemShard):
+            stream.sampler = sampler
+        elif isinstance(stream, BatchSamplerShard) and hasattr(stream.batch_sampler, "sampler"):
+            stream.batch_sampler.sampler = sampler
+        else:
+            raise ConfigurationError(
+                f"the sampler of this loader cannot be replaced: its data set is a {type(self.dataset).__name__} and its batches come from "
+                f"{type(getattr(stream, 'batch_sampler', stream)).__name__}. Build another loader."
+            )
+        assert stream is not None
+        stream.use_order_of(sampler)
+
+    # Sizes
+
+    @property
+    def batch_size(self) -> int | None:  # type: ignore[override]
+        """Samples in a full batch of this rank; None where batches have no fixed size."""
+        if isinstance(self._stream, BatchSamplerShard):
+            return self._stream.local_batch_size
+        return self.base_dataloader.batch_size
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in a full step, over all ranks.
+
+        Raises:
+            ConfigurationError: batches have no fixed size.
+        """
+        size = self.batch_size
+        if size is None:
+            raise ConfigurationError("total_batch_size is not known: this loader's batches have no fixed size")
+        return size * self.layout.num_processes
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the whole data set; TypeError if it does not know its length."""
+        dataset = self.dataset
+        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+
+    def __len__(self) -> int:
+        return max(0, len(self.base_dataloader) - self.skip_batches)
+
+    # Resuming
+
+    def _unit(self) -> str:
+        if self._stream is not None:
+            return self._stream.unit
+        return "steps" if self.layout.synchronize_steps or self.num_workers > 0 or self.use_stateful_dataloader else "samples"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data after the batches handed out: numbers, strings, tuples and tensors, the same on every rank.
+
+        A loader that is not being iterated is at the start of its next epoch, also if its latest iteration was abandoned.
+        """
+        clock = self._clock
+        if clock.pending is not None:
+            return clock.pending.to_state()
+        point = ResumePoint(clock.epoch, self._unit(), num_processes=self.layout.num_processes, num_workers=self.num_workers)
+        current = clock.current
+        if current is None or not current.open:
+            self._describe_next(point)
+        else:
+            self._describe(point, current)
+        return point.to_state()
+
+    def _describe(self, point: ResumePoint, current: Iteration) -> None:
+        """Fill in the middle of an iteration."""
+        progress = current.progress
+        if progress is not None:
+            point.position = progress.position_after(current.steps) * self.layout.position_scale
+            point.order = progress.origin or {}
+        else:
+            point.position = current.position + current.steps * (self._samples_a_step() if point.unit == "samples" else 1)
+        point.begin = current.begin
+        if current.watch is not None:
+            point.read_ahead = {} if current.watch.before is None else current.watch.before.to_plain()
+            point.source = current.watch.source
+
+    def _describe_next(self, point: ResumePoint) -> None:
+        """Fill in the start of the next epoch, as far as it depends on generators of this loader's own."""
+        generator = self.base_dataloader.generator
+        order_generator = None if self._stream is None else self._stream.order.generator
+        if isinstance(generator, torch.Generator):
+            point.begin = {"generator": generator.get_state()}
+        # Where one generator serves both, torch draws the seed of the workers from it first; persistent workers have theirs already.
+        if order_generator is not None and (order_generator is not generator or self._keeps_workers()):
+            point.order = {"generator": order_generator.get_state()}
+
+    def _keeps_workers(self) -> bool:
+        return self.num_workers > 0 and self.persistent_workers and self._clock.current is not None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue in the next iteration where the state was saved: same order, same position, then the epochs after it.
+
+        On map-style data nothing that was handed out is read again. The number of ranks may be another one, where the state says so.
+
+        Raises:
+            ConfigurationError: this is no state of a loader of this kind, or its position cannot be kept on this number of ranks.
+        """
+        point = ResumePoint.from_state(state_dict)
+        point.check_fits(self._unit())
+        if point.position and point.num_processes != self.layout.num_processes and (point.unit == "steps" or not self.layout.elastic):
+            raise ConfigurationError(
+                f"the state is from {point.num_processes} processes in the middle of an epoch, and cannot be continued on "
+                f"{self.layout.num_processes}: each rank of this loader reads data of its own, in steps. Continue on {point.num_processes} "
+                "processes, or save at the end of an epoch."
+            )
+        if point.position and point.unit == "steps" and point.num_workers != self.num_workers:
+            raise ConfigurationError(
+                f"the state is from a loader with num_workers={point.num_workers} in the middle of an epoch, and this one has num_workers="
+                f"{self.num_workers}: the workers of an iterable data set decide on the order of its batches. Use the same number."
+            )
+        self._clock.load(point)
+
+    def skipping(self: Loader, num_batches: int) -> Loader:
+        """This loader without the first ``num_batches`` of its next epoch; the same in everything else, epochs included."""
+        skipped = copy.copy(self)
+        skipped.skip_batches = num_batches
+        return skipped
+
+    # Iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        iteration = self._clock.begin()
+        skip, self_state = self.skip_batches, self.__dict__
+        self.begin()
+        try:
+            self._pass_on_epoch(iteration.epoch)
+            place, activate = self._placement(), self.gradient_state._activate
+            # Attributes are set through __dict__: torch's loaders check every assignment, which costs more than the rest of this loop.
+            self_state["ragged"] = self._is_ragged()
+            for batch, last, real, remainder in self._steps(iteration, skip):
+                iteration.steps += 1
+                self_state["end_of_dataloader"] = last
+                self_state["real_samples"] = real
+                self_state["remainder"] = remainder
+                activate(self)
+                yield place(batch)
+        finally:
+            iteration.open = False
+            if skip:
+                self.skip_batches = 0
+            if self._clock.current is iteration:
+                self.end()
+
+    def _is_ragged(self) -> bool:
+        return self.layout.ragged if self._stream is None or self.layout.ragged else self._stream.ragged
+
+    def _steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
+        raise NotImplementedError
+
+    def _synchronize_generators(self) -> None:
+        others = [kind for kind in self.rng_types if kind != "generator"]
+        if others and PartialState().collectives.world_size > 1:
+            synchronize_rng_states(others)
+        if self.synchronized_generator is not None and "generator" in self.rng_types:
+            broadcast_generator(self.synchronized_generator)
+
+    def _local_steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
+        """The steps of the torch loader in this process."""
+        if self._stream is not None:
+            return self._map_steps(self._stream, iteration, skip)
+        return self._iterable_steps(iteration, skip)
+
+    def _map_steps(self, stream: ShardedStream, iteration: Iteration, skip: int) -> Iterator[Step]:
+        resume = iteration.resume or ResumePoint(iteration.epoch, stream.unit)
+        position = skip * stream.step_size if skip else resume.position // self.layout.position_scale
+        stream.begin_at(EpochStart(position, resume.order))
+        with preserved_random_state() if resume.position else nullcontext():
+            batches = self._open(iteration)
+            iteration.progress = stream.progress
+        steps = announced_steps(batches, stream.progress)
+        if self.layout.padding_at_end:
+            steps = self.layout.with_padding_at_end(steps)
+        return self._synchronized(steps)
+
+    def _open(self, iteration: Iteration, *, torch_only: bool = True) -> Iterator[Any]:
+        """Begin the torch loader's iteration, which draws the seed of its workers, as the epoch once did if it is resumed."""
+        generator = self.base_dataloader.generator
+        resume = iteration.resume
+        if isinstance(generator, torch.Generator):
+            if resume is not None and "generator" in resume.begin:
+                generator.set_state(resume.begin["generator"])
+            iteration.begin = {"generator": generator.get_state()}
+        elif resume is not None and "torch" in resume.begin:
+            GlobalRandomState.from_plain(resume.begin).restore()
+            iteration.begin = resume.begin
+        else:
+            iteration.begin = GlobalRandomState.capture(torch_only=torch_only).to_plain()
+        return iter(self.base_dataloader)
+
+    def _samples_a_step(self) -> int:
+        return (self.base_dataloader.batch_size or 1) * self.layout.num_processes
+
+    def _iterable_steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
+        in_process = self.num_workers == 0
+        snapshot = self.base_dataloader.state_dict if self.use_stateful_dataloader else None  # type: ignore[attr-defined]
+        watch = ReadAheadWatch(random_numbers=in_process, snapshot=snapshot) if in_process or snapshot else None
+        iteration.watch = watch
+        resume = iteration.resume
+        if resume is None or not resume.position:
+            batches = self._open(iteration, torch_only=False)
+            self._drop(batches, iteration, skip)
+        else:
+            with preserved_random_state():
+                batches = self._reopen(iteration, resume, skip)
+                if resume.read_ahead and not skip:
+                    GlobalRandomState.from_plain(resume.read_ahead).restore()
+                # Read here, under the random numbers it was once read under.
+                batches = chain(list(islice(batches, 1)), batches)
+        if self.layout.synchronize_steps:
+            yield from self._synchronized(unannounced_steps(batches, watch))
+        else:
+            yield from read_ahead_steps(batches, watch)
+
+    def _drop(self, batches: Iterator[Any], iteration: Iteration, count: int) -> None:
+        """Read batches and drop them: an iterable data set has no other way to get past them."""
+        for _ in islice(batches, count):
+            pass
+        iteration.position = count * (self._samples_a_step() if self._unit() == "samples" else 1)
+
+    def _reopen(self, iteration: Iteration, resume: ResumePoint, skip: int) -> Iterator[Any]:
+        """Begin the epoch of an iterable data set again, and go to where it was left."""
+        if skip or resume.unit == "steps":
+            if resume.source and not skip:
+                self.base_dataloader.load_state_dict(resume.source)  # type: ignore[attr-defined]
+            batches = self._open(iteration)
+            self._drop(batches, iteration, skip or (0 if resume.source else resume.position))
+        else:
+            batches = self._reopen_at_sample(iteration, resume.position)
+        iteration.position = iteration.position if skip else resume.position
+        return batches
+
+    def _reopen_at_sample(self, iteration: Iteration, position: int) -> Iterator[Any]:
+        if isinstance(self.dataset, IterableDatasetShard):
+            self.dataset.begin_at(position)
+            return self._open(iteration)
+        batch_size = self.base_dataloader.batch_size or 1
+        if position % batch_size == 0:
+            batches = self._open(iteration)
+            self._drop(batches, iteration, position // batch_size)
+            return batches
+        # A state of several ranks, continued on one: the position need not be at the end of one of its batches.
+        whole = self.base_dataloader
+        shard = IterableDatasetShard(self.dataset, batch_size, whole.drop_last)
+        shard.even_batches = False
+        shard.begin_at(position)
+        self.base_dataloader = type(whole)(shard, batch_size=batch_size, drop_last=whole.drop_last, **loader_settings(whole))
+        try:
+            return self._open(iteration)
+        finally:
+            self.base_dataloader = whole
+
+    def _synchronized(self, steps: Iterator[Step]) -> Iterator[Step]:
+        return synchronized_steps(steps, PartialState().collectives) if self.layout.synchronize_steps else steps
+
+    def _placement(self) -> Callable[[Any], Any]:
+        """What moves a batch to the device."""
+        device, non_blocking = self.device, self._non_blocking
+        if device is None:
+            return _leave
+
+        def place(batch: Any) -> Any:
+            return batch if _is_on(batch, device) else send_to_device(batch, device, non_blocking=non_blocking)
+
+        return place
+
+
+def _leave(batch: Any) -> Any:
+    return batch
+
+
+_PLAIN = (int, float, str, bytes, bool, type(None))
+
+
+def _is_on(batch: Any, device: torch.device) -> bool:
+    """Whether the batch is known to need no move. Quick, and False in doubt."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        return bool(batch.device == device)
+    if kind is list or kind is tuple:
+        return all([_is_on(value, device) for value in batch])
+    if kind is dict:
+        return all([_is_on(value, device) for value in batch.values()])
+    return kind in _PLAIN
+
+
+def sharded_stream(dataloader: DataLoader[Any]) -> ShardedStream | None:
+    """The sharded sampler of a torch loader, or None if it has another kind of sampler."""
+    stream = dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
+    return stream if isinstance(stream, ShardedStream) else None
+
+
+def stream_arguments(
+    dataloader: DataLoader[Any], num_processes: int = 1, process_index: int = 0, split_batches: bool = False, even_batches: bool = False
+) -> dict[str, Any]:
+    """The arguments that make a loader of map-style data read this rank's share: a batch sampler, or a sampler and no batching."""
+    if dataloader.batch_sampler is None:
+        return {"batch_size": None, "sampler": ItemShard(dataloader.sampler, num_processes, process_index, even_batches)}
+    batch_sampler: Any = dataloader.batch_sampler
+    return {"batch_sampler": BatchSamplerShard(batch_sampler, num_processes, process_index, split_batches, even_batches)}

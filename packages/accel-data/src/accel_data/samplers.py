@@ -1,0 +1,128 @@
+"""Samplers: a shuffle that depends on seed and epoch alone, a skip that reads nothing, and finding the sampler of a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+
+from accel_state.errors import ConfigurationError
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random sampler whose order depends on its seed and epoch alone, whatever else draws random numbers in the process.
+
+    Epoch e is drawn from a generator seeded with ``data_seed + e``. Iterating it advances the epoch by one.
+
+    Args:
+        *args: those of :class:`torch.utils.data.RandomSampler`.
+        data_seed: seed of epoch 0; None takes torch's initial seed.
+        **kwargs: those of :class:`torch.utils.data.RandomSampler`.
+
+    Attributes:
+        initial_seed: seed of epoch 0.
+        epoch: epoch of the next iteration.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        data_seed = kwargs.pop("data_seed", None)
+        super().__init__(*args, **kwargs)
+        self.initial_seed: int = torch.random.initial_seed() if data_seed is None else int(data_seed)
+        self.epoch = 0
+
+    @property
+    def is_permutation(self) -> bool:
+        """Whether an epoch is each sample of the data set exactly once."""
+        return not self.replacement and self.num_samples == len(self.data_source)
+
+    def permutation(self) -> torch.Tensor:
+        """The order of the current epoch: an int64 tensor of shape (number of samples,)."""
+        return torch.randperm(len(self.data_source), generator=self._seeded())
+
+    def _seeded(self) -> torch.Generator:
+        # 64 bits are what manual_seed takes; a seed near the limit wraps rather than fails in a late epoch.
+        return torch.Generator().manual_seed((self.initial_seed + self.epoch) % 2**64)
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = self._seeded()
+        self.set_epoch(self.epoch + 1)
+        yield from super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration."""
+        self.epoch = epoch
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches: their indices are drawn, and no sample of them is read.
+
+    Args:
+        batch_sampler: any batch sampler.
+        skip_batches: number of batches to leave out, in every iteration.
+    """
+
+    def __init__(self, batch_sampler: BatchSampler | Iterable[list[Any]], skip_batches: int = 0) -> None:
+        if skip_batches < 0:
+            raise ConfigurationError(f"skip_batches={skip_batches} is not a number of batches; it must be at least 0")
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for index, batch in enumerate(self.batch_sampler):
+            if index >= self.skip_batches:
+                yield batch
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler inside the batch sampler, or None."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def batch_size(self) -> Any:  # type: ignore[override]
+        """Batch size of the batch sampler, or None."""
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def drop_last(self) -> bool:  # type: ignore[override]
+        """Whether the batch sampler leaves out a last batch that is not full."""
+        return bool(getattr(self.batch_sampler, "drop_last", False))
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches, the skipped ones included."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return max(0, self.total_length - self.skip_batches)
+
+
+def is_plain_batch_sampler(batch_sampler: Any) -> bool:
+    """Whether batches are consecutive runs of ``batch_size`` samples of ``batch_sampler.sampler``, the last one perhaps short."""
+    kind = type(batch_sampler)
+    return kind is BatchSampler or (isinstance(batch_sampler, BatchSampler) and kind.__module__.startswith("torchdata."))
+
+
+def innermost_sampler(sampler: Any) -> Any:
+    """Follow ``batch_sampler`` and ``sampler`` attributes down to the sampler that holds no other."""
+    while True:
+        inner = getattr(sampler, "batch_sampler", None)
+        if inner is None:
+            inner = getattr(sampler, "sampler", None)
+        if inner is None:
+            return sampler
+        sampler = inner
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Sampler[Any] | Iterable[Any] | None:
+    """The sampler that decides on the order of a loader's samples, prepared or not.
+
+    Returns:
+        The innermost sampler; the batch sampler itself if it holds none; None for an iterable data set.
+    """
+    if isinstance(dataloader.dataset, torch.utils.data.IterableDataset):
+        return None
+    batch_sampler = dataloader.batch_sampler
+    sampler: Any = innermost_sampler(dataloader.sampler if batch_sampler is None else batch_sampler)
+    return sampler

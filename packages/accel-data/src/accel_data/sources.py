@@ -1,0 +1,96 @@
+"""The stream of data set indices behind a sampler: by position where the sampler allows it, one after the other where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from .samplers import SeedableRandomSampler
+
+
+class SequentialSource:
+    """Position p holds index p; takes no memory."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def take(self, first: int, last: int) -> list[Any]:
+        """The indices at positions [first, last)."""
+        return list(range(first, last))
+
+    def close(self) -> None:
+        """The stream was read to its end."""
+
+
+class PermutationSource(SequentialSource):
+    """A permutation as one int64 tensor: 8 bytes a sample, of which only the asked-for positions become Python numbers.
+
+    Args:
+        permutation: tensor of shape (length,).
+        generator: drawn from once more at the end of the stream, as :class:`torch.utils.data.RandomSampler` does. The orders of later
+            epochs are then those of plain PyTorch.
+    """
+
+    def __init__(self, permutation: torch.Tensor, generator: torch.Generator | None = None) -> None:
+        super().__init__(permutation.numel())
+        self.permutation = permutation
+        self.generator = generator
+
+    def take(self, first: int, last: int) -> list[Any]:
+        indices: list[Any] = self.permutation[first:last].tolist()
+        return indices
+
+    def close(self) -> None:
+        if self.generator is not None:
+            torch.randperm(self.length, generator=self.generator)
+
+
+class StreamSource:
+    """Indices of a sampler that can only be read one after the other.
+
+    Args:
+        sampler: any iterable.
+        head_size: number of indices at the start of the stream to keep, for completing the last batches.
+    """
+
+    def __init__(self, sampler: Iterable[Any], head_size: int) -> None:
+        self._iterator = iter(sampler)
+        self._head_size = head_size
+        self.head: list[Any] = []
+
+    def read(self, count: int) -> list[Any]:
+        """The next ``count`` indices, or as many as there are."""
+        items = list(islice(self._iterator, count))
+        missing = self._head_size - len(self.head)
+        if missing > 0:
+            self.head.extend(items[:missing])
+        return items
+
+    def skip(self, count: int) -> None:
+        """Draw ``count`` indices and drop them; no sample is read for that."""
+        while count > 0:
+            drawn = len(self.read(min(count, 1 << 16)))
+            if not drawn:
+                return
+            count -= drawn
+
+    def chunks(self, size: int) -> Iterator[list[Any]]:
+        """The rest of the stream in lists of ``size`` indices; the last one may be shorter."""
+        while chunk := self.read(size):
+            yield chunk
+
+
+def addressable_source(sampler: Any) -> SequentialSource | None:
+    """The stream of a sampler whose order is known as a whole once it is drawn, or None for any other sampler."""
+    if type(sampler) is SequentialSampler:
+        return SequentialSource(len(sampler))
+    if isinstance(sampler, SeedableRandomSampler):
+        return PermutationSource(sampler.permutation()) if sampler.is_permutation else None
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        permutation = torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return PermutationSource(permutation, sampler.generator)
+    return None

@@ -1,0 +1,4 @@
+from .errors import LaunchError as LaunchError
+from .functions import debug_launcher as debug_launcher
+from .functions import notebook_launcher as notebook_launcher
+from .program import launch as launch

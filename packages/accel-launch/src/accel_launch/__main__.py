@@ -1,0 +1,9 @@
+"""``python -m accel_launch`` is ``accel``."""
+
+from __future__ import annotations
+
+import sys
+
+from accel_launch.cli import main
+
+sys.exit(main())

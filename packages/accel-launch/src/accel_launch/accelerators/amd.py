@@ -1,0 +1,33 @@
+"""AMD GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .base import AcceleratorKind
+
+
+class Amd(AcceleratorKind):
+    """Counts the nodes of the kernel driver's topology that have SIMD units (the others are CPUs).
+
+    Args:
+        topology: the driver's folder in sysfs.
+    """
+
+    visible_variables = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+    def __init__(self, topology: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> None:
+        self._topology = topology
+
+    def count_installed(self) -> int:
+        """Nodes whose ``simd_count`` is not 0."""
+        return sum(1 for properties in self._topology.glob("*/properties") if _has_simd(properties))
+
+
+def _has_simd(properties: Path) -> bool:
+    try:
+        words = properties.read_text().split()
+    except OSError:
+        # A container may list GPUs that it is not allowed to use.
+        return False
+    return dict(zip(words[::2], words[1::2])).get("simd_count", "0") != "0"

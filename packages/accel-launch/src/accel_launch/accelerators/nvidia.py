@@ -1,0 +1,41 @@
+"""NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from .base import AcceleratorKind
+
+_NVIDIA_SMI_SECONDS = 20
+
+
+class Nvidia(AcceleratorKind):
+    """Counts device nodes, which a container only has for its own GPUs; asks ``nvidia-smi`` where there are none.
+
+    Args:
+        dev: folder of the device nodes.
+    """
+
+    visible_variables = ("CUDA_VISIBLE_DEVICES",)
+
+    def __init__(self, dev: Path = Path("/dev")) -> None:
+        self._dev = dev
+
+    def count_installed(self) -> int:
+        """Device nodes /dev/nvidia0, /dev/nvidia1, ...; else the GPUs that nvidia-smi lists (WSL, or no node made yet)."""
+        nodes = sum(1 for node in self._dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", node.name))
+        return nodes or self._ask_nvidia_smi()
+
+    def _ask_nvidia_smi(self) -> int:
+        program = shutil.which("nvidia-smi")
+        if program is None:
+            return 0
+        try:
+            listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            # A driver that does not answer has no GPU to give.
+            return 0
+        return sum(1 for line in listing.stdout.splitlines() if line.startswith("GPU ")) if listing.returncode == 0 else 0

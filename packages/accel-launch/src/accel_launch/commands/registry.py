@@ -1,0 +1,9 @@
+"""Every subcommand; other packages add theirs through the entry point group ``accel.commands`` (a :class:`Command` object)."""
+
+from __future__ import annotations
+
+from accel_state.registry import Registry
+
+from .base import Command
+
+COMMANDS: Registry[Command] = Registry("command", {"launch": "accel_launch.commands.launch:COMMAND"}, "accel.commands")

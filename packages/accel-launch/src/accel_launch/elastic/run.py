@@ -1,0 +1,175 @@
+"""Starts the ranks of this machine, waits for them, and tells how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accel_state.errors import ConfigurationError
+from accel_state.options import RendezvousOptions
+from torch.distributed.elastic.agent.server import RunResult, WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from .agent import Agent, LogFolders, parse_tee, post_state, quiet_torch_logs
+from .rendezvous import make_parameters, static_address
+from .report import RankFailure, describe, first_failure, read_failure
+from .signals import SignalWatch, end_groups
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the agent of this machine starts.
+
+    Attributes:
+        entrypoint: an executable, or a function that each rank calls.
+        args: its arguments.
+        local_processes: ranks on this machine.
+        start_method: how a function's processes are made: "fork" or "spawn".
+        line_prefix: template of what stands before each line of ``--tee``; None for role and local rank.
+        run_id: what the machines of one job call it; None for the default.
+        owns_process: see :class:`SignalWatch`.
+    """
+
+    entrypoint: str | Callable[..., Any]
+    args: Sequence[Any]
+    local_processes: int
+    num_machines: int
+    rendezvous: RendezvousOptions
+    debug: bool = False
+    start_method: str = "spawn"
+    line_prefix: str | None = None
+    run_id: str | None = None
+    owns_process: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended on this machine.
+
+    Attributes:
+        exit_code: as a shell shows it.
+        failure: the rank that failed first, if one did.
+        world_size: ranks over all machines.
+        results: what the function returned, by rank; empty for executables.
+    """
+
+    exit_code: int
+    world_size: int = 0
+    failure: RankFailure | None = None
+    results: dict[int, Any] | None = None
+
+
+def run_job(job: Job) -> Outcome:
+    """Start the ranks of this machine and wait for them.
+
+    Raises:
+        ConfigurationError: the rendezvous failed, for a reason that the user can mend.
+    """
+    parameters = make_parameters(job.rendezvous, job.num_machines, job.run_id)
+    show_logs = job.debug or "LOGLEVEL" in os.environ
+    with contextlib.nullcontext() if show_logs else quiet_torch_logs(), SignalWatch(job.owns_process) as watch, _log_folder(job.rendezvous.log_dir) as folder:
+        try:
+            handler = get_rendezvous_handler(parameters)
+            host, port = static_address(parameters)
+            spec = WorkerSpec(
+                role=job.rendezvous.role, local_world_size=job.local_processes, entrypoint=job.entrypoint, args=tuple(job.args),
+                rdzv_handler=handler, max_restarts=job.rendezvous.max_restarts, monitor_interval=job.rendezvous.monitor_interval,
+                master_addr=host, master_port=port, local_addr=parameters.local_addr,
+            )
+            logs = LogFolders(folder, parse_tee(job.rendezvous.tee), _restart_note(job.rendezvous.max_restarts))
+            return _run_agent(Agent(spec, logs, watch.install, job.start_method, job.line_prefix), logs)
+        except SignalException as error:
+            return Outcome(128 + error.sigval)
+        except (RendezvousConnectionError, RendezvousTimeoutError, TimeoutError) as error:
+            raise ConfigurationError(_rendezvous_message(parameters.endpoint, job, error)) from None
+
+
+def _run_agent(agent: Agent, logs: LogFolders) -> Outcome:
+    group = agent.get_worker_group()
+    handler = group.spec.rdzv_handler
+    try:
+        result = agent.run()
+    except BaseException:
+        post_state(agent, "failed")
+        end_groups(_pids(agent))
+        raise
+    if result is None:
+        raise ConfigurationError("the rendezvous was closed by another machine before this one joined. Start all machines again.")
+    if result.is_failed():
+        post_state(agent, "failed")
+        end_groups(_pids(agent))
+    handler.shutdown()
+    return _outcome(agent, result, logs)
+
+
+def _outcome(agent: Agent, result: RunResult, logs: LogFolders) -> Outcome:
+    world_size = int(agent.get_worker_group().workers[0].world_size)
+    if result.is_failed():
+        first = first_failure(_failures(agent, result, logs))
+        return Outcome(first.exit_code, world_size, first)
+    if agent.failed_elsewhere:
+        machines = ", ".join(str(rank) for rank in agent.failed_elsewhere)
+        print(f"accel launch: the processes of this machine succeeded; those of machine rank {machines} failed.", file=sys.stderr)
+        return Outcome(1, world_size)
+    return Outcome(0, world_size, results=dict(result.return_values))
+
+
+def _failures(agent: Agent, result: RunResult, logs: LogFolders) -> Iterator[RankFailure]:
+    """Ranks that torch saw fail, and those that reported a failure while torch was looking at another."""
+    for worker in agent.get_worker_group().workers:
+        seen = result.failures.get(worker.global_rank)
+        exit_code = seen.exitcode if seen is not None else 0
+        pid = seen.pid if seen is not None else worker.id
+        failure = read_failure(worker.global_rank, worker.local_rank, pid, exit_code, logs.folders[worker.local_rank])
+        if failure.exit_code:
+            yield failure
+
+
+def report(outcome: Outcome) -> None:
+    """Print what failed to stderr, if anything did."""
+    if outcome.failure is not None:
+        sys.stdout.flush()
+        print(describe(outcome.failure, outcome.world_size), file=sys.stderr, flush=True)
+
+
+def _pids(agent: Agent) -> list[int]:
+    return [worker.id for worker in agent.get_worker_group().workers if isinstance(worker.id, int) and worker.id > 0]
+
+
+def _restart_note(max_restarts: int) -> Callable[[int], None]:
+    def note(restart: int) -> None:
+        print(f"accel launch: a process failed or machines changed; starting all processes again (restart {restart} of {max_restarts})", file=sys.stderr)
+
+    return note
+
+
+def _rendezvous_message(endpoint: str, job: Job, error: Exception) -> str:
+    return (
+        f"the {job.num_machines} machine(s) did not meet at {endpoint}: {error}. Is the launcher started on every machine, with the same "
+        "--main_process_ip and --main_process_port, and can this machine reach that port?"
+    )
+
+
+@contextlib.contextmanager
+def _log_folder(asked: str | None) -> Iterator[str]:
+    """The folder for logs and reports; a temporary one is removed at the end."""
+    if asked is not None:
+        try:
+            os.makedirs(asked, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--log_dir {asked!r} cannot be made: {error.strerror}.") from None
+        yield asked
+        return
+    folder = tempfile.mkdtemp(prefix="accel_launch_")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,127 @@
+"""Signals to the launcher reach the ranks, and end the launcher in any case.
+
+torch's agent turns a signal into an exception in the main thread. That is not enough: while the main thread is inside a call
+to the rendezvous store the exception waits for it, for minutes, and a second signal interrupts the clean-up after the first,
+which leaves orphans. Here the first signal alone raises; a thread that hears of signals at once watches what becomes of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+
+import psutil
+from torch.distributed.elastic.multiprocessing import SignalException
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+
+GRACE_SECONDS = 35.0
+"""How long ranks may take to end after a signal: torch's agent kills those that ignore it after 30 s."""
+
+STUCK_SECONDS = 2.0
+"""How long the launcher itself may take to end once no rank is left."""
+
+
+class SignalWatch:
+    """A context in which signals are handled as the module says; the former handlers are back afterwards.
+
+    Outside the main thread, where Python allows no handlers, it does nothing.
+
+    Args:
+        owns_process: whether this process exists to launch, so that it may be ended; a notebook's kernel may not.
+    """
+
+    def __init__(self, owns_process: bool = True) -> None:
+        self._owns_process = owns_process
+        self._active = threading.current_thread() is threading.main_thread()
+        self.received: signal.Signals | None = None
+        self._ended = threading.Event()
+        self._count = 0
+
+    def __enter__(self) -> SignalWatch:
+        if self._active:
+            self._former = {number: signal.getsignal(number) for number in SIGNALS}
+            self.install()
+        if self._active and self._owns_process:
+            self._start_watching()
+        return self
+
+    def _start_watching(self) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._former_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="accel-launch-signals", daemon=True).start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._ended.set()
+        if not self._active:
+            return
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        if self._owns_process:
+            signal.set_wakeup_fd(self._former_fd)
+            os.close(self._writer)
+
+    def install(self) -> None:
+        """Take the handlers; torch's agent sets its own whenever it starts processes, so it is called again after that."""
+        for number in SIGNALS if self._active else ():
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number)
+            raise SignalException(f"received {self.received.name}", self.received)
+
+    def _watch(self) -> None:
+        first: int | None = None
+        while number := self._next_signal():
+            if number not in SIGNALS:
+                continue  # SIGCHLD and the like come through the same pipe
+            if first is None:
+                first = number
+                threading.Thread(target=self._enforce, args=(number,), daemon=True).start()
+            else:
+                self._leave_now(first)
+
+    def _next_signal(self) -> int | None:
+        data = os.read(self._reader, 1)
+        if not data:
+            os.close(self._reader)
+            return None
+        return data[0]
+
+    def _enforce(self, number: int) -> None:
+        """Leave when the main thread does not get to it."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        alone_since: float | None = None
+        while not self._ended.wait(0.1):
+            now = time.monotonic()
+            alone_since = None if psutil.Process().children() else (alone_since or now)
+            if now > deadline or (alone_since is not None and now - alone_since > STUCK_SECONDS):
+                self._leave_now(number)
+
+    def _leave_now(self, number: int) -> None:
+        kill_descendants()
+        os._exit(128 + number)
+
+
+def kill_descendants() -> None:
+    """Kill every process that this one started, and what those started."""
+    for process in psutil.Process().children(recursive=True):
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def end_groups(pids: list[int]) -> None:
+    """End what ranks left running in their process groups (each rank leads one): servers, workers that outlived them."""
+    for pid in pids:
+        try:
+            os.killpg(pid, signal.SIGTERM)
+        except (ProcessLookupError, PermissionError):
+            # Nothing of the group is left, or its number belongs to somebody else by now.
+            continue

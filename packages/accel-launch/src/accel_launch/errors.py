@@ -1,0 +1,9 @@
+"""What the launching functions raise."""
+
+from __future__ import annotations
+
+from accel_state.errors import AccelError
+
+
+class LaunchError(AccelError, RuntimeError):
+    """A launched function failed in one of its processes; the message ends with that process's traceback."""

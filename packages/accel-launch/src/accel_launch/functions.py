@@ -1,0 +1,255 @@
+"""Start a function, rather than a script, on several processes: from a notebook, or in a test.
+
+Processes are forked, so that functions of a notebook, closures and what they hold are there without being pickled; where the
+system has no safe fork (Windows, macOS) they are spawned, and the function must be importable from a module.
+
+A forked process keeps to one CPU thread: OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from accel_state.env import are_libraries_initialized, patch_environment
+from accel_state.errors import ConfigurationError
+from accel_state.options import CoreOptions, RendezvousOptions, resolve
+
+from .accelerators.registry import find_visible
+from .errors import LaunchError
+
+DEFAULT_PORT = "29500"
+
+# Packages that are known to initialise CUDA when they are imported.
+_INITIALISE_CUDA = ("bitsandbytes", "cupy", "pycuda.autoinit", "cudf", "tensorflow")
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = DEFAULT_PORT,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Run a training function on several processes from a notebook or an interactive session.
+
+    The configuration file is not read: what counts is given here. Interrupting the cell ends all processes.
+
+    Args:
+        function: what each process calls. Create the Accelerator, and put things on a GPU, inside it.
+        args: its arguments.
+        num_processes: processes on this machine. None: one for each visible GPU; without a GPU the function runs in this process.
+        mixed_precision: no, fp16 or bf16.
+        use_port: port of the machine of rank 0. On a single machine the default means any free port.
+        master_addr: address of the machine of rank 0.
+        node_rank: rank of this machine.
+        num_nodes: machines; the cell is run on each.
+        rdzv_backend: how machines meet: static or c10d.
+        rdzv_endpoint: HOST:PORT to meet at, instead of ``master_addr`` and ``use_port``.
+        rdzv_conf: further settings of the rendezvous.
+        rdzv_id: what the machines call this job.
+        max_restarts: how often all processes are started again after a failure.
+        monitor_interval: seconds between two looks at the processes.
+        log_line_prefix_template: what stands before each line that goes to a log file, with ${role_name}, ${local_rank}, ${rank}.
+
+    Raises:
+        ConfigurationError: an argument is not allowed, CUDA or an Accelerator is in use in this process already, or this
+            process is itself one of several.
+        LaunchError: the function raised in one of the processes, or one died; the message ends with its traceback.
+    """
+    precision = CoreOptions.from_mapping({"mixed_precision": mixed_precision}).mixed_precision or "no"
+    local = _count(num_processes)
+    environment = {"ACCELERATE_MIXED_PRECISION": precision}
+    if local == 1 and num_nodes == 1:
+        print(f"Launching training in this process, on {'one GPU' if find_visible(os.environ).count else 'the CPU'}.")
+        with patch_environment(**environment):
+            function(*args)
+        return
+    _refuse_nested("notebook_launcher")
+    _refuse_used_state()
+    _refuse_cuda()
+    host, port = _endpoint(rdzv_endpoint, master_addr, use_port, num_nodes)
+    rendezvous = _rendezvous(
+        {
+            "machine_rank": node_rank, "main_process_ip": host, "main_process_port": port, "rdzv_backend": rdzv_backend,
+            "rdzv_conf": ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items()), "max_restarts": max_restarts,
+            "monitor_interval": monitor_interval,
+        },
+        num_nodes,
+    )
+    print(f"Launching training on {local} {'GPUs' if find_visible(os.environ).count else 'CPU processes'}.")
+    _run(function, args, local, num_nodes, rendezvous, environment, line_prefix=log_line_prefix_template, run_id=rdzv_id if num_nodes > 1 else None)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run a function on several CPU processes, to see whether it would train on several devices.
+
+    Args:
+        function: what each process calls.
+        args: its arguments.
+        num_processes: how many processes.
+
+    Raises:
+        ConfigurationError: ``num_processes`` is below 1, or this process is itself one of several.
+        LaunchError: the function raised in one of the processes, or one died; the message ends with its traceback.
+    """
+    local = _count(num_processes)
+    _refuse_nested("debug_launcher")
+    _run(function, args, local, 1, RendezvousOptions(), {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"})
+
+
+class Rank:
+    """What one process of a launched function runs; it can be pickled where the function can.
+
+    Args:
+        function: the function.
+        forked: whether the process is a fork of the launching one.
+    """
+
+    def __init__(self, function: Callable[..., Any], forked: bool) -> None:
+        self.function = function
+        self.forked = forked
+        # What torch calls it in its log.
+        self.__name__ = self.__qualname__ = getattr(function, "__qualname__", repr(function))
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function with shared states of its own, and report how it failed."""
+        import torch
+        from accel_state.context import isolated
+
+        from .elastic.worker import write_report
+
+        if self.forked:
+            torch.set_num_threads(1)
+        try:
+            with isolated():
+                self.function(*args)
+            _leave_process_group()
+        except BaseException as error:
+            if error.__traceback__ is not None:
+                error.__traceback__ = error.__traceback__.tb_next
+            write_report(error, 1, with_traceback=not isinstance(error, KeyboardInterrupt))
+            raise
+
+
+def _leave_process_group() -> None:
+    # gloo's threads crash the interpreter when they outlive it, now and then; a function that ended has no more use for them.
+    import gc
+
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _run(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    local: int,
+    num_nodes: int,
+    rendezvous: RendezvousOptions,
+    environment: Mapping[str, str],
+    line_prefix: str | None = None,
+    run_id: str | None = None,
+) -> None:
+    from .elastic.report import describe
+    from .elastic.run import Job, run_job
+
+    start_method = "fork" if sys.platform.startswith("linux") else "spawn"
+    job = Job(
+        entrypoint=Rank(function, start_method == "fork"), args=tuple(args), local_processes=local, num_machines=num_nodes,
+        rendezvous=rendezvous, start_method=start_method, line_prefix=line_prefix, run_id=run_id, owns_process=False,
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with patch_environment(**environment):
+        outcome = run_job(job)
+    if outcome.failure is not None:
+        raise LaunchError(describe(outcome.failure, outcome.world_size))
+    if outcome.exit_code == 130:
+        raise KeyboardInterrupt
+    if outcome.exit_code > 128:
+        raise SystemExit(outcome.exit_code)
+    if outcome.exit_code:
+        raise LaunchError("the function succeeded on this machine and failed on another; its output there says why.")
+
+
+def _count(num_processes: int | None) -> int:
+    if num_processes is None:
+        return max(1, find_visible(os.environ).count)
+    if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
+        raise ConfigurationError(f"num_processes={num_processes!r} is not an integer of at least 1.")
+    return num_processes
+
+
+def _endpoint(rdzv_endpoint: str, master_addr: str, use_port: str | int, num_nodes: int) -> tuple[str, str]:
+    if rdzv_endpoint:
+        host, _, port = rdzv_endpoint.rpartition(":")
+        return (host.strip("[]") or port), (port if host else DEFAULT_PORT)
+    return master_addr, "0" if num_nodes == 1 and str(use_port) == DEFAULT_PORT else str(use_port)
+
+
+def _rendezvous(values: Mapping[str, Any], num_nodes: int) -> RendezvousOptions:
+    options = resolve([RendezvousOptions], values, environ={}).group(RendezvousOptions)
+    if options.machine_rank >= num_nodes:
+        raise ConfigurationError(f"node_rank={options.machine_rank} with num_nodes={num_nodes}: ranks go from 0 to {num_nodes - 1}.")
+    return options
+
+
+def _refuse_nested(name: str) -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        raise ConfigurationError(
+            f"{name} is called in a process that already is rank {distributed.get_rank()} of {distributed.get_world_size()}. "
+            "Call it in a process that belongs to no process group, or call the function itself."
+        )
+
+
+def _refuse_used_state() -> None:
+    from accel_state.context import current
+
+    if current().process:
+        raise ConfigurationError(
+            "an Accelerator (or PartialState) exists already in this session, for a single process. Create it only inside the function that is "
+            "launched, and restart the session before launching again."
+        )
+
+
+def _refuse_cuda() -> None:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    raise ConfigurationError(
+        "CUDA is initialised in this session already, so processes forked from it could not use it. "
+        f"{_culprits(vars(sys.modules['__main__']))} Restart the session, and use the GPU only inside the function that is launched."
+    )
+
+
+def _culprits(namespace: Mapping[str, Any]) -> str:
+    """Who may have initialised CUDA: what of the session lives on a GPU, and packages that do it when imported."""
+    on_gpu = [name for name, value in namespace.items() if not name.startswith("_") and _is_on_gpu(value)]
+    packages = are_libraries_initialized(*_INITIALISE_CUDA)
+    found = [f"On a GPU: {', '.join(on_gpu)}."] if on_gpu else []
+    found += [f"Imported packages that initialise CUDA: {', '.join(packages)}."] if packages else []
+    return " ".join(found) or "Some call, such as torch.cuda.get_device_name() or .to('cuda'), did it."
+
+
+def _is_on_gpu(value: Any) -> bool:
+    import torch
+
+    if isinstance(value, torch.nn.Module):
+        return any(parameter.is_cuda for parameter in value.parameters())
+    return isinstance(value, torch.Tensor) and value.is_cuda

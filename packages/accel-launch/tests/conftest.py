@@ -1,0 +1,130 @@
+"""A command line to run, and scripts to run it on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+TIMEOUT_SECONDS = 60
+
+
+@dataclass
+class Shell:
+    """Runs ``accel`` in a folder of its own, with an environment that no setting of the machine leaks into."""
+
+    folder: Path
+    env: dict[str, str]
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file, dedented."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    def start(self, *words: str | Path, **env: str) -> subprocess.Popen[str]:
+        """Start ``accel WORDS`` and do not wait."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "accel_launch", *map(str, words)], cwd=self.folder, env={**self.env, **env}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+
+    def accel(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run ``accel WORDS``."""
+        return subprocess.run(
+            [sys.executable, "-m", "accel_launch", *map(str, words)], cwd=self.folder, env={**self.env, **env}, text=True,
+            capture_output=True, timeout=TIMEOUT_SECONDS, check=False,
+        )
+
+    def python(self, code: str) -> subprocess.CompletedProcess[str]:
+        """Run Python code."""
+        return subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)], cwd=self.folder, env=self.env, text=True, capture_output=True,
+            timeout=TIMEOUT_SECONDS, check=False,
+        )
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """A shell in a fresh folder."""
+    hidden = ("ACCELERATE_", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "LOGLEVEL", "PYTEST_")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    work = tmp_path / "work"
+    work.mkdir()
+    return Shell(work, {**env, "PYTHONPATH": path, "HF_HOME": str(tmp_path / "hf"), "TMPDIR": str(temporary)})
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[subprocess.Popen[str]], subprocess.Popen[str]]]:
+    """Register a process that must not outlive the test, whatever happens."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def register(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+        processes.append(process)
+        return process
+
+    yield register
+    for process in processes:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., None]:
+    """Wait for a condition, or fail."""
+
+    def wait(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+            time.sleep(0.05)
+
+    return wait
+
+
+@pytest.fixture
+def sleepers(shell: Shell, started: Callable[..., subprocess.Popen[str]], wait_until: Callable[..., None]) -> Callable[..., tuple[subprocess.Popen[str], list[int]]]:
+    """Start a two-rank launch whose ranks write their pids and sleep; returns the launcher and the pids."""
+
+    def start(extra: str = "", *options: str) -> tuple[subprocess.Popen[str], list[int]]:
+        script = f"import os, signal, sys, time, pathlib\n{extra}\npathlib.Path('pid' + os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(60)\n"
+        (shell.folder / "sleep.py").write_text(script)
+        launcher = started(shell.start("launch", "--cpu", "--num_processes", "2", *options, "sleep.py"))
+        files = [shell.folder / "pid0", shell.folder / "pid1"]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), "both ranks run")
+        return launcher, [int(file.read_text()) for file in files]
+
+    return start
+
+
+@pytest.fixture
+def ended(wait_until: Callable[..., None]) -> Callable[[list[int]], None]:
+    """Check that processes end soon (a zombie has ended); kill them where they do not."""
+
+    def check(pids: list[int], seconds: float = 10) -> None:
+        def alive() -> list[int]:
+            return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+        try:
+            wait_until(lambda: not alive(), f"processes {pids} end", seconds)
+        finally:
+            for pid in alive():
+                os.kill(pid, signal.SIGKILL)
+
+    return check

@@ -1,0 +1,86 @@
+"""The command ``accel``: help, version, commands of other packages, and no torch anywhere in it."""
+
+from __future__ import annotations
+
+import pytest
+
+NO_TORCH = """
+import sys
+from accel_launch.cli import main
+try:
+    code = main({words!r})
+except SystemExit as error:
+    code = error.code
+assert not code, code
+heavy = [name for name in ("torch", "numpy", "psutil", "yaml") if name in sys.modules]
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("words", [["--help"], [], ["--version"], ["launch", "--help"], ["launch", "-h"]])
+def test_help_and_version_import_nothing_heavy(shell, words) -> None:
+    result = shell.python(NO_TORCH.format(words=words))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() and not result.stderr
+
+
+def test_import_is_light_and_changes_no_variable(shell) -> None:
+    result = shell.python("""
+        import os, sys
+        before = dict(os.environ)
+        import accel_launch
+        assert accel_launch.__version__ == "1.0.0"
+        assert {"launch", "debug_launcher", "notebook_launcher", "LaunchError"} <= set(accel_launch.__all__)
+        accel_launch.debug_launcher, accel_launch.notebook_launcher, accel_launch.launch
+        assert "torch" not in sys.modules and dict(os.environ) == before
+    """)
+    assert result.returncode == 0, result.stderr
+
+
+def test_help_lists_commands_and_options(shell) -> None:
+    top = shell.accel("--help")
+    assert top.returncode == 0 and "launch  start a script on one or many processes" in top.stdout
+    help_text = shell.accel("launch", "--help")
+    assert help_text.returncode == 0
+    for word in ("--num_processes N", "--module, -m", "OMP_NUM_THREADS", "--cpu"):
+        assert word in help_text.stdout
+    assert "--num-processes" not in help_text.stdout, "the spelling with dashes works, and is not listed twice"
+
+
+def test_version(shell) -> None:
+    assert shell.accel("--version").stdout == "accel-launch 1.0.0\n"
+
+
+def test_unknown_command(shell) -> None:
+    result = shell.accel("lauch", "x.py")
+    assert result.returncode == 2
+    assert result.stderr == "accel: error: 'lauch' is not a command. Did you mean launch? `accel --help` lists them.\n"
+
+
+def install_command(shell, name: str, module: str, text: str) -> None:
+    """What pip leaves behind of a package with an entry point."""
+    shell.write(f"{module}.py", text)
+    info = shell.folder / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[accel.commands]\n{name} = {module}:COMMAND\n")
+
+
+def test_other_packages_add_commands_and_a_broken_one_spoils_nothing(shell) -> None:
+    install_command(shell, "greet", "greeter", """
+        from accel_launch.commands.base import Command
+        from accel_state.errors import ConfigurationError
+        def run(arguments):
+            if arguments == ["bad"]:
+                raise ConfigurationError("no such greeting:\\n bad")
+            print("hello", *arguments)
+            return 3
+        COMMAND = Command("greet somebody", run)
+    """)
+    install_command(shell, "broken", "broken_package", "raise RuntimeError('half installed')\n")
+    text = shell.accel("--help").stdout
+    assert "greet   greet somebody" in text and "broken  (cannot be loaded: half installed)" in text and "launch" in text
+    result = shell.accel("greet", "you")
+    assert (result.stdout, result.returncode) == ("hello you\n", 3)
+    result = shell.accel("greet", "bad")
+    assert (result.stderr, result.returncode) == ("accel greet: error: no such greeting: bad\n", 2)

@@ -1,0 +1,215 @@
+"""Several processes: a world that works, failures that are told, output, restarts. Scripts without torch where none is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+
+ALL_REDUCE = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+values = torch.arange(4, dtype=torch.float64) * (dist.get_rank() + 1)
+dist.all_reduce(values)
+names = ("ACCELERATE_", "OMP_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "ROLE_NAME")
+report = {"sum": values.tolist(), "argv": sys.argv, "env": {k: v for k, v in os.environ.items() if k.startswith(names)}}
+with open(f"rank{dist.get_rank()}.json", "w") as file:
+    json.dump(report, file)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def read_ranks(shell, world_size: int) -> list[dict]:
+    return [json.loads((shell.folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def test_two_ranks_reduce_and_get_their_settings(shell) -> None:
+    shell.write("s.py", ALL_REDUCE)
+    words = ["--cpu", "--num_processes", "2", "--mixed_precision", "bf16", "s.py", "--flag", "${local_rank} $$", "--", "--num_processes"]
+    result = shell.accel("launch", *words)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    for rank, report in enumerate(read_ranks(shell, 2)):
+        assert report["sum"] == [0, 3, 6, 9]
+        assert report["argv"] == ["s.py", "--flag", "${local_rank} $$", "--", "--num_processes"]
+        env = report["env"]
+        assert int(env.pop("OMP_NUM_THREADS")) >= 1
+        assert env == {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+                       "WORLD_SIZE": "2", "ROLE_NAME": "default"}
+    assert not os.listdir(shell.env["TMPDIR"]), "nothing is left behind"
+
+
+def test_two_default_launches_on_one_host(shell, started) -> None:
+    """P28: both wait in the middle until the other is there too, so they do run at the same time."""
+    script = """
+    import pathlib, sys, time
+    import torch
+    import torch.distributed as dist
+    mine, other = sys.argv[1:]
+    dist.init_process_group("gloo")
+    pathlib.Path(mine).write_text("")
+    deadline = time.monotonic() + 40
+    while not pathlib.Path(other).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    value = torch.tensor([1.0 if mine == "a" else 10.0])
+    dist.all_reduce(value)
+    print(mine, value.item())
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    shell.write("s.py", script)
+    first = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py", "a", "b"))
+    second = started(shell.start("launch", "--cpu", "--num_processes", "2", "--main_process_port", "0", "s.py", "b", "a"))
+    assert sorted(first.communicate(timeout=60)[0].splitlines()) == ["a 2.0", "a 2.0"] and first.returncode == 0
+    assert sorted(second.communicate(timeout=60)[0].splitlines()) == ["b 20.0", "b 20.0"] and second.returncode == 0
+
+
+def test_the_first_failing_ranks_traceback_ends_the_output(shell) -> None:
+    """P30, with the other rank failing too, as a consequence, in its collective."""
+    shell.write("s.py", """
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        def train():
+            raise ValueError("boom")
+        if dist.get_rank() == 1:
+            train()
+        dist.barrier()
+    """)
+    result = shell.accel("launch", "--cpu", "--num_processes", "2", "s.py")
+    assert result.returncode == 1
+    end = result.stderr[result.stderr.rindex("accel launch: ") :]
+    assert re.fullmatch(
+        r'accel launch: rank 1 of 2 failed first \(local rank 1 on \S+, pid \d+\), exit code 1:\nTraceback \(most recent call last\):\n'
+        r'  File "\S+/s.py", line 7, in <module>\n    train\(\)\n  File "\S+/s.py", line 5, in train\n    raise ValueError\("boom"\)\nValueError: boom\n', end,
+    ), end
+    assert "ChildFailedError" not in result.stderr and "torchelastic" not in result.stderr and "worker.py" not in result.stderr
+    assert not os.listdir(shell.env["TMPDIR"])
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "message"),
+    [
+        ("sys.exit(7)", 7, r"rank 1 of 2 ended first with exit code 7 \(local rank 1 on \S+, pid \d+\)\."),
+        ("os._exit(5)", 5, r"rank 1 of 2 ended first with exit code 5 \(local rank 1 on \S+, pid \d+\)\."),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"rank 1 of 2 was ended by SIGKILL \(local rank 1 on \S+, pid \d+\), exit code 137\. .*out of memory.*"),
+        ("sys.exit('cannot go on')", 1, r"rank 1 of 2 ended first with exit code 1 .*"),
+    ],
+    ids=["sys.exit", "os._exit", "SIGKILL", "message"],
+)
+def test_exit_codes_pass_through(shell, ending, code, message) -> None:
+    shell.write("s.py", f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {ending}\ntime.sleep(50)\n")
+    result = shell.accel("launch", "--cpu", "--num_processes", "2", "s.py")
+    assert result.returncode == code
+    assert re.fullmatch(f"accel launch: {message}", result.stderr.splitlines()[-1]), result.stderr
+    assert ("cannot go on" in result.stderr) == ("cannot" in ending)
+
+
+def test_a_crash_comes_before_the_errors_that_follow_from_it(shell) -> None:
+    shell.write("s.py", """
+        import os, signal
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        dist.barrier()
+    """)
+    result = shell.accel("launch", "--cpu", "--num_processes", "2", "s.py")
+    assert result.returncode == 139 and "rank 1 of 2 was ended by SIGSEGV" in result.stderr.splitlines()[-1]
+
+
+def test_executable_ranks(shell) -> None:
+    shell.write("run.sh", "#!/bin/bash\necho \"rank $RANK of $WORLD_SIZE $1\"\nsleep 0.$RANK\nexit $1\n").chmod(0o755)
+    result = shell.accel("launch", "--cpu", "--num_processes", "2", "--no_python", "run.sh", "4")
+    assert sorted(result.stdout.splitlines()) == ["rank 0 of 2 4", "rank 1 of 2 4"] and result.returncode == 4
+    assert "ended first with exit code 4" in result.stderr
+
+
+def test_module_ranks_and_what_main_is(shell) -> None:
+    """A rank's script is the module __main__, as far as pickle, inspect and spawned children can tell."""
+    code = """
+    import __main__, inspect, multiprocessing, pickle, sys
+    class Thing:
+        pass
+    def double(value):
+        return 2 * value
+    if __name__ == "__main__":
+        assert __main__ is sys.modules["__main__"] and __main__.Thing is Thing
+        assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+        assert "2 * value" in inspect.getsource(double)
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(pool.map(double, [21])[0], sys.argv[1:], sys.path[0], __spec__ and __spec__.name)
+    """
+    shell.write("pkg/__init__.py", "")
+    shell.write("pkg/mod.py", code)
+    result = shell.accel("launch", "--cpu", "--num_processes", "2", "-m", "pkg.mod", "-m")
+    assert result.stdout.splitlines() == [f"42 ['-m'] {shell.folder} pkg.mod"] * 2, result.stderr
+    result = shell.accel("launch", "--cpu", "--num_processes", "2", "pkg/mod.py", "x")
+    assert result.stdout.splitlines() == [f"42 ['x'] {shell.folder}/pkg None"] * 2, result.stderr
+
+
+def test_output_streams_live(shell, started) -> None:
+    shell.write("s.py", "import time; print('first'); time.sleep(50)")
+    launcher = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py"))
+    assert [launcher.stdout.readline() for _ in range(2)] == ["first\n", "first\n"]
+    launcher.terminate()
+    assert launcher.wait(20) == 143
+
+
+def test_restarts(shell) -> None:
+    shell.write("s.py", """
+        import os, sys
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        open(f"start{attempt}.{os.environ['RANK']}", "w").close()
+        sys.exit(6 if attempt < int(sys.argv[1]) and os.environ["RANK"] == "0" else 0)
+    """)
+    words = ["launch", "--cpu", "--num_processes", "2", "--max_restarts", "2", "--monitor_interval", "0.05", "s.py"]
+    result = shell.accel(*words, "2")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("starting all processes again") == 2 and "(restart 2 of 2)" in result.stderr
+    assert sorted(file for file in os.listdir(shell.folder) if file.startswith("start")) == [f"start{n}.{rank}" for n in range(3) for rank in range(2)]
+    result = shell.accel(*words, "3")
+    assert result.returncode == 6 and "rank 0 of 2 ended first with exit code 6" in result.stderr.splitlines()[-1]
+
+
+def test_tee_and_log_dir(shell) -> None:
+    shell.write("s.py", "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)")
+    words = ["--cpu", "--num_processes", "2", "--tee", "0:3,1:1", "--log_dir", "logs", "--role", "trainer", "s.py"]
+    result = shell.accel("launch", *words)
+    assert sorted(result.stdout.splitlines()) == ["[trainer0]:out 0", "[trainer1]:out 1"]
+    assert sorted(result.stderr.splitlines()) == ["[trainer0]:err", "err"]
+    files = {str(path.relative_to(shell.folder / "logs")).split("/", 1)[1]: path.read_text() for path in (shell.folder / "logs").rglob("*.log")}
+    assert {name: text for name, text in files.items() if text} == {
+        "attempt_0/0/stdout.log": "out 0\n", "attempt_0/0/stderr.log": "err\n", "attempt_0/1/stdout.log": "out 1\n",
+    }
+
+
+def test_an_asked_for_port_is_used(shell) -> None:
+    import socket
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    shell.write("s.py", "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])")
+    for backend in ("static", "c10d"):
+        words = ["--cpu", "--num_processes", "2", "--main_process_port", str(port), "--rdzv_backend", backend, "s.py"]
+        result = shell.accel("launch", *words)
+        assert result.returncode == 0, result.stderr
+        assert backend == "c10d" or result.stdout.splitlines() == [f"127.0.0.1 {port}"] * 2
+
+
+def test_threads_the_user_set_are_kept(shell) -> None:
+    shell.write("s.py", "import os; print(os.environ['OMP_NUM_THREADS'])")
+    words = ["launch", "--cpu", "--num_processes", "2", "s.py"]
+    assert shell.accel(*words, OMP_NUM_THREADS="5").stdout.split() == ["5", "5"]
+    assert shell.accel(*words[:2], "--num-cpu-threads-per-process=3", *words[2:], OMP_NUM_THREADS="5").stdout.split() == ["3", "3"]
+
+
+def test_debug_shows_the_agents_log(shell) -> None:
+    shell.write("s.py", "import os, sys; sys.exit(3 * int(os.environ['RANK']))")
+    result = shell.accel("launch", "--cpu", "--num_processes", "2", "--debug", "s.py")
+    assert result.returncode == 3 and "failed (exitcode: 3)" in result.stderr and result.stderr.splitlines()[-1].startswith("accel launch: rank 1")

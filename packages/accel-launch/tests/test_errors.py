@@ -1,0 +1,149 @@
+"""What is wrong is said in one line on stderr, with exit code 2, before anything is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+
+def fails(shell, *words: str, **env: str) -> str:
+    result = shell.accel("launch", *words, **env)
+    assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
+    assert result.stderr.startswith("accel launch: error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert result.stdout == ""
+    return result.stderr
+
+
+@pytest.fixture
+def script(shell) -> str:
+    shell.write("s.py", "print('must not run')")
+    return "s.py"
+
+
+def test_no_script(shell) -> None:
+    assert "no script is given" in fails(shell)
+    assert "no script is given" in fails(shell, "--cpu")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", ""])
+def test_bad_num_processes(shell, script, value) -> None:
+    message = fails(shell, "--num_processes", value, script) if value != "-1" else fails(shell, "--num_processes=-1", script)
+    assert "--num_processes: " in message and "an integer of at least 1" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--num_processes"], ["--num_processes needs a value", "at least 1"]),
+        (["--mixed_precision", "fp61", "s.py"], ["--mixed_precision", "'fp61'", "no, fp16, bf16"]),
+        (["--mixed_precison", "fp16", "s.py"], ["--mixed_precison is not an option", "Did you mean --mixed_precision?"]),
+        (["--use_fsdp", "s.py"], ["--use_fsdp is not an option"]),
+        (["--num_proc", "2", "s.py"], ["--num_proc is not an option"]),
+        (["-x", "s.py"], ["-x is not an option"]),
+        (["--cpu", "--multi_gpu", "s.py"], ["--cpu and --multi_gpu contradict"]),
+        (["--cpu=maybe", "s.py"], ["--cpu", "'maybe'", "true"]),
+        (["--no_python", "-m", "s"], ["-m and --no_python contradict"]),
+        (["--tee", "5", "s.py"], ["--tee", "'5'"]),
+        (["--num_processes", "2", "--tee", "0:1,2:1", "s.py"], ["--tee 0:1,2:1", "local ranks 0 to 1"]),
+        (["--main_process_port", "70000", "s.py"], ["--main_process_port", "'70000'", "65535"]),
+        (["--rdzv_conf", "timeout", "s.py"], ["--rdzv_conf", "key=value"]),
+        (["--gpu_ids", "0,0", "s.py"], ["--gpu_ids", "different GPU ids"]),
+        (["--num_machines", "2", "--num_processes", "3", "s.py"], ["--num_processes 3", "--num_machines 2", "multiple"]),
+        (["--num_machines", "2", "--num_processes", "2", "s.py"], ["--num_machines 2 needs --main_process_ip"]),
+        (["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "h", "s.py"], ["needs --machine_rank"]),
+        (["--num_machines=2", "--num_processes=2", "--main_process_ip=h", "--machine_rank=2", "s.py"], ["--machine_rank 2", "0 to 1"]),
+        (["--num_machines=2", "--num_processes=2", "--main_process_ip=h", "--machine_rank=0", "--main_process_port=0", "s.py"], ["--main_process_port 0"]),
+        (["--machine_rank", "1", "s.py"], ["--machine_rank 1", "--num_machines"]),
+    ],
+    ids=lambda value: "_".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_bad_options(shell, script, words, parts) -> None:
+    message = fails(shell, *words)
+    for part in parts:
+        assert part in message
+
+
+def test_bad_variable_is_named(shell, script) -> None:
+    assert "environment variable ACCELERATE_MIXED_PRECISION: 'fp61'" in fails(shell, script, ACCELERATE_MIXED_PRECISION="fp61")
+    assert "ACCELERATE_USE_CPU=true and ACCELERATE_MULTI_GPU=true" in fails(shell, script, ACCELERATE_USE_CPU="1", ACCELERATE_MULTI_GPU="1")
+
+
+@pytest.mark.skipif(any(name.startswith("nvidia") for name in os.listdir("/dev")), reason="this machine has a GPU")
+def test_gpus_that_are_not_there(shell, script) -> None:
+    assert "no GPU is visible" in fails(shell, "--multi_gpu", script)
+    assert "--gpu_ids 0: this machine has no GPU" in fails(shell, "--gpu_ids", "0", script)
+
+
+def test_missing_scripts(shell) -> None:
+    assert "script 'nope.py' does not exist" in fails(shell, "nope.py")
+    assert "accel launch -m json.tool" in fails(shell, "json.tool")
+    assert "accel launch --no_python ls" in fails(shell, "ls")
+    (shell.folder / "folder").mkdir()
+    assert "folder without __main__.py" in fails(shell, "folder")
+
+
+def test_files_that_are_not_python(shell) -> None:
+    shell.write("run.sh", "#!/bin/bash\necho no\n")
+    assert "'run.sh' is not a Python file" in fails(shell, "run.sh") and "--no_python" in fails(shell, "run.sh")
+    assert "is not a Python file" in fails(shell, os.path.realpath(sys.executable))
+
+
+def test_missing_modules_and_executables(shell) -> None:
+    shell.write("pkg/__init__.py", "raise SystemExit('a check must not import the package')")
+    shell.write("pkg/inner.py", "")
+    assert "-m 'nope': no such module" in fails(shell, "-m", "nope")
+    assert "-m 'pkg.nope': no such module" in fails(shell, "-m", "pkg.nope")
+    assert "-m 'pkg.inner.deeper': no such module" in fails(shell, "-m", "pkg.inner.deeper")
+    assert "package without __main__.py" in fails(shell, "-m", "pkg")
+    assert "not a module name" in fails(shell, "-m", "pkg/inner.py")
+    shell.write("plain.txt", "text")
+    assert "not executable. Run: chmod +x plain.txt" in fails(shell, "--no_python", "plain.txt")
+    assert "no such program in PATH" in fails(shell, "--no_python", "no-such-program")
+
+
+def test_a_port_in_use_is_an_error_at_once(shell, script) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        message = fails(shell, "--num_processes", "2", "--main_process_port", str(port), script)
+    assert f"--main_process_port {port}: the port is in use" in message
+
+
+def test_an_unknown_host(shell, script) -> None:
+    words = ["--num_processes=2", "--main_process_ip=nowhere.invalid", "--main_process_port=4711", script]
+    assert "'nowhere.invalid' is not a known host" in fails(shell, *words)
+
+
+def test_a_log_dir_that_cannot_be_made(shell, script) -> None:
+    shell.write("file", "")
+    assert "--log_dir 'file/logs' cannot be made: Not a directory" in fails(shell, "--num_processes=2", "--log_dir=file/logs", script)
+
+
+class TestConfigFile:
+    def test_unknown_key_names_file_line_and_neighbour(self, shell, script) -> None:
+        path = shell.write("c.yaml", "num_machines: 1\nnum_proceses: 2\n")
+        message = fails(shell, "--config_file", str(path), script)
+        assert f"{path}, line 2: num_proceses is not a known key. Did you mean num_processes?" in message
+
+    @pytest.mark.parametrize("line", ["fsdp_config: {fsdp_version: 2}", "distributed_type: DEEPSPEED", "compute_environment: AMAZON_SAGEMAKER",
+                                      "enable_cpu_affinity: true", "downcast_bf16: 'yes'", "main_training_function: train"])
+    def test_what_it_does_not_start_is_refused(self, shell, script, line) -> None:
+        path = shell.write("c.yaml", f"num_processes: 1\n{line}\n")
+        message = fails(shell, "--config_file", str(path), script)
+        assert f"{path}, line 2: {line.split(':')[0]}=" in message and "Allowed: " in message
+
+    def test_bad_value_and_bad_section(self, shell, script) -> None:
+        path = shell.write("c.yaml", "dynamo_config:\n  dynamo_backend: indcutor\n")
+        assert f"dynamo_config.dynamo_backend in {path}, line 2: 'indcutor' is not one of NO, " in fails(shell, "--config_file", str(path), script)
+        path = shell.write("c.yaml", "dynamo_config: 3\n")
+        assert "dynamo_config must be a mapping" in fails(shell, "--config_file", str(path), script)
+        path = shell.write("c.yaml", "dynamo_config:\n  backend: eager\n")
+        assert "dynamo_config.backend is not a known key" in fails(shell, "--config_file", str(path), script)
+
+    def test_missing_file(self, shell, script) -> None:
+        assert "nope.yaml: No such file" in fails(shell, "--config_file", "nope.yaml", script)
+        assert "nope.yaml: No such file" in fails(shell, script, ACCELERATE_CONFIG_FILE="nope.yaml")

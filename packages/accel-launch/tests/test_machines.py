@@ -1,0 +1,73 @@
+"""Several machines, played by several launchers on this one: static and c10d rendezvous, and the end of a run on all of them."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
+def start_machines(shell, started, script: str, *words: str, ranks: bool = True):
+    port = free_port()
+    common = ["launch", "--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=127.0.0.1", f"--main_process_port={port}", *words]
+    return [started(shell.start(*common, *([f"--machine_rank={rank}"] if ranks else []), script)) for rank in (1, 0)][::-1]
+
+
+SUM = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(value)
+print(os.environ["GROUP_RANK"], os.environ["RANK"], os.environ["LOCAL_RANK"], value.item())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_machines_form_one_world(shell, started, backend) -> None:
+    shell.write("s.py", SUM)
+    # gloo listens on the address of the host's name, which need not be resolvable in a container.
+    shell.env["GLOO_SOCKET_IFNAME"] = "lo"
+    machines = start_machines(shell, started, "s.py", "--rdzv_backend", backend, "--rdzv_conf", "timeout=60", ranks=backend == "static")
+    outputs = [machine.communicate(timeout=60) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], outputs
+    lines = sorted(line for out, _ in outputs for line in out.splitlines())
+    assert lines == ["0 0 0 3.0", "1 1 0 3.0"]
+    if backend == "static":
+        assert outputs[0][0].startswith("0 0") and outputs[1][0].startswith("1 1")
+
+
+def test_a_machine_that_succeeded_does_not_wait_for_one_that_failed(shell, started) -> None:
+    """torch's own exit barrier would wait 300 seconds here."""
+    shell.write("s.py", "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '0' else 2); sys.exit(4 * int(os.environ['RANK']))")
+    machines = start_machines(shell, started, "s.py")
+    begin = time.monotonic()
+    errors = [machine.communicate(timeout=40)[1] for machine in machines]
+    assert time.monotonic() - begin < 30
+    assert [machine.returncode for machine in machines] == [1, 4]
+    assert "those of machine rank 1 failed" in errors[0] and "rank 1 of 2 ended first with exit code 4" in errors[1]
+
+
+def test_a_machine_that_succeeded_waits_for_the_others(shell, started) -> None:
+    shell.write("s.py", "import os, time; time.sleep(3 * int(os.environ['RANK']))")
+    first, second = start_machines(shell, started, "s.py")
+    second.communicate(timeout=40)
+    assert second.returncode == 0
+    assert first.wait(10) == 0
+
+
+def test_machines_that_do_not_meet_say_so(shell, started) -> None:
+    shell.write("s.py", "")
+    words = ["--num_processes=2", "--num_machines=2", "--main_process_ip=127.0.0.1", f"--main_process_port={free_port()}", "--rdzv_conf=timeout=3",
+             "--rdzv_conf=timeout=3,join_timeout=3,read_timeout=3", "--rdzv_backend=c10d"]
+    result = shell.accel("launch", "--cpu", *words, "s.py")
+    assert result.returncode == 2, result.stderr
+    assert "did not meet at 127.0.0.1:" in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,176 @@
+"""One process: the script runs as python runs it, in the right environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+SHOW = """
+import json, os, sys
+print(json.dumps({"argv": sys.argv, "env": {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "OMP_"))}, "name": __name__}))
+"""
+
+
+@pytest.fixture
+def show(shell):
+    shell.write("show.py", SHOW)
+
+    def run(*words: str, **env: str) -> dict:
+        result = shell.accel("launch", "--quiet", *words, **env)
+        assert result.returncode == 0 and result.stderr == "", result.stderr
+        return json.loads(result.stdout)
+
+    return run
+
+
+def test_an_unset_option_exports_nothing(show) -> None:
+    assert show("show.py")["env"] == {}
+
+
+def test_options_reach_the_script(show) -> None:
+    words = "--cpu --mixed_precision bf16 --gradient-accumulation-steps 4 --debug --dynamo_backend inductor --dynamo_use_dynamic".split()
+    assert show(*words, "--num_cpu_threads_per_process=3", "show.py")["env"] == {
+        "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_DEBUG_MODE": "true", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_DYNAMIC": "true", "OMP_NUM_THREADS": "3",
+    }
+
+
+def test_the_scripts_arguments_are_untouched(show) -> None:
+    words = ["--cpu", "-m", "--", "x y", "--num_processes", "7", "$HOME", "", "--help"]
+    assert show("--cpu", "show.py", *words)["argv"] == ["show.py", *words]
+    assert show("--cpu", "--", "show.py", "a")["argv"] == ["show.py", "a"]
+
+
+def test_precedence_end_to_end(show, shell) -> None:
+    config = shell.write("c.yaml", "mixed_precision: fp16\ngradient_accumulation_steps: 2\ndebug: true\n")
+    env = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DEBUG_MODE": "0"}
+    got = show("--config_file", str(config), "--debug", "show.py", **env)["env"]
+    assert got == {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2", "ACCELERATE_DEBUG_MODE": "true"}
+
+
+def test_default_config_file(show, shell) -> None:
+    folder = os.path.join(shell.env["HF_HOME"], "accel")
+    os.makedirs(folder)
+    with open(os.path.join(folder, "default_config.yaml"), "w") as file:
+        file.write("use_cpu: true\n")
+    assert show("show.py")["env"] == {"ACCELERATE_USE_CPU": "true"}
+    assert show("--cpu=false", "show.py")["env"] == {"ACCELERATE_USE_CPU": "false"}
+    other = shell.write("other.json", '{"mixed_precision": "bf16"}')
+    assert show("show.py", ACCELERATE_CONFIG_FILE=str(other))["env"] == {"ACCELERATE_CONFIG_FILE": str(other), "ACCELERATE_MIXED_PRECISION": "bf16"}
+
+
+def test_a_file_with_every_key_that_asks_for_nothing(show, shell) -> None:
+    path = shell.write("c.yaml", """
+        compute_environment: LOCAL_MACHINE
+        deepspeed_config: {}
+        distributed_type: 'NO'
+        downcast_bf16: 'no'
+        enable_cpu_affinity: false
+        fsdp_config: {}
+        gpu_ids: all
+        machine_rank: 0
+        main_process_ip: null
+        main_process_port: null
+        main_training_function: main
+        mixed_precision: no
+        num_machines: 1
+        num_processes: 1
+        rdzv_backend: static
+        same_network: true
+        tpu_env: []
+        tpu_use_cluster: false
+        tpu_use_sudo: false
+        use_cpu: false
+    """)
+    assert show("--config_file", str(path), "show.py")["env"] == {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "false"}
+
+
+def test_module_and_executable(show, shell) -> None:
+    shell.write("pkg/__init__.py", "")
+    shell.write("pkg/mod.py", SHOW)
+    shell.write("pkg/__main__.py", SHOW)
+    assert show("-m", "pkg.mod", "-m", "x")["argv"][1:] == ["-m", "x"]
+    assert show("-m", "pkg")["name"] == "__main__"
+    shell.write("run.sh", "#!/bin/bash\necho \"{\\\"argv\\\": \\\"$1$ACCELERATE_USE_CPU\\\"}\"\n").chmod(0o755)
+    assert show("--cpu", "--no_python", "run.sh", "x")["argv"] == "xtrue"
+    assert show("--cpu", "--no_python", "./run.sh", "y")["argv"] == "ytrue"
+
+
+def test_a_folder_with_main(show, shell) -> None:
+    shell.write("app/__main__.py", SHOW)
+    assert show("app", "x")["argv"] == ["app", "x"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 7, 255])
+def test_exit_code(shell, code) -> None:
+    shell.write("s.py", f"raise SystemExit({code})")
+    assert shell.accel("launch", "s.py").returncode == code
+
+
+def test_death_by_signal_is_the_scripts_own(shell) -> None:
+    shell.write("s.py", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert shell.accel("launch", "s.py").returncode == -signal.SIGKILL
+
+
+def test_traceback_ends_the_output(shell) -> None:
+    shell.write("s.py", "raise ValueError('boom')")
+    result = shell.accel("launch", "--cpu", "s.py")
+    assert result.returncode == 1 and result.stderr.endswith("ValueError: boom\n")
+
+
+def test_output_streams_live(shell, started) -> None:
+    shell.write("s.py", "import time; print('first'); time.sleep(30)")
+    launcher = started(shell.start("launch", "--cpu", "s.py"))
+    begin = time.monotonic()
+    assert launcher.stdout.readline() == "first\n"
+    assert time.monotonic() - begin < 10
+
+
+def test_signals_reach_the_script(shell, started) -> None:
+    shell.write("s.py", """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+        print("ready")
+        time.sleep(30)
+    """)
+    launcher = started(shell.start("launch", "--cpu", "s.py"))
+    assert launcher.stdout.readline() == "ready\n"
+    launcher.terminate()
+    assert launcher.wait(10) == 9
+
+
+def test_the_launcher_says_how_many_processes_it_chose(shell) -> None:
+    shell.write("s.py", "")
+    said = shell.accel("launch", "--cpu", "s.py").stderr
+    assert said == "accel launch: starting 1 process (one for each machine on the CPU, as asked); --num_processes sets another number\n"
+    assert shell.accel("launch", "--cpu", "-q", "s.py").stderr == ""
+    assert shell.accel("launch", "--cpu", "--num_processes", "1", "s.py").stderr == ""
+
+
+def test_no_torch_in_the_launcher(shell) -> None:
+    shell.write("s.py", "")
+    result = shell.python("""
+        import os, sys
+        def execve(*arguments):
+            assert not [name for name in ("torch", "numpy", "psutil", "yaml") if name in sys.modules]
+            print("replaced")
+            sys.exit(0)
+        os.execve = execve
+        from accel_launch.cli import main
+        main(["launch", "--cpu", "--num_processes", "1", "s.py"])
+    """)
+    assert result.stdout == "replaced\n", result.stderr
+
+
+def test_python_options_carry_over(shell) -> None:
+    import subprocess
+    import sys
+
+    shell.write("s.py", "import sys; print(sys.flags.optimize, sys.flags.dont_write_bytecode, sys.warnoptions)")
+    words = [sys.executable, "-OO", "-B", "-W", "ignore", "-m", "accel_launch", "launch", "--cpu", "s.py"]
+    result = subprocess.run(words, cwd=shell.folder, env=shell.env, capture_output=True, text=True, timeout=30, check=True)
+    assert result.stdout == "2 1 ['ignore']\n"

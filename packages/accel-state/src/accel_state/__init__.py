@@ -1,0 +1,6 @@
+"""accel-state: which process this is, on which device, and how it talks to the others."""
+
+from accel_state._lazy import attach
+
+__version__ = "1.0.0"
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -1,0 +1,66 @@
+"""Lazy package exports, declared once in the package's ``__init__.pyi``.
+
+A package that imports everything eagerly makes `accel --help` pay for torch. A package that lists its exports twice
+(once for type checkers, once for the runtime) drifts. Here the stub file is the only list: type checkers read it as
+they always do, and :func:`attach` reads the same file to resolve a name the first time somebody asks for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for ``package``, from the stub beside its ``__init__.py``.
+
+    Args:
+        package: the importing module's ``__name__``.
+
+    Raises:
+        ImportError: the stub holds something other than ``from module import name as name`` lines.
+    """
+    module = sys.modules[package]
+    file = module.__file__
+    if file is None:
+        raise ImportError(f"{package} has no file, so the stub that lists its exports cannot be found")
+    exports = _read_exports(Path(file).with_suffix(".pyi"), package)
+
+    def __getattr__(name: str) -> Any:
+        try:
+            source, attribute = exports[name]
+        except KeyError:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+        value = importlib.import_module(source) if attribute is None else getattr(importlib.import_module(source), attribute)
+        # The next access then finds the name without coming here.
+        setattr(module, name, value)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted(set(vars(module)) | set(exports))
+
+    return __getattr__, __dir__, sorted(exports)
+
+
+def _read_exports(stub: Path, package: str) -> dict[str, tuple[str, str | None]]:
+    """Map each exported name to (module, attribute); the attribute is None where the name is a submodule."""
+    exports: dict[str, tuple[str, str | None]] = {}
+    parts = package.split(".")
+    for node in ast.parse(stub.read_text(encoding="utf-8"), str(stub)).body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # the docstring
+        if not isinstance(node, ast.ImportFrom):
+            raise ImportError(f"{stub}:{node.lineno}: only `from module import name as name` is allowed here")
+        base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+        source = ".".join(piece for piece in (base, node.module) if piece)
+        for alias in node.names:
+            name = alias.asname or alias.name
+            if name in exports:
+                raise ImportError(f"{stub}:{node.lineno}: {name} is exported twice")
+            is_submodule = node.module is None
+            exports[name] = (f"{source}.{alias.name}", None) if is_submodule else (source, alias.name)
+    return exports

@@ -1,0 +1,72 @@
+"""Several tensors as one: a message costs far more than the bytes of a small tensor.
+
+Gathering and broadcasting only move bytes, so tensors of every dtype travel together in one uint8 buffer (which also
+carries the dtypes that a back end knows nothing of, such as bool or float8). Reducing needs numbers, so there the
+tensors of one dtype travel together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+# torch can reinterpret bytes as another dtype only where they are aligned for it; 16 bytes serve complex128.
+_ALIGNMENT = 16
+# Above this a copy into the common buffer costs more than a message of its own.
+SMALL_BYTES = 1 << 18
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Size of the tensor's values in bytes."""
+    return tensor.numel() * tensor.element_size()
+
+
+def split_small(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Positions of the tensors that travel together, and of those that travel alone; empty tensors are in neither."""
+    small = [i for i, tensor in enumerate(tensors) if 0 < nbytes(tensor) <= SMALL_BYTES]
+    large = [i for i, tensor in enumerate(tensors) if nbytes(tensor) > SMALL_BYTES]
+    if len(small) == 1:
+        return [], sorted(large + small)
+    return small, large
+
+
+class ByteLayout:
+    """Where each tensor's bytes lie in a common buffer. The same shapes and dtypes give the same layout on every rank."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.spans: list[tuple[int, int]] = []
+        end = 0
+        for tensor in tensors:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + nbytes(tensor)
+            self.spans.append((start, end))
+        self.total = -(-end // _ALIGNMENT) * _ALIGNMENT
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Copy the tensors into one uint8 tensor of ``total`` bytes."""
+        buffer = torch.empty(self.total, dtype=torch.uint8, device=tensors[0].device)
+        for tensor, (start, end) in zip(tensors, self.spans, strict=True):
+            buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return buffer
+
+    def unpack(self, buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Split a buffer of shape ``(..., total)`` into tensors of shapes ``(..., *like[i].shape)``."""
+        leading = buffer.shape[:-1]
+        return [
+            buffer[..., start:end].contiguous().view(tensor.dtype).view((*leading, *tensor.shape))
+            for tensor, (start, end) in zip(like, self.spans, strict=True)
+        ]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat uint8 view of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def groups_by_dtype(tensors: Sequence[torch.Tensor], positions: Iterable[int]) -> list[list[int]]:
+    """Positions of tensors that can be reduced as one, because they share a dtype."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for i in positions:
+        groups.setdefault(tensors[i].dtype, []).append(i)
+    return list(groups.values())

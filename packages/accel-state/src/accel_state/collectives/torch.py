@@ -1,0 +1,148 @@
+"""Several processes over torch.distributed (gloo, nccl, xccl, hccl, mpi, ...)."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from . import packing
+from .diagnosis import explain
+from .single import Collectives, ReduceOp
+
+T = TypeVar("T")
+
+# all_gather_single is the name of all_gather_into_tensor since torch 2.13, which warns about the older one.
+_all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class TorchCollectives(Collectives):
+    """Collectives over the default process group.
+
+    Args:
+        device: where the back end wants its tensors. Tensors that live elsewhere are moved there and their results back.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = device
+
+    def _call(self, operation: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except RuntimeError as error:
+            raise explain(operation, self.rank, self.world_size, error) from error
+
+    def _usable(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self.device).contiguous()
+
+    def barrier(self) -> None:
+        on_device = {} if self.device.index is None else {"device_ids": [self.device.index]}
+        self._call("barrier", dist.barrier, **on_device)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        local = self._usable(tensor)
+        out = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype, device=local.device)
+        if local.numel():
+            self._call("all_gather", _all_gather_flat, packing.as_bytes(out), packing.as_bytes(local))
+        return out.to(tensor.device)
+
+    def all_gather_many(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        small, large = packing.split_small(tensors)
+        results: dict[int, torch.Tensor] = {i: self.all_gather(tensors[i]) for i in large}
+        if small:
+            members = [tensors[i].detach().to(self.device) for i in small]
+            layout = packing.ByteLayout(members)
+            gathered = self.all_gather(layout.pack(members))
+            for i, value in zip(small, layout.unpack(gathered, members), strict=True):
+                results[i] = value.to(tensors[i].device)
+        return [results[i] if i in results else self.all_gather(tensor) for i, tensor in enumerate(tensors)]
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        if tensor.numel() == 0:
+            return tensor
+        local = self._usable(tensor)
+        self._call("all_reduce", dist.all_reduce, local, op=_OPS[op])
+        return _write_back(tensor, local)
+
+    def all_reduce_many(self, tensors: Sequence[torch.Tensor], op: ReduceOp = "sum") -> list[torch.Tensor]:
+        small, large = packing.split_small(tensors)
+        for i in large:
+            self.all_reduce(tensors[i], op)
+        for group in packing.groups_by_dtype(tensors, small):
+            flat = torch.cat([tensors[i].detach().to(self.device).reshape(-1) for i in group])
+            self.all_reduce(flat, op)
+            pieces = flat.split([tensors[i].numel() for i in group])
+            for i, piece in zip(group, pieces, strict=True):
+                _write_back(tensors[i], piece.view(tensors[i].shape))
+        return list(tensors)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        if tensor.numel() == 0:
+            return tensor
+        local = self._usable(tensor)
+        self._call("broadcast", dist.broadcast, packing.as_bytes(local), src=source)
+        return _write_back(tensor, local)
+
+    def broadcast_many(self, tensors: Sequence[torch.Tensor], source: int = 0) -> list[torch.Tensor]:
+        small, large = packing.split_small(tensors)
+        for i in large:
+            self.broadcast(tensors[i], source)
+        if small:
+            members = [tensors[i].detach().to(self.device) for i in small]
+            layout = packing.ByteLayout(members)
+            buffer = self.broadcast(layout.pack(members), source)
+            for i, value in zip(small, layout.unpack(buffer, members), strict=True):
+                _write_back(tensors[i], value)
+        return list(tensors)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        payload = _to_bytes(obj)
+        sizes = self.all_gather(torch.tensor(payload.numel())).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        rows = self.all_gather(padded)
+        return [_from_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def broadcast_object(self, obj: T, source: int = 0) -> T:
+        payload = _to_bytes(obj) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+        size = int(self.broadcast(torch.tensor(payload.numel()), source))
+        if self.rank != source:
+            payload = torch.empty(size, dtype=torch.uint8)
+        self.broadcast(payload, source)
+        if self.rank == source:
+            return obj
+        received: T = _from_bytes(payload)
+        return received
+
+    def scatter_object(self, objects: Sequence[Any] | None, source: int = 0) -> Any:
+        if self.rank == source and (objects is None or len(objects) != self.world_size):
+            raise ValueError(f"scatter_object needs one object a rank, so {self.world_size}; it got {objects!r}")
+        # One broadcast, of which each rank keeps its piece: not every back end has a scatter of its own.
+        pieces: Sequence[Any] = self.broadcast_object(objects or (), source)
+        return pieces[self.rank]
+
+    def shutdown(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _write_back(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Put a result into the tensor it was asked for, unless it is there already."""
+    if values.data_ptr() != tensor.data_ptr() or values.device != tensor.device:
+        with torch.no_grad():
+            tensor.copy_(values)
+    return tensor
+
+
+def _to_bytes(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+
+
+def _from_bytes(tensor: torch.Tensor) -> Any:
+    return pickle.loads(tensor.numpy().tobytes())

@@ -1,0 +1,64 @@
+"""Several XLA devices, over torch_xla's runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import require
+from .single import Collectives, ReduceOp
+from .torch import _from_bytes, _to_bytes, _write_back
+
+T = TypeVar("T")
+
+
+class XlaCollectives(Collectives):
+    """Collectives of torch_xla, for processes that PJRT started.
+
+    Raises:
+        MissingDependencyError: torch_xla is not installed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._xm: Any = require("torch_xla.core.xla_model", purpose="training on XLA devices", install="accel[xla]")
+        runtime = require("torch_xla.runtime", purpose="training on XLA devices", install="accel[xla]")
+        self.rank = int(runtime.global_ordinal())
+        self.world_size = int(runtime.world_size())
+        self.device = device
+
+    def barrier(self) -> None:
+        self._xm.rendezvous("accel.barrier")
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        gathered: torch.Tensor = self._xm.all_gather(tensor.detach().to(self.device).unsqueeze(0), dim=0, pin_layout=False)
+        return gathered.to(tensor.device)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        reduced = self._xm.all_reduce(op, tensor.detach().to(self.device))
+        return _write_back(tensor, reduced)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        local = tensor.detach().to(self.device)
+        # XLA has no broadcast of its own: the sum over ranks of which all but one are zero is the value of that one.
+        contribution = local if self.rank == source else torch.zeros_like(local)
+        summed = self._xm.all_reduce("sum", contribution.to(_summable(tensor.dtype)))
+        return _write_back(tensor, summed.to(tensor.dtype))
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        payloads = self._xm.rendezvous("accel.all_gather_object", _to_bytes(obj).numpy().tobytes())
+        return [_from_bytes(torch.frombuffer(bytearray(payload), dtype=torch.uint8)) for payload in payloads]
+
+    def broadcast_object(self, obj: T, source: int = 0) -> T:
+        return self.all_gather_object(obj)[source]
+
+    def scatter_object(self, objects: Sequence[Any] | None, source: int = 0) -> Any:
+        pieces = self.all_gather_object(list(objects) if objects is not None else None)[source]
+        if pieces is None or len(pieces) != self.world_size:
+            raise ValueError(f"scatter_object needs one object a rank, so {self.world_size}; it got {pieces!r}")
+        return pieces[self.rank]
+
+
+def _summable(dtype: torch.dtype) -> torch.dtype:
+    return torch.int32 if dtype == torch.bool else dtype

@@ -1,0 +1,8 @@
+"""What ``accel_state.devices`` exports."""
+
+from .base import Device as Device
+from .registry import DEVICES as DEVICES
+from .registry import available as available
+from .registry import detect as detect
+from .registry import get as get
+from .registry import names as names

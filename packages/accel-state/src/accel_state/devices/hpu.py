@@ -1,0 +1,47 @@
+"""Intel Gaudi accelerators, through habana_frameworks: https://docs.habana.ai/en/latest/PyTorch/Reference/Python_Packages.html"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from ..enums import DistributedType
+from .base import Device, _load_vendor_package
+
+
+class HpuDevice(Device):
+    """Gaudi accelerators: ``habana_frameworks.torch.hpu`` becomes ``torch.hpu``."""
+
+    name = "hpu"
+    collective_backend = "hccl"
+    visible_devices_variable = "HABANA_VISIBLE_MODULES"
+    distributed_type = DistributedType.MULTI_HPU
+    vendor_package = "habana_frameworks"
+    out_of_memory_messages = ("Allocation failed for size", "HPU out of memory")
+
+    def _find_module(self) -> ModuleType | None:
+        # The package itself is a namespace; torch.hpu comes with this submodule.
+        if super()._find_module() is None and not _load_vendor_package("habana_frameworks"):
+            return None
+        _load_vendor_package("habana_frameworks.torch.hpu")
+        return getattr(torch, "hpu", None)
+
+    def device(self, local_rank: int) -> torch.device:
+        """``torch.device("hpu")``: a process holds one accelerator, which the runtime assigns by the local rank.
+
+        Raises:
+            ConfigurationError: there are fewer devices than local ranks.
+        """
+        super().device(local_rank)
+        return torch.device("hpu")
+
+    def set_current(self, device: torch.device) -> None:
+        """Nothing to choose: the process's accelerator is assigned when the runtime starts."""
+
+    def current(self) -> torch.device:
+        """``torch.device("hpu")``."""
+        return torch.device("hpu")
+
+    def empty_cache(self) -> None:
+        """Nothing to hand back: the runtime keeps no reserve that could be released."""

@@ -1,0 +1,120 @@
+"""Names of the things that users choose between. Torch-free: the launcher reads them too."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from .errors import ConfigurationError
+
+
+class NamedChoice(str, Enum):
+    """A choice that is equal to its own string value, so that both can be passed wherever one is accepted."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        if isinstance(value, str):
+            for member in cls:
+                if member.value.lower() == value.lower():
+                    return member
+        allowed = ", ".join(str(member.value) for member in cls)
+        raise ConfigurationError(f"{value!r} is not a {cls.__name__}. Allowed: {allowed}.")
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """Every value, in the order of declaration."""
+        return [str(member.value) for member in cls]
+
+
+class DistributedType(NamedChoice):
+    """What kind of distributed run this is: a derived, read-only fact for users."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+
+
+class PrecisionType(NamedChoice):
+    """Mixed precision modes."""
+
+    NO = "no"
+    FP8 = "fp8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class RNGType(NamedChoice):
+    """Random number generators that can be synchronised over processes."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    NPU = "npu"
+    XLA = "xla"
+    XPU = "xpu"
+    HPU = "hpu"
+    NEURON = "neuron"
+    GENERATOR = "generator"
+    # Beyond the reference's list: the generators of data augmentation.
+    NUMPY = "numpy"
+    PYTHON = "python"
+
+
+class DynamoBackend(NamedChoice):
+    """Back ends of torch.compile."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+
+class ComputeEnvironment(NamedChoice):
+    """Where a job runs."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class SageMakerDistributedType(NamedChoice):
+    """How a SageMaker job distributes its work."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"
+
+
+class CustomDtype(NamedChoice):
+    """Storage types that torch has no dtype for, or not in every version."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"

@@ -1,0 +1,49 @@
+"""The Hydra process manager of Intel MPI and MPICH, and launchers that speak the same protocol (Cray PALS)."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+import psutil
+
+from ..errors import ConfigurationError
+from .base import Environment, Variables
+from .slurm import in_step
+
+
+@dataclass(frozen=True)
+class HydraEnvironment(Environment):
+    """PMI_RANK, PMI_SIZE, and MPI_LOCALRANKID, MPI_LOCALNRANKS (Cray: PMI_LOCAL_RANK, PMI_LOCAL_SIZE)."""
+
+    name: ClassVar[str] = "hydra"
+
+    @classmethod
+    def read(cls, variables: Variables) -> Environment | None:
+        """See the base class. ``srun --mpi=pmi2`` sets PMI_RANK too, without a local rank: that is SLURM's process."""
+        rank = variables.integer("PMI_RANK")
+        if rank is None:
+            return None
+        world_size = variables.required("PMI_SIZE", because="PMI_RANK", minimum=1)
+        local_rank = variables.first("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+        local_size = variables.first("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+        if local_rank is None or local_size is None:
+            if in_step(variables):
+                return None
+            raise ConfigurationError(
+                f"PMI_RANK={rank} and PMI_SIZE={world_size} are set, but MPI_LOCALRANKID and MPI_LOCALNRANKS are not, so the "
+                "process's place on its node is unknown. Set both, or unset PMI_RANK if no MPI launcher started this process."
+            )
+        places = variables.required(local_rank, because="PMI_RANK"), variables.required(local_size, because="PMI_RANK", minimum=1)
+        return cls.from_counts(variables, rank, world_size, *places, job=_proxy() if places[1] == world_size else None)
+
+
+def _proxy() -> str | None:
+    """Identity of the proxy process that started the ranks of this node: hydra names a job nowhere in the environment."""
+    for ancestor in psutil.Process().parents():
+        # A process may end, or belong to somebody who hides it, while we look.
+        with contextlib.suppress(psutil.Error):
+            if ancestor.name().startswith("hydra_pmi_proxy"):
+                return f"{ancestor.pid}@{ancestor.create_time()}"
+    return None

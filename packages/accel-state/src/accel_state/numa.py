@@ -1,0 +1,185 @@
+"""Binding a process to the cores that are near its device, so that host memory and the device stay on one NUMA node.
+
+Works from ``/sys`` and psutil, for any device: where the device has a place on the PCI bus, the kernel knows its NUMA node; where it
+has none, the NUMA nodes, and then their cores, are dealt out evenly to the processes of the machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from . import devices, env, environments
+from .errors import ConfigurationError
+
+T = TypeVar("T")
+_SYS = Path("/sys")
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CPUInformation:
+    """This process's place in the run, as its launcher tells it.
+
+    Attributes:
+        rank: among all processes.
+        world_size: number of processes.
+        local_rank: among the processes of this node.
+        local_world_size: number of processes of this node.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """This process's place in the run.
+
+    Raises:
+        ConfigurationError: the launcher's variables contradict each other.
+    """
+    found = environments.detect()
+    return CPUInformation(found.rank, found.world_size, found.local_rank, found.local_world_size)
+
+
+@functools.cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """:func:`override_numa_affinity`, at most once for a local rank in the life of the process.
+
+    Args:
+        local_process_index: as there.
+        verbose: as there.
+
+    Raises:
+        ConfigurationError: as there.
+    """
+    override_numa_affinity(local_process_index, verbose)
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the cores near its device, or to its even share of the cores where the device has no place.
+
+    Never leaves the cores that the process was allowed before the first call (a container's, a batch system's).
+
+    Args:
+        local_process_index: this process's rank on its node.
+        verbose: log the cores at level INFO. None: where ACCELERATE_DEBUG_MODE is set.
+
+    Raises:
+        ConfigurationError: the operating system has no way to bind a process, or there is no such local rank.
+    """
+    ranks = get_cpu_distributed_information().local_world_size
+    if not 0 <= local_process_index < max(ranks, 1):
+        raise ConfigurationError(f"local_process_index={local_process_index} is not between 0 and the number of local processes {ranks}")
+    allowed = _cores_at_start()
+    device = devices.detect(cpu=env.parse_flag_from_env("ACCELERATE_USE_CPU"))
+    places = [_device_cores(device, index, allowed) for index in range(min(ranks, device.device_count()))]
+    cores = choose_cores(local_process_index, ranks, allowed, places, _numa_nodes(_SYS))
+    psutil.Process().cpu_affinity(cores)
+    if verbose if verbose is not None else env.parse_flag_from_env("ACCELERATE_DEBUG_MODE"):
+        _logger.info("local rank %d of %d is bound to %d of %d cores: %s", local_process_index, ranks, len(cores), len(allowed), cores)
+
+
+def choose_cores(
+    local_rank: int, local_world_size: int, allowed: Sequence[int], device_cores: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]]
+) -> list[int]:
+    """Cores for one process; those of all processes together are a partition where there are enough of them.
+
+    Args:
+        local_rank: of the process.
+        local_world_size: processes on the machine.
+        allowed: cores that the processes may use.
+        device_cores: cores near the device of each local rank, empty where that is unknown.
+        nodes: cores of each NUMA node; none where the machine does not tell.
+
+    Returns:
+        At least one core, in ascending order.
+    """
+    allowed = sorted(set(allowed))
+    near = [sorted(set(allowed) & set(cores)) for cores in device_cores]
+    if local_rank < len(near) and near[local_rank]:
+        # Devices of one node share it.
+        sharing = [rank for rank, cores in enumerate(near) if cores == near[local_rank]]
+        return _share(near[local_rank], sharing.index(local_rank), len(sharing))
+    usable = [cores for node in nodes if (cores := sorted(set(node) & set(allowed)))]
+    # Cores that belong to no node that we know of would be lost.
+    if sum(map(len, usable)) != len(allowed):
+        usable = [allowed]
+    if local_world_size <= len(usable):
+        return sorted(core for node in _share(usable, local_rank, local_world_size) for core in node)
+    node_of = [rank * len(usable) // local_world_size for rank in range(local_world_size)]
+    sharing = [rank for rank in range(local_world_size) if node_of[rank] == node_of[local_rank]]
+    return _share(usable[node_of[local_rank]], sharing.index(local_rank), len(sharing))
+
+
+def _share(items: Sequence[T], index: int, count: int) -> list[T]:
+    """The index-th of ``count`` contiguous, nearly equal parts; with fewer items than parts, one item that others have too."""
+    if len(items) < count:
+        return [items[index % len(items)]]
+    return list(items[index * len(items) // count : (index + 1) * len(items) // count])
+
+
+@functools.cache
+def _cores_at_start() -> tuple[int, ...]:
+    """The cores this process was allowed before it was first bound; a second binding must not share out a share."""
+    process = psutil.Process()
+    if not hasattr(process, "cpu_affinity"):
+        raise ConfigurationError(
+            "CPU affinity was asked for (--enable_cpu_affinity, ACCELERATE_CPU_AFFINITY), but this operating system cannot bind a process "
+            "to cores. Leave it off here."
+        )
+    return tuple(process.cpu_affinity())
+
+
+def _device_cores(device: devices.Device, index: int, allowed: Sequence[int]) -> list[int]:
+    """Cores of the NUMA node that a device is attached to, empty where the kernel does not know it."""
+    address = device.pci_address(index)
+    return [] if address is None else [core for core in cores_near_pci(address, _SYS) if core in allowed]
+
+
+def cores_near_pci(address: str, sys_root: Path = _SYS) -> list[int]:
+    """Cores of the NUMA node that a PCI device is attached to.
+
+    Args:
+        address: "0000:3b:00.0".
+        sys_root: where sysfs is mounted.
+
+    Returns:
+        Cores in ascending order; none where the device is unknown, or attached to no node (a virtual machine).
+    """
+    folder = sys_root / "bus" / "pci" / "devices" / address.lower()
+    node = _read(folder / "numa_node")
+    if not node or int(node) < 0:
+        return []
+    return parse_core_list(_read(folder / "local_cpulist") or _read(sys_root / f"devices/system/node/node{int(node)}/cpulist"))
+
+
+def _numa_nodes(sys_root: Path) -> list[list[int]]:
+    """Cores of each NUMA node, by node; nodes of memory alone are left out."""
+    folders = sorted(sys_root.glob("devices/system/node/node[0-9]*"), key=lambda folder: int(folder.name[4:]))
+    return [cores for folder in folders if (cores := parse_core_list(_read(folder / "cpulist")))]
+
+
+def parse_core_list(text: str) -> list[int]:
+    """The kernel's notation for a set of cores: ``"0-3,8,10-11"``."""
+    cores: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
+
+
+def _read(file: Path) -> str:
+    """A file of sysfs, or an empty text where the kernel has none."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

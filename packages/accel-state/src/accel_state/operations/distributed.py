@@ -1,0 +1,170 @@
+"""Collectives over nested data."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from ..state import PartialState
+from .debug import verify_operation
+from .nested import check_only_tensors, get_data_structure, initialize_tensors, leaves, replace_leaves
+
+Reduction = Literal["mean", "sum", "max", "min", "none"]
+
+
+@verify_operation
+def gather(tensor: Any) -> Any:
+    """Concatenate the tensors of all ranks along the first dimension.
+
+    Args:
+        tensor: nested data; every tensor has the same shape and dtype on all ranks.
+
+    Returns:
+        Data of the same structure on every rank. A tensor of shape ``(n, ...)`` becomes ``(world_size * n, ...)`` in the
+        order of ranks, a 0-dimensional one becomes ``(world_size,)``. In a single process the data comes back as it is.
+
+    Raises:
+        TypeError: there is something else than tensors in the data.
+        DistributedOperationException: debug mode found that the ranks do not agree.
+    """
+    state = PartialState()
+    if not state.use_distributed:
+        return tensor
+    check_only_tensors(tensor, "gather")
+    gathered = state.collectives.all_gather_many(leaves(tensor))
+    return replace_leaves(tensor, (value if value.ndim == 1 else value.flatten(0, 1) for value in gathered))
+
+
+
+def gather_object(object: Any) -> list[Any]:
+    """Collect picklable objects from all ranks.
+
+    Args:
+        object: a list (or tuple) of objects, or a single object.
+
+    Returns:
+        On every rank, one list in the order of ranks: the members of all lists, or each rank's single object.
+    """
+    gathered = PartialState().collectives.all_gather_object(object)
+    if all(isinstance(item, (list, tuple)) for item in gathered):
+        return [member for item in gathered for member in item]
+    return gathered
+
+
+@verify_operation
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Give every rank the tensors of one rank.
+
+    Args:
+        tensor: nested data; every tensor has the same shape and dtype on all ranks. It is overwritten in place.
+        from_process: the rank whose values are kept.
+
+    Returns:
+        The given data.
+
+    Raises:
+        ValueError: there is no such rank.
+        DistributedOperationException: debug mode found that the ranks do not agree.
+    """
+    state = PartialState()
+    _check_rank(from_process, state.num_processes)
+    state.collectives.broadcast_many(leaves(tensor), from_process)
+    return tensor
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Give every rank the picklable objects of one rank.
+
+    Args:
+        object_list: a list of the same length on every rank; it is overwritten in place.
+        from_process: the rank whose objects are kept.
+
+    Returns:
+        The given list.
+
+    Raises:
+        ValueError: there is no such rank, or the lengths differ.
+    """
+    state = PartialState()
+    _check_rank(from_process, state.num_processes)
+    received = state.collectives.broadcast_object(object_list, from_process)
+    if len(received) != len(object_list):
+        raise ValueError(
+            f"broadcast_object_list got a list of {len(object_list)} on rank {state.process_index} and of {len(received)} on rank "
+            f"{from_process}. Pass a list of that length, for example [None] * {len(received)}."
+        )
+    object_list[:] = received
+    return object_list
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"from_process={rank} is not a rank of this run. Allowed: 0 to {world_size - 1}.")
+
+
+@verify_operation
+def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+    """Reduce the tensors of all ranks element by element.
+
+    Args:
+        tensor: nested data; every tensor has the same shape and dtype on all ranks. It is left as it is.
+        reduction: "mean", "sum", "max", "min", or "none" for each rank's own values.
+        scale: the result is multiplied by it.
+
+    Returns:
+        Data of the same structure, equal on every rank. A mean of integers is float32, a sum of bools is int64.
+
+    Raises:
+        ValueError: the reduction is not one of those.
+        DistributedOperationException: debug mode found that the ranks do not agree.
+    """
+    if reduction not in ("mean", "sum", "max", "min", "none"):
+        raise ValueError(f"reduction={reduction!r} is not one of mean, sum, max, min, none.")
+    state = PartialState()
+    values = [_reducible(leaf, reduction) for leaf in leaves(tensor)]
+    if reduction != "none":
+        state.collectives.all_reduce_many(values, "sum" if reduction == "mean" else reduction)
+    factor = scale / state.num_processes if reduction == "mean" else scale
+    return replace_leaves(tensor, (value if factor == 1 else value * factor for value in values))
+
+
+def _reducible(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+    if reduction == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.float()
+    if reduction in ("sum", "max", "min") and tensor.dtype == torch.bool:
+        return tensor.long()
+    return tensor.detach().clone()
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Give every rank a tensor that only one rank has.
+
+    Args:
+        tensor: the tensor on one rank, None on the others, which need not know its shape. If several ranks pass one, the
+            lowest rank's is taken.
+
+    Raises:
+        ValueError: no rank has a tensor.
+    """
+    collectives = PartialState().collectives
+    structures = collectives.all_gather_object(None if tensor is None else get_data_structure(tensor))
+    source = next((rank for rank, structure in enumerate(structures) if structure is not None), None)
+    if source is None:
+        raise ValueError("copy_tensor_to_devices got None on every rank; one of them must pass a tensor.")
+    if tensor is None or collectives.rank != source:
+        tensor = initialize_tensors(structures[source]).to(PartialState().device)
+    return collectives.broadcast(tensor, source)
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None) -> torch.Size:
+    """The shape of a tensor that only one rank has; the other ranks pass None.
+
+    Raises:
+        ValueError: no rank has a tensor.
+    """
+    shapes = PartialState().collectives.all_gather_object(None if tensor is None else tensor.shape)
+    for shape in shapes:
+        if shape is not None:
+            return shape
+    raise ValueError("gather_tensor_shape got None on every rank; one of them must pass a tensor.")

@@ -1,0 +1,84 @@
+"""Making tensors of different lengths equal, so that they can be gathered."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from ..state import PartialState
+from .debug import chained_operation
+from .nested import check_only_tensors, leaves, recursively_apply, replace_leaves
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """torch's nested tensors have no single length to pad to; they are passed through."""
+
+
+@chained_operation
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Pad the tensors of each rank to the longest one along a dimension.
+
+    Args:
+        tensor: nested data; tensors may differ between ranks in the length of ``dim`` only.
+        dim: the dimension to pad; tensors that do not have it pass through. Negative ones count from the end.
+        pad_index: the value to pad with.
+        pad_first: pad at the beginning rather than at the end.
+
+    Returns:
+        Data of the same structure, with tensors of equal shapes on all ranks.
+
+    Raises:
+        TypeError: there is something else than tensors in the data.
+    """
+    state = PartialState()
+    check_only_tensors(tensor, "pad_across_processes")
+    if not state.use_distributed:
+        return tensor
+    found = leaves(tensor)
+    lengths = torch.tensor([_length(leaf, dim) for leaf in found], dtype=torch.int64)
+    # One message for the lengths of all tensors.
+    longest = state.collectives.all_gather(lengths).amax(0).tolist() if found else []
+    return replace_leaves(tensor, (_pad(leaf, dim, size, pad_index, pad_first) for leaf, size in zip(found, longest, strict=True)))
+
+
+
+def _length(tensor: torch.Tensor, dim: int) -> int:
+    if tensor.is_nested:
+        warnings.warn("pad_across_processes leaves nested tensors as they are", CannotPadNestedTensorWarning, stacklevel=3)
+        return 0
+    return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0
+
+
+def _pad(tensor: torch.Tensor, dim: int, size: int, value: int, first: bool) -> torch.Tensor:
+    if tensor.is_nested or not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] == size:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = size
+    padded = tensor.new_full(shape, value)
+    length = tensor.shape[dim]
+    padded.narrow(dim, size - length if first else 0, length).copy_(tensor)
+    return padded
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Pad a batch to the next multiple of the number of processes, by repeating its last sample.
+
+    Args:
+        tensor: nested data.
+        batch_size: the number of samples that marks the tensors to pad: those of another length along ``dim`` pass through.
+        num_processes: what the padded length is a multiple of.
+        dim: the dimension of samples.
+    """
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.ndim <= dim or leaf.shape[dim] != batch_size:
+            return leaf
+        missing = -batch_size % num_processes
+        if not missing:
+            return leaf
+        last = leaf.narrow(dim, batch_size - 1, 1)
+        return torch.cat([leaf, last.expand(*(missing if i == dim else -1 for i in range(leaf.ndim)))], dim=dim)
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)

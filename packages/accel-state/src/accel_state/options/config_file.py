@@ -1,0 +1,112 @@
+"""Configuration files: YAML or JSON, with the line of every key, so that a message can point at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..env import read_str
+from ..errors import ConfigurationError, require
+
+FOLDER = "accel"
+FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a file.
+
+    Attributes:
+        key: ``section.key`` where it is nested.
+        place: "FILE, line N", for messages.
+    """
+
+    key: str
+    value: Any
+    place: str
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The entries of a configuration file, by key; a section that is itself a mapping is an entry too."""
+
+    path: Path
+    entries: Mapping[str, Entry]
+
+    def entry(self, key: str) -> Entry | None:
+        """What the file has under a key; None where it has nothing."""
+        return self.entries.get(key)
+
+    @classmethod
+    def read(cls, path: str | Path) -> ConfigFile:
+        """Read a file. JSON is read as the YAML that it is.
+
+        Raises:
+            ConfigurationError: there is no such file, it cannot be read, it is not YAML or JSON, it is not a mapping, or a key comes
+                twice; the message names the file and, where there is one, the line.
+            MissingDependencyError: pyyaml is not installed.
+        """
+        path = Path(path).expanduser()
+        yaml = require("yaml", purpose=f"reading the configuration file {path}", install="pyyaml")
+        try:
+            # JSON allows tabs between tokens, which YAML refuses; within a JSON string a tab is written \t.
+            text = path.read_text(encoding="utf-8")
+            root = yaml.compose(text.replace("\t", " ") if path.suffix == ".json" else text, Loader=yaml.SafeLoader)
+        except OSError as error:
+            raise ConfigurationError(f"configuration file {path}: {error.strerror}. Give an existing file with --config_file.") from None
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"configuration file {path}: not UTF-8 text (byte {error.start}).") from None
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"configuration file {path}: not valid YAML or JSON: {_one_line(error)}") from None
+        return cls(path, _collect(yaml, root, path))
+
+
+def default_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """The folder of the default file: accel in HF_HOME, else in XDG_CACHE_HOME/huggingface, else in ~/.cache/huggingface."""
+    home = read_str("HF_HOME", environ=environ)
+    if home is None:
+        home = str(Path(read_str("XDG_CACHE_HOME", "~/.cache", environ) or "~/.cache") / "huggingface")
+    return Path(home).expanduser() / FOLDER
+
+
+def find_default(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The default file, or None where there is none."""
+    return next((path for name in FILE_NAMES if (path := default_folder(environ) / name).is_file()), None)
+
+
+def _collect(yaml: Any, root: Any, path: Path) -> dict[str, Entry]:
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigurationError(f"configuration file {path}: must be a mapping of keys to values, such as `num_processes: 2`.")
+    entries: dict[str, Entry] = {}
+    for entry in _walk(yaml, root, path, ""):
+        if entry.key in entries:
+            raise ConfigurationError(f"{entry.place}: {entry.key} is given twice; first in {entries[entry.key].place}. Remove one.")
+        entries[entry.key] = entry
+    return entries
+
+
+def _walk(yaml: Any, node: Any, path: Path, prefix: str) -> Iterator[Entry]:
+    for key_node, value_node in node.value:
+        place = f"{path}, line {key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigurationError(f"{place}: a key must be a name.")
+        key = prefix + str(key_node.value)
+        yield Entry(key, _construct(yaml, value_node, place), place)
+        if isinstance(value_node, yaml.MappingNode):
+            yield from _walk(yaml, value_node, path, f"{key}.")
+
+
+def _construct(yaml: Any, node: Any, place: str) -> Any:
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_object(node, deep=True)
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise ConfigurationError(f"{place}: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,5 @@
+from .accelerator import AcceleratorState as AcceleratorState
+from .gradient import GradientState as GradientState
+from .partial import PartialState as PartialState
+from .partial import is_initialized as is_initialized
+from .process_control import do_nothing as do_nothing

@@ -1,0 +1,161 @@
+"""How the processes compute: precision and compilation, on top of what PartialState knows."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from .. import env
+from ..collectives.single import Collectives
+from ..devices.base import Device
+from ..enums import DistributedType, PrecisionType
+from ..errors import ConfigurationError
+from .partial import PartialState
+from .process_control import ProcessControl
+from .shared import SharedState
+
+
+class AcceleratorState(ProcessControl, SharedState):
+    """PartialState, and the choices that one Accelerator makes for its process.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; None takes the launcher's choice, and "no" without one.
+        cpu: stay on the CPU even if there is an accelerator.
+        dynamo_plugin: settings of torch.compile.
+        deepspeed_plugin: settings of DeepSpeed, or a dictionary of them by name.
+        fsdp_plugin: settings of fully sharded data parallelism.
+        torch_tp_plugin: settings of tensor parallelism.
+        megatron_lm_plugin: settings of Megatron-LM.
+        parallelism_config: sizes of the mesh axes.
+        **kwargs: passed to PartialState.
+
+    Raises:
+        ConfigurationError: the state exists already with another precision, or the precision is not known.
+    """
+
+    _slot: ClassVar[str] = "accelerator"
+
+    dynamo_plugin: Any
+    deepspeed_plugins: Any
+    fsdp_plugin: Any
+    torch_tp_plugin: Any
+    megatron_lm_plugin: Any
+    parallelism_config: Any
+    _mixed_precision: str
+    _distributed_type: DistributedType | None
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if self.initialized:
+            self._check_same(mixed_precision, cpu)
+            return
+        chosen = mixed_precision if mixed_precision is not None else env.read_str("ACCELERATE_MIXED_PRECISION") or "no"
+        precision = str(PrecisionType(str(chosen).lower()))
+        PartialState(cpu, **kwargs)
+        self._mixed_precision = precision
+        self.dynamo_plugin = dynamo_plugin
+        self.deepspeed_plugins = deepspeed_plugin
+        self.fsdp_plugin = fsdp_plugin
+        self.torch_tp_plugin = torch_tp_plugin
+        self.megatron_lm_plugin = megatron_lm_plugin
+        self.parallelism_config = parallelism_config
+        self._distributed_type = None
+
+    def _check_same(self, mixed_precision: str | None, cpu: bool) -> None:
+        if mixed_precision is not None and str(PrecisionType(str(mixed_precision).lower())) != self._mixed_precision:
+            raise ConfigurationError(
+                f"mixed_precision={str(mixed_precision)!r} was asked for, but an Accelerator with mixed_precision="
+                f"{self._mixed_precision!r} is in use in this process. Pass the same value, or call `accelerator.end_training()` "
+                "on that one and drop it first."
+            )
+        PartialState(cpu)
+
+    @property
+    def _partial(self) -> PartialState:
+        return PartialState()
+
+    @property
+    def num_processes(self) -> int:  # type: ignore[override]
+        """The world size."""
+        return self._partial.num_processes
+
+    @property
+    def process_index(self) -> int:  # type: ignore[override]
+        """The rank."""
+        return self._partial.process_index
+
+    @property
+    def local_process_index(self) -> int:  # type: ignore[override]
+        """The rank among the processes of this node."""
+        return self._partial.local_process_index
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._partial.device
+
+    @property
+    def backend(self) -> str | None:
+        """Name of the communication back end, or None in a single process."""
+        return self._partial.backend
+
+    @property
+    def debug(self) -> bool:
+        """Whether collectives check their inputs first."""
+        return self._partial.debug
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a notebook or debug launcher forked this process."""
+        return self._partial.fork_launched
+
+    @property
+    def collectives(self) -> Collectives:
+        """The communication between processes."""
+        return self._partial.collectives
+
+    @property
+    def device_backend(self) -> Device:
+        """What the kind of device can do."""
+        return self._partial.device_backend
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of run; a strategy that brings its own (DeepSpeed, FSDP, ...) shows here."""
+        return self._distributed_type or self._partial.distributed_type
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of computation: "no", "fp16", "bf16" or "fp8"."""
+        return self._mixed_precision
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process has come here; at once in a single process."""
+        self._partial.wait_for_everyone()
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave the process group; see :meth:`PartialState.destroy_process_group`."""
+        self._partial.destroy_process_group(group)
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        """Forget the choices; with ``reset_partial_state`` the process's facts too."""
+        super()._reset_state()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    def __repr__(self) -> str:
+        return f"{self._partial!r}Mixed precision type: {self.mixed_precision}\n"

@@ -1,0 +1,130 @@
+"""Where the gradients stand: accumulating or about to be synchronised, and which loader the current batch is from."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, ClassVar, Protocol
+
+from ..accumulation import GradientAccumulationPlugin
+from .shared import SharedState
+
+
+class LoaderProgress(Protocol):
+    """What a prepared loader says of its iteration."""
+
+    end_of_dataloader: bool
+    remainder: int
+
+
+class GradientState(SharedState):
+    """Shared by the Accelerator, the prepared loaders, optimizers and schedulers.
+
+    Attributes:
+        sync_gradients: whether this batch ends an accumulation window, so that gradients are synchronised and applied.
+        plugin_kwargs: the settings of gradient accumulation.
+        is_xla_gradients_synced: on XLA, whether gradients were reduced since the last optimizer step.
+    """
+
+    _slot: ClassVar[str] = "gradient"
+
+    sync_gradients: bool
+    plugin_kwargs: dict[str, Any]
+    _loaders: list[weakref.ref[Any]]
+    _xla_synced: bool
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        super().__init__()
+        if not self.initialized:
+            self.sync_gradients = True
+            self._loaders = []
+            self._xla_synced = False
+            self.plugin_kwargs = {}
+        if gradient_accumulation_plugin is not None:
+            self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+
+    @property
+    def num_steps(self) -> int:
+        """Micro batches in an accumulation window."""
+        return int(self.plugin_kwargs.get("num_steps") or 1)
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedulers also advance while gradients accumulate."""
+        return bool(self.plugin_kwargs.get("adjust_scheduler", True))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the end of a loader ends the accumulation window."""
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def sync_each_batch(self) -> bool:
+        """Whether gradients are synchronised in every micro batch."""
+        return bool(self.plugin_kwargs.get("sync_each_batch", False))
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """On XLA, whether gradients were reduced since the last optimizer step."""
+        return self._xla_synced
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, value: bool) -> None:
+        self._xla_synced = value
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader that handed out the latest batch and is still being iterated, or None."""
+        loaders = self._loaders
+        while loaders:
+            loader = loaders[-1]()
+            if loader is not None:
+                return loader
+            loaders.pop()
+        return None
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders being iterated, the active one last; None stands for no loader at the bottom."""
+        return [None, *(loader for loader in (ref() for ref in self._loaders) if loader is not None)]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the last one of the active loader."""
+        loader = self.active_dataloader
+        return False if loader is None else bool(loader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the last global batch that are no padding; -1 where there is nothing to leave out."""
+        loader = self.active_dataloader
+        return -1 if loader is None else int(loader.remainder)
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        """A loader begins an iteration."""
+        self._remove_dataloader(dataloader)
+        # Weak: a loader whose iteration was abandoned must not be kept alive, with its workers, by this list.
+        self._loaders.append(weakref.ref(dataloader))
+
+    def _activate(self, dataloader: Any) -> None:
+        """A loader hands out a batch. The latest to do so is the active one, so nested and interleaved loops do not mix."""
+        loaders = self._loaders
+        if not loaders or loaders[-1]() is not dataloader:
+            self._add_dataloader(dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        """A loader's iteration has ended or was abandoned."""
+        self._loaders[:] = [ref for ref in self._loaders if ref() is not None and ref() is not dataloader]
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\nGradient accumulation plugin: {self.plugin_kwargs}\n"
+        )

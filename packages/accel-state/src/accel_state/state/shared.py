@@ -1,0 +1,35 @@
+"""The base of the shared states: all instances of a class hold the same attributes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from .. import context
+
+
+class _SharedStateType(type):
+    """Gives each class `_shared_state`: libraries look at it to see whether a state exists without creating one."""
+
+    @property
+    def _shared_state(cls) -> dict[str, Any]:
+        shared: dict[str, Any] = getattr(context.current(), cls._slot)  # type: ignore[attr-defined]
+        return shared
+
+
+class SharedState(metaclass=_SharedStateType):
+    """Attributes live in the current :class:`~accel_state.context.Context`, not in the instance."""
+
+    _slot: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.__dict__ = getattr(context.current(), self._slot)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the shared attributes have been set."""
+        return bool(self.__dict__)
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Forget everything; the next instance starts anew."""
+        getattr(context.current(), cls._slot).clear()

@@ -1,0 +1,247 @@
+"""Ranks from the variables of each launcher, and from the launchers themselves where they are installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from accel_state import environments
+from accel_state.environments.base import Environment
+from accel_state.environments.slurm import SlurmEnvironment
+from accel_state.errors import ConfigurationError
+from hypothesis import given
+from hypothesis import strategies as st
+
+TORCHRUN = {
+    **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
+    **{"MASTER_ADDR": "host0", "MASTER_PORT": "29501"},
+}
+OPENMPI = {
+    **{"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+    "PMIX_NAMESPACE": "1284505601",
+}
+MVAPICH = {"MV2_COMM_WORLD_RANK": "5", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "4"}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+CRAY = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+SLURM = {
+    **{"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"},
+    **{"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+LAUNCHERS = {"torchrun": TORCHRUN, "openmpi": OPENMPI, "mvapich": MVAPICH, "hydra": HYDRA, "slurm": SLURM}
+
+
+def numbers(environment: Environment) -> tuple[int, ...]:
+    e = environment
+    return (e.rank, e.world_size, e.local_rank, e.local_world_size, e.node_rank, e.num_nodes)
+
+
+@pytest.mark.parametrize(("name", "variables"), [*LAUNCHERS.items(), ("hydra", CRAY)])
+def test_each_launcher(name, variables):
+    found = environments.detect(variables)
+    assert found.name == name
+    assert numbers(found) == (5, 8, 1, 4, 1, 2)
+
+
+def test_conformance_of_every_registered_environment():
+    for name in environments.ENVIRONMENTS:
+        kind = environments.ENVIRONMENTS.load(name)
+        assert issubclass(kind, Environment)
+        assert kind.name == name
+    assert set(environments.ENVIRONMENTS) == {*LAUNCHERS, "single"}
+
+
+def test_no_launcher():
+    found = environments.detect({})
+    assert found.name == "single"
+    assert numbers(found) == (0, 1, 0, 1, 0, 1)
+    assert (found.main_address, found.main_port) == (None, None)
+
+
+def test_an_environment_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        environments.detect({}).rank = 3  # type: ignore[misc]
+
+
+def test_meeting_place():
+    assert (environments.detect(TORCHRUN).main_address, environments.detect(TORCHRUN).main_port) == ("host0", 29501)
+    # MPI tells no address; on one node none is needed, and the port depends on the job.
+    one_node = {**OPENMPI, "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "5"}
+    first, second = (environments.detect({**one_node, "PMIX_NAMESPACE": job}) for job in ("prterun-host-11@1", "prterun-host-12@1"))
+    assert first.main_address == "127.0.0.1"
+    assert first.main_port != second.main_port
+    assert environments.detect(OPENMPI).main_address is None
+    user = environments.detect({**OPENMPI, "MASTER_ADDR": "host3", "MASTER_PORT": "1234"})
+    assert (user.main_address, user.main_port) == ("host3", 1234)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [(SLURM, TORCHRUN), (OPENMPI, TORCHRUN), (HYDRA, TORCHRUN), (SLURM, OPENMPI), (SLURM, HYDRA), (SLURM, MVAPICH)],
+)
+def test_the_innermost_launcher_counts(outer, inner):
+    # The outer one started a single process on this node, which started the inner one.
+    found = environments.detect({**outer, **inner})
+    assert found.name == environments.detect(inner).name
+
+
+def test_pmi_inside_a_step_is_slurm():
+    assert environments.detect({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}).name == "slurm"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        # A batch script.
+        {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "8"},
+        # The shell of salloc, in the interactive step of newer versions.
+        {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8"},
+    ],
+)
+def test_what_starts_the_ranks_is_not_a_rank(variables):
+    assert environments.detect(variables).name == "single"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[07-09,12],big1", "gpu07"),
+        ("gpu[3,5]", "gpu3"),
+        ("rack[2-3]-node[01-16].cluster", "rack2-node01.cluster"),
+        ("big1,gpu[07-09]", "big1"),
+    ],
+)
+def test_first_host_of_a_step(hosts, first):
+    assert environments.detect({**SLURM, "SLURM_STEP_NODELIST": hosts}).main_address == first
+
+
+def test_a_step_on_one_node_meets_there():
+    one = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0", "SLURM_LOCALID": "5"}
+    assert environments.detect(one).main_address == "127.0.0.1"
+    ports = {environments.detect({**one, "SLURM_STEP_ID": str(step)}).main_port for step in range(10)}
+    assert len(ports) == 10
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+@given(text=st.text(alphabet="abc.-+e xX_", min_size=1).filter(lambda text: text.strip()))
+def test_a_value_that_is_no_integer_is_named(name, text):
+    variables = LAUNCHERS[name]
+    for key in variables:
+        if key in ("MASTER_ADDR", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS"):
+            continue
+        with pytest.raises(ConfigurationError, match=key):
+            environments.detect({**variables, key: text})
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({**TORCHRUN, "RANK": "8"}, "rank 8 is not between 0 and the world size 8"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 must be at least 0"),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be at least 1"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 is not between 0 and the local world size 4"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9", "LOCAL_RANK": "1"}, "local world size 9 exceeds the world size 8"),
+        ({**TORCHRUN, "GROUP_RANK": "2"}, "node rank 2 is not between 0 and the number of nodes 2"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "main port 70000"),
+        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set but RANK is not"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
+        ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "1"}, "MV2_COMM_WORLD_LOCAL_RANK is not"),
+        ({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, "OMPI_COMM_WORLD_LOCAL_SIZE=0 must be at least 1"),
+        ({**HYDRA, "PMI_RANK": "9"}, "rank 9 is not between"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4"}, "lists 1 nodes"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "four"}, "'four'"),
+        ({key: value for key, value in SLURM.items() if key != "SLURM_LOCALID"}, "SLURM_LOCALID is not"),
+    ],
+)
+def test_contradictions_and_gaps_are_errors(variables, message):
+    with pytest.raises(ConfigurationError, match=message):
+        environments.detect(variables)
+
+
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "4"}, {"LOCAL_RANK": "-1"}, {"LOCAL_RANK": "0"}, {"RANK": "", "WORLD_SIZE": ""}])
+def test_leftovers_that_start_nothing(variables):
+    assert environments.detect(variables).name == "single"
+
+
+def test_rank_and_world_size_alone_mean_one_process_a_node():
+    found = environments.detect({"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "host0", "MASTER_PORT": "1"})
+    assert numbers(found) == (2, 3, 0, 1, 2, 3)
+
+
+@given(per_node=st.lists(st.integers(1, 5), min_size=1, max_size=6), data=st.data())
+def test_slurm_counts_any_layout(per_node, data):
+    node = data.draw(st.integers(0, len(per_node) - 1))
+    local = data.draw(st.integers(0, per_node[node] - 1))
+    compressed, index = [], 0
+    while index < len(per_node):
+        run = 1
+        while index + run < len(per_node) and per_node[index + run] == per_node[index]:
+            run += 1
+        compressed.append(f"{per_node[index]}(x{run})" if run > 1 else str(per_node[index]))
+        index += run
+    variables = {
+        **SLURM,
+        **{"SLURM_PROCID": str(sum(per_node[:node]) + local), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node)},
+        **{"SLURM_STEP_NUM_TASKS": str(sum(per_node)), "SLURM_STEP_NUM_NODES": str(len(per_node))},
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(compressed),
+    }
+    found = environments.detect(variables)
+    assert isinstance(found, SlurmEnvironment)
+    assert numbers(found) == (sum(per_node[:node]) + local, sum(per_node), local, per_node[node], node, len(per_node))
+
+
+@given(nodes=st.integers(1, 5), local_world_size=st.integers(1, 5), data=st.data())
+def test_openmpi_counts_equal_nodes(nodes, local_world_size, data):
+    rank = data.draw(st.integers(0, nodes * local_world_size - 1))
+    found = environments.detect(
+        {
+            **{"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(nodes * local_world_size)},
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % local_world_size),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_world_size),
+        }
+    )
+    expected = (rank, nodes * local_world_size, rank % local_world_size, local_world_size, rank // local_world_size, nodes)
+    assert numbers(found) == expected
+
+
+# One write, so that the lines of the ranks do not mix.
+PRINT_ENVIRONMENT = """
+import os
+from accel_state import environments
+found = environments.detect()
+words = (found.name, found.rank, found.world_size, found.local_rank, found.main_address, found.main_port)
+os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+
+
+@pytest.mark.parametrize(("name", "program"), [("openmpi", "mpirun.openmpi"), ("hydra", "mpirun.mpich")])
+def test_real_mpi(name, program):
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    options = ["--allow-run-as-root", "--oversubscribe"] if name == "openmpi" else []
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PMI"))}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    # Through a shell, as users start it: the process manager is then not the parent.
+    command = [program, *options, "-np", "3", "sh", "-c", f"{sys.executable} -c '{PRINT_ENVIRONMENT}'; true"]
+    ports = set()
+    for _ in range(2):
+        output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+        lines = sorted(line.split() for line in output.splitlines())
+        assert [line[:5] for line in lines] == [[name, str(rank), "3", str(rank), "127.0.0.1"] for rank in range(3)]
+        assert len({line[5] for line in lines}) == 1, "all ranks must meet at one port"
+        ports.add(lines[0][5])
+    assert "None" not in ports
+    assert len(ports) == 2, "two jobs must not meet at one port"
+
+
+def test_reading_the_environment_needs_no_torch():
+    code = "import sys; from accel_state import environments; environments.detect(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})

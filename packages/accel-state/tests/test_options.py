@@ -1,0 +1,299 @@
+"""Every option is declared once: flag, variable, key and default agree, and the precedence holds, for each of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accel_state.errors import ConfigurationError
+from accel_state.options import (
+    ConfigFile,
+    CoreOptions,
+    DynamoOptions,
+    Option,
+    OptionGroup,
+    RendezvousOptions,
+    ResourceOptions,
+    Source,
+    default_folder,
+    find_default,
+    load_groups,
+    option,
+    resolve,
+)
+
+GROUPS = load_groups()
+OPTIONS = [opt for group in GROUPS for opt in group.options()]
+# Values that options with a parser of their own take, as text; two different ones each.
+SPECIAL = {"gpu_ids": ("0", "1,2"), "main_process_port": ("0", "4711"), "tee": ("3", "0:1,1:2"), "rdzv_conf": ("timeout=1", "timeout=2,b=3")}
+
+
+def group_of(opt: Option) -> type[OptionGroup]:
+    return next(group for group in GROUPS if opt in group.options())
+
+
+def two_texts(opt: Option) -> tuple[str, str]:
+    """Two texts with different values, neither of them the default where there is a choice."""
+    if opt.name in SPECIAL:
+        return SPECIAL[opt.name]
+    if opt.choices:
+        return [choice for choice in opt.choices if choice != opt.default][0], opt.choices[0]
+    if opt.kind is bool:
+        return "true", "false"
+    return {int: ("3", "5"), float: ("0.5", "2"), str: ("first", "second")}[opt.kind]
+
+
+def write_config(folder: Path, values: dict[str, Any]) -> ConfigFile:
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[name] = value
+    path = folder / "config.json"
+    path.write_text(json.dumps(nested, indent=1))
+    return ConfigFile.read(path)
+
+
+def by_id(opts: list[Option]) -> Any:
+    return pytest.mark.parametrize("opt", opts, ids=lambda opt: opt.name)
+
+
+def test_names_flags_variables_and_keys_are_unique() -> None:
+    for values in ([opt.name for opt in OPTIONS], [f for opt in OPTIONS for f in opt.flags], [opt.env for opt in OPTIONS if opt.env],
+                   [opt.key for opt in OPTIONS if opt.key]):
+        assert len(values) == len(set(values))
+
+
+@by_id(OPTIONS)
+def test_declaration_is_whole(opt: Option) -> None:
+    assert opt.help.endswith(".") and len(opt.help) > 20
+    assert opt.default is None or opt._convert(str(opt.default)) == opt.default
+    assert not opt.exported or opt.env, "an option that is handed to processes needs a variable"
+    assert opt.flags[0].startswith("--") and "-" not in opt.flags[0][2:]
+    if "_" in opt.flags[0]:
+        assert "--" + opt.flags[0][2:].replace("_", "-") in opt.flags
+
+
+@by_id(OPTIONS)
+def test_flag_environment_and_file_give_the_same_value(opt: Option, tmp_path: Path) -> None:
+    for text in two_texts(opt):
+        parser = argparse.ArgumentParser()
+        group_of(opt).add_to_parser(parser)
+        expected = opt.parse(text, "here")
+        for flag in opt.flags:
+            words = [f"{flag}={text}"] if opt.is_flag and flag.startswith("--") else [flag, text]
+            given = vars(parser.parse_args(words))
+            assert given == {opt.name: text}
+            resolved = resolve(GROUPS, given, environ={})
+            assert resolved[opt.name] == expected and resolved.settings[opt.name].source is Source.COMMAND_LINE
+        if opt.env:
+            resolved = resolve(GROUPS, environ={opt.env: text})
+            assert resolved[opt.name] == expected and resolved.settings[opt.name].source is Source.ENVIRONMENT
+            assert getattr(group_of(opt).from_environment({opt.env: text}), opt.field) == expected
+        if opt.key:
+            config = write_config(tmp_path, {opt.key: expected})
+            resolved = resolve(GROUPS, environ={}, config=config)
+            assert resolved[opt.name] == expected and resolved.settings[opt.name].source is Source.CONFIG_FILE
+            assert "line" in resolved.where(opt.name)
+
+
+@by_id(OPTIONS)
+def test_default_is_the_same_everywhere(opt: Option) -> None:
+    group = group_of(opt)
+    assert getattr(group(), opt.field) == opt.default
+    assert getattr(group.from_environment({}), opt.field) == opt.default
+    assert getattr(group.from_mapping({}), opt.field) == opt.default
+    resolved = resolve(GROUPS, environ={})
+    assert resolved[opt.name] == opt.default and not resolved.is_set(opt.name)
+    assert getattr(resolved.group(group), opt.field) == opt.default
+
+
+@by_id(OPTIONS)
+def test_precedence(opt: Option, tmp_path: Path) -> None:
+    """Command line > environment > file > default, for every subset of them and both ways round."""
+    for low, high in itertools.permutations(two_texts(opt)):
+        config = write_config(tmp_path, {opt.key: opt.parse(low, "")}) if opt.key else None
+        environ = {opt.env: high} if opt.env else {}
+        if config and environ:
+            assert resolve(GROUPS, environ=environ, config=config)[opt.name] == opt.parse(high, "")
+        if environ:
+            assert resolve(GROUPS, {opt.name: low}, environ=environ)[opt.name] == opt.parse(low, "")
+        if config:
+            assert resolve(GROUPS, {opt.name: high}, environ={}, config=config)[opt.name] == opt.parse(high, "")
+        if config and environ:
+            config = write_config(tmp_path, {opt.key: opt.parse(high, "")})
+            assert resolve(GROUPS, {opt.name: low}, environ=environ, config=config)[opt.name] == opt.parse(low, "")
+
+
+@by_id([opt for opt in OPTIONS if opt.exported])
+def test_exported_option_reaches_the_process_and_comes_back(opt: Option) -> None:
+    for text in two_texts(opt):
+        resolved = resolve(GROUPS, {opt.name: text}, environ={})
+        environment = resolved.environment()
+        assert list(environment) == [opt.env]
+        assert getattr(group_of(opt).from_environment(environment), opt.field) == resolved[opt.name]
+        group = dataclasses.replace(group_of(opt)(), **{opt.field: resolved[opt.name]})
+        if resolved[opt.name] != opt.default:
+            assert group.to_environment() == environment
+        else:
+            assert group.to_environment() == {}
+
+
+def test_unset_options_export_nothing() -> None:
+    assert resolve(GROUPS, environ={}).environment() == {}
+    assert all(group().to_environment() == {} for group in GROUPS)
+    assert resolve(GROUPS, {"num_processes": "2", "module": "true"}, environ={}).environment() == {}
+
+
+@by_id([opt for opt in OPTIONS if opt.kind in (int, float) or opt.choices or opt.is_flag or opt.name in SPECIAL])
+def test_bad_values_name_where_they_stand(opt: Option, tmp_path: Path) -> None:
+    for bad in ("?!x", "nan,"):
+        for where, arguments in {opt.flags[0]: ({opt.name: bad}, {}), str(opt.env): ({}, {str(opt.env): bad})}.items():
+            if where != "None":
+                with pytest.raises(ConfigurationError, match=where) as caught:
+                    resolve(GROUPS, *arguments)
+                assert bad.strip(",") in str(caught.value)
+    if opt.key:
+        with pytest.raises(ConfigurationError, match=rf"{opt.key} in .*config.json, line \d"):
+            resolve(GROUPS, environ={}, config=write_config(tmp_path, {opt.key: "?!x"}))
+
+
+@by_id([opt for opt in OPTIONS if opt.minimum is not None])
+def test_minimum(opt: Option) -> None:
+    assert opt.minimum is not None
+    assert opt.parse(str(opt.kind(opt.minimum)), "") == opt.minimum
+    with pytest.raises(ConfigurationError, match="at least"):
+        opt.parse(str(opt.kind(opt.minimum) - 1), "here")
+    if opt.kind is float:
+        for bad in ("inf", "nan"):
+            with pytest.raises(ConfigurationError, match="here"):
+                opt.parse(bad, "here")
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_help_shows_every_option(group: type[OptionGroup]) -> None:
+    parser = argparse.ArgumentParser()
+    group.add_to_parser(parser)
+    text = " ".join(parser.format_help().split())
+    for opt in group.options():
+        assert opt.flags[0] in text and " ".join(opt.help.split()) in text
+        assert opt.env is None or opt.env in text
+
+
+def test_the_accelerators_view() -> None:
+    core = CoreOptions.from_environment({})
+    assert (core.mixed_precision, core.gradient_accumulation_steps, core.cpu, core.debug) == (None, None, False, False)
+    environ = {"ACCELERATE_MIXED_PRECISION": "BF16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_USE_CPU": "yes"}
+    core = CoreOptions.from_environment(environ)
+    assert (core.mixed_precision, core.gradient_accumulation_steps, core.cpu) == ("bf16", 4, True)
+    assert DynamoOptions.from_environment({"ACCELERATE_DYNAMO_BACKEND": "inductor"}) == DynamoOptions(backend="INDUCTOR")
+
+
+def test_environment_is_read_at_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert CoreOptions.from_environment().mixed_precision == "fp16"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "")
+    assert CoreOptions.from_environment().mixed_precision is None
+
+
+def test_a_flag_undoes_a_variable() -> None:
+    resolved = resolve(GROUPS, {"cpu": "false"}, environ={"ACCELERATE_USE_CPU": "true"})
+    assert resolved["cpu"] is False and resolved.environment() == {"ACCELERATE_USE_CPU": "false"}
+
+
+def test_where_is_ready_for_a_message(tmp_path: Path) -> None:
+    config = write_config(tmp_path, {"num_machines": 2})
+    resolved = resolve(GROUPS, {"num_processes": "4", "cpu": "true"}, environ={"ACCELERATE_DEBUG_MODE": "1"}, config=config)
+    assert resolved.where("num_processes") == "--num_processes 4" and resolved.where("cpu") == "--cpu"
+    assert resolved.where("debug") == "ACCELERATE_DEBUG_MODE=true"
+    assert resolved.where("num_machines") == f"num_machines: 2 in {tmp_path}/config.json, line 2"
+    assert resolved.where("role") == "default"
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="nproc: no such option. Options: .*num_processes"):
+        resolve([ResourceOptions], {"nproc": 3}, environ={})
+
+
+def test_a_group_of_ones_own() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Own(OptionGroup):
+        title = "own"
+        size: int = option(4, kind=int, help="How many of them there are.", name="own_size", env="OWN_SIZE", exported=True, minimum=2)
+
+    assert Own.from_mapping({"own_size": 7}).to_environment() == {"OWN_SIZE": "7"}
+    assert resolve([Own], {"own_size": "9"}, environ={}).group(Own) == Own(size=9)
+    with pytest.raises(ConfigurationError, match="own_size: 1 is not an integer of at least 2"):
+        Own.from_mapping({"own_size": 1})
+
+
+@pytest.mark.parametrize("value", [[1], {"a": 1}])
+def test_a_structure_is_no_value(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="num_processes"):
+        ResourceOptions.from_mapping({"num_processes": value})
+
+
+def test_from_mapping_with_sections_and_other_keys() -> None:
+    mapping = {"dynamo_config": {"dynamo_backend": "eager"}, "other": 1}
+    assert DynamoOptions.from_mapping(mapping).backend == "EAGER"
+    assert DynamoOptions.from_mapping({"dynamo_config": 3}).backend is None
+    assert RendezvousOptions.from_mapping({"main_process_port": None}).main_process_port is None
+
+
+def test_yaml_reads_no_as_false_and_we_as_no(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("mixed_precision: no\nnum_processes: 2\n")
+    assert resolve(GROUPS, environ={}, config=ConfigFile.read(path))["mixed_precision"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "not valid YAML or JSON"),
+        ("- 1\n- 2", "must be a mapping"),
+        ("num_processes: 2\nnum_machines: 1\nnum_processes: 3", r"line 3: num_processes is given twice; first in .*line 1"),
+        ("[1]: 2", r"line 1: a key must be a name"),
+        ("x: !!python/object:os.system 1", r"line 1"),
+        ("when: 2026-99-99", r"line 1"),
+    ],
+)
+def test_bad_files_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        ConfigFile.read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="nope.yaml: No such file"):
+        ConfigFile.read(tmp_path / "nope.yaml")
+    with pytest.raises(ConfigurationError, match="Is a directory"):
+        ConfigFile.read(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xff\xfe")
+    with pytest.raises(ConfigurationError, match="not UTF-8"):
+        ConfigFile.read(tmp_path / "latin.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    assert ConfigFile.read(tmp_path / "empty.yaml").entries == {}
+
+
+def test_json_with_tabs(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text('{\n\t"num_processes":\t2\n}')
+    assert ConfigFile.read(path).entries["num_processes"].value == 2
+
+
+def test_default_location(tmp_path: Path) -> None:
+    assert default_folder({"HF_HOME": str(tmp_path), "XDG_CACHE_HOME": "/other"}) == tmp_path / "accel"
+    assert default_folder({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/huggingface/accel")
+    assert default_folder({}) == Path.home() / ".cache/huggingface/accel"
+    assert find_default({"HF_HOME": str(tmp_path)}) is None
+    (tmp_path / "accel").mkdir()
+    (tmp_path / "accel" / "default_config.json").write_text("{}")
+    assert find_default({"HF_HOME": str(tmp_path)}) == tmp_path / "accel" / "default_config.json"
+    (tmp_path / "accel" / "default_config.yaml").write_text("")
+    assert find_default({"HF_HOME": str(tmp_path)}) == tmp_path / "accel" / "default_config.yaml"

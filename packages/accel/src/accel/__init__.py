@@ -1,0 +1,6 @@
+"""accel: one PyTorch training script for any machine."""
+
+from accel_state._lazy import attach
+
+__version__ = "1.0.0"
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -1,0 +1,218 @@
+"""Gradient accumulation: which micro batch ends a window, and what each loss counts.
+
+Within a window of ``k`` micro batches each loss counts ``1/k``. Two things are known only when a window ends: that it is short,
+because the loader has ended, and how many items (tokens, say) it held over all ranks. Both are put right at the start of the
+backward pass that ends the window, by rescaling the gradients accumulated so far, so that the synchronised result is exact.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from accel_state import GradientAccumulationPlugin, GradientState, PartialState
+from accel_state.errors import ConfigurationError
+
+from .strategies.base import SkipsGradientSync, Strategy
+
+ItemReduction = Literal["mean", "sum"]
+Models = tuple[nn.Module, ...]
+
+
+@dataclass
+class Window:
+    """One loader's (and one set of models') progress to the next optimizer step.
+
+    Attributes:
+        models: the models whose gradients accumulate.
+        divisor: what each loss of the window is divided by.
+        position: micro batches in the window so far.
+        by_items: whether its losses are weighed by items; None before the first.
+        items: items of this rank in the window so far.
+        normaliser: the number of items that the gradients held so far are divided by; None before the window ends.
+    """
+
+    models: Models
+    divisor: int
+    position: int = 0
+    by_items: bool | None = None
+    items: float | torch.Tensor = 0
+    normaliser: torch.Tensor | None = None
+
+    def expect(self, by_items: bool) -> None:
+        """Note how a loss is weighed.
+
+        Raises:
+            ConfigurationError: the other losses of the window are weighed in the other way.
+        """
+        if self.by_items not in (None, by_items):
+            raise ConfigurationError(
+                "this accumulation window holds losses with num_items and losses without, which cannot be weighed against each other. "
+                "Pass num_items to every backward of a window, or to none."
+            )
+        self.by_items = by_items
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """The parameters whose gradients accumulate."""
+        return (parameter for model in self.models for parameter in model.parameters())
+
+
+class Accumulation:
+    """Keeps the windows of an Accelerator.
+
+    Args:
+        state: rank, world and device.
+        gradient_state: where the outcome is published.
+        plugin: the settings; of this Accelerator only, where GradientState is shared with others.
+        strategy: what rescales and synchronises gradients.
+        prepared_models: the models that are meant where none are named.
+    """
+
+    def __init__(
+        self,
+        state: PartialState,
+        gradient_state: GradientState,
+        plugin: GradientAccumulationPlugin,
+        strategy: Strategy,
+        prepared_models: Callable[[], Sequence[nn.Module]],
+    ) -> None:
+        self.state = state
+        self.gradient_state = gradient_state
+        self.plugin = plugin
+        self.strategy = strategy
+        self._skips_sync = strategy if isinstance(strategy, SkipsGradientSync) else None
+        self._prepared_models = prepared_models
+        # The windows of a loader go with it.
+        self._by_loader: weakref.WeakKeyDictionary[Any, dict[Models, Window]] = weakref.WeakKeyDictionary()
+        self._without_loader: dict[Models, Window] = {}
+        self.current: Window | None = None
+
+    def forget(self) -> None:
+        """Drop all windows, and with them the references to models."""
+        self._by_loader.clear()
+        self._without_loader.clear()
+        self.current = None
+
+    @property
+    def num_steps(self) -> int:
+        """Micro batches in a whole window."""
+        return self.plugin.num_steps or 1
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Change the length of the windows that begin from now on.
+
+        Raises:
+            ConfigurationError: not a positive integer.
+        """
+        self.plugin = replace(self.plugin, num_steps=num_steps)
+        GradientState(self.plugin)
+
+    @property
+    def position(self) -> int:
+        """Micro batches in the current window, or in the one that ended last."""
+        return self.current.position if self.current is not None else 0
+
+    def step(self, models: Models) -> AccumulationStep:
+        """The context of one micro batch."""
+        return AccumulationStep(self, models or tuple(self._prepared_models()))
+
+    def begin_step(self, models: Models) -> bool:
+        """Count a micro batch, and say whether it ends its window."""
+        loader = self.gradient_state.active_dataloader
+        windows = self._without_loader if loader is None else self._by_loader.setdefault(loader, {})
+        window = windows.get(models)
+        if window is None:
+            window = windows[models] = Window(models, self.num_steps)
+        window.position += 1
+        self.current = window
+        at_end = loader is not None and loader.end_of_dataloader and self.plugin.sync_with_dataloader
+        sync = at_end or window.position >= window.divisor
+        if sync:
+            del windows[models]
+            self._close(window)
+        self.gradient_state.sync_gradients = sync
+        return bool(sync)
+
+    def _close(self, window: Window) -> None:
+        """Let the losses of a window that turns out short count more; those counted by items need no correction."""
+        if window.position < window.divisor:
+            if not window.by_items and window.position > 1:
+                self.strategy.scale_gradients(window.parameters, window.divisor / window.position)
+            window.divisor = window.position
+
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as it counts in its window.
+
+        Raises:
+            ConfigurationError: other losses of the window are weighed by items.
+        """
+        window = self.current
+        if window is None:
+            divisor = self.num_steps
+        else:
+            window.expect(by_items=False)
+            divisor = window.divisor
+        return loss if divisor == 1 else loss / divisor
+
+    def weigh_items(self, loss: torch.Tensor, num_items: int | torch.Tensor, reduction: ItemReduction) -> torch.Tensor:
+        """The loss as it counts when every item of the window, on all ranks, counts the same.
+
+        Gradients of sums are accumulated as they are. At the end of the window the number of items is summed over ranks, and
+        since synchronising averages over ``world_size`` ranks, gradients are multiplied by ``world_size / items``.
+
+        Raises:
+            ConfigurationError: ``reduction`` is not known.
+        """
+        if reduction not in ("mean", "sum"):
+            raise ConfigurationError(f"reduction={reduction!r} says how the loss was made from its items. Allowed: 'mean', 'sum'.")
+        sum_of_items = loss * num_items if reduction == "mean" else loss
+        window = self.current or Window(models=(), divisor=1, position=1)
+        window.expect(by_items=True)
+        held = window.position > 1 or window.normaliser is not None
+        window.items = window.items + num_items
+        if not self.gradient_state.sync_gradients:
+            return sum_of_items
+        normaliser = self._over_all_ranks(window.items) / self.state.num_processes
+        if held:
+            self.strategy.scale_gradients(window.parameters, (1.0 if window.normaliser is None else window.normaliser) / normaliser)
+        window.normaliser = normaliser
+        return sum_of_items / normaliser
+
+    def _over_all_ranks(self, items: float | torch.Tensor) -> torch.Tensor:
+        # float64 counts exactly to 2**53; devices without it still do to 2**24 items a window in float32.
+        dtype = torch.float64 if self.state.device.type == "cpu" else torch.float32
+        total = torch.as_tensor(items, dtype=dtype).detach().clone().to(self.state.device)
+        # A window without a single item has zero gradients, and keeps them instead of dividing by zero.
+        return self.state.collectives.all_reduce(total).clamp_(min=1).float()
+
+
+class AccumulationStep:
+    """One micro batch; a class rather than a generator because every step of a training loop makes one."""
+
+    __slots__ = ("_accumulation", "_models", "_stack")
+
+    def __init__(self, accumulation: Accumulation, models: Models) -> None:
+        self._accumulation = accumulation
+        self._models = models
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        accumulation = self._accumulation
+        sync = accumulation.begin_step(self._models) or accumulation.plugin.sync_each_batch
+        if not sync and accumulation._skips_sync is not None:
+            self._stack = ExitStack()
+            for model in self._models:
+                self._stack.enter_context(accumulation._skips_sync.no_sync(model))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._accumulation.current = None
+        if self._stack is not None:
+            self._stack.__exit__(kind, error, trace)

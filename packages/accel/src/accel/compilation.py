@@ -1,0 +1,135 @@
+"""torch.compile: its settings, and compiling the repeated blocks of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from accel_state.enums import DynamoBackend
+from accel_state.errors import ConfigurationError
+from accel_state.options import DynamoOptions
+
+from .kwargs.base import KwargsHandler
+from .unwrapping import is_compiled_module
+
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """How prepared models are compiled. A field left at None takes the launcher's setting.
+
+    Args:
+        backend: back end of torch.compile; "NO" compiles nothing.
+        mode: "default", "reduce-overhead" or "max-autotune".
+        fullgraph: fail where a model cannot be compiled as one graph.
+        dynamic: compile for shapes that change; None lets torch find out.
+        options: settings for the back end; not together with ``mode``.
+        disable: compile nothing, as a switch for debugging.
+        use_regional_compilation: compile repeated blocks on their own, which starts many times faster than the whole model.
+
+    Raises:
+        ConfigurationError: a back end or mode that is not known.
+    """
+
+    backend: DynamoBackend | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        launched = DynamoOptions.from_environment()
+        self.backend = DynamoBackend(_first(self.backend, launched.backend, "NO"))
+        mode_chosen = _first(self.mode, None if self.options is not None else launched.mode)
+        # torch refuses a mode beside options, even the default one.
+        self.mode = mode_chosen if mode_chosen is not None or self.options is not None else "default"
+        self.fullgraph = bool(_first(self.fullgraph, launched.use_fullgraph, False))
+        self.dynamic = _first(self.dynamic, launched.use_dynamic)
+        self.use_regional_compilation = bool(_first(self.use_regional_compilation, launched.use_regional_compilation, False))
+        if self.mode is not None and self.mode not in _MODES:
+            raise ConfigurationError(f"mode={self.mode!r} is not a mode of torch.compile. Allowed: {', '.join(_MODES)}.")
+
+    @property
+    def compiles(self) -> bool:
+        """Whether models are compiled at all."""
+        return self.backend != DynamoBackend.NO and not self.disable
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings, with the back end by its name in torch."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["backend"] = str(self.backend).lower()
+        return values
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments for ``torch.compile``."""
+        values = self.to_dict()
+        del values["use_regional_compilation"]
+        return {key: value for key, value in values.items() if value is not None}
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Whether a module is a list of several modules of one class, such as the layers of a transformer."""
+    return isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(block) for block in module}) == 1
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Whether there are repeated blocks somewhere in a module."""
+    return any(is_repeated_blocks(child) for child in module.modules())
+
+
+def compile_model(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile a model in place: it stays of its own class, and its weights keep their names.
+
+    Args:
+        model: the model; already compiled ones are left as they are.
+        **compile_kwargs: for ``torch.compile``.
+    """
+    if not is_compiled_module(model):
+        model.compile(**compile_kwargs)
+        model._accel_compile_kwargs = compile_kwargs  # type: ignore[assignment]
+    return model
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile a model region by region, in place: each repeated block, and what lies between them.
+
+    The blocks of a list share their code, so torch compiles the first and finds the others in its cache.
+
+    Args:
+        module: the model.
+        **compile_kwargs: for ``torch.compile``.
+
+    Returns:
+        The given model.
+    """
+    for region in _regions(module):
+        compile_model(region, **compile_kwargs)
+    return module
+
+
+def _regions(module: nn.Module) -> Iterator[nn.Module]:
+    if is_repeated_blocks(module):
+        yield from module.children()
+    elif not has_repeated_blocks(module):
+        if not isinstance(module, nn.ModuleList):  # a list has no forward to compile
+            yield module
+        else:
+            yield from module.children()
+    else:
+        for child in module.children():
+            yield from _regions(child)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether a submodule is compiled while the module as a whole is not."""
+    return not is_compiled_module(module) and any(is_compiled_module(child) for child in module.modules() if child is not module)

@@ -1,0 +1,145 @@
+"""Settings of distributed data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_state.enums import NamedChoice
+from accel_state.errors import ConfigurationError
+
+from .base import KwargsHandler
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+
+class DDPCommunicationHookType(NamedChoice):
+    """How DDP compresses gradients on their way."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """How models are wrapped in ``torch.nn.parallel.DistributedDataParallel``; see there for the first seven.
+
+    Args:
+        dim: the batch dimension.
+        broadcast_buffers: send rank 0's buffers to all ranks at the start of each forward.
+        bucket_cap_mb: size in MiB of the buckets in which gradients are reduced.
+        find_unused_parameters: look for parameters that take no part in the loss, at each forward.
+        check_reduction: accepted by torch for compatibility.
+        gradient_as_bucket_view: let gradients be views of the buckets, which saves a copy of them.
+        static_graph: promise that every iteration uses the same parameters.
+        comm_hook: how gradients are compressed for the all-reduce.
+        comm_wrapper: "fp16" or "bf16": a conversion around the hook.
+        comm_state_option: settings of the PowerSGD state, such as ``{"matrix_approximation_rank": 2}``.
+
+    Raises:
+        ConfigurationError: a hook or wrapper that is not known.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: Literal[
+        DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16
+    ] = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.comm_hook = DDPCommunicationHookType(self.comm_hook)
+        wrapper = DDPCommunicationHookType(self.comm_wrapper)
+        if wrapper not in (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16):
+            raise ConfigurationError(f"comm_wrapper={wrapper.value!r} is not one of no, fp16, bf16.")
+        self.comm_wrapper = wrapper  # type: ignore[assignment]
+
+    def to_dict(self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")) -> dict[str, Any]:
+        """All settings but those of the communication hook, which are no arguments of DDP."""
+        return {key: value for key, value in super().to_dict().items() if key not in ignore_keys}
+
+    def ddp_arguments(self) -> dict[str, Any]:
+        """The arguments for DDP: those that differ from the defaults, so that torch keeps its own."""
+        return {key: value for key, value in self.to_kwargs().items() if key in self.to_dict()}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Install the communication hook on a wrapped model; nothing for "no" without a wrapper."""
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        hook, state = _HOOKS[self.comm_hook](self.comm_state_option)
+        if hook is None and self.comm_wrapper == DDPCommunicationHookType.NO:
+            return
+        hook = _wrap(hook or allreduce_hook, self.comm_wrapper)
+        model.register_comm_hook(state=state, hook=hook)
+
+
+Hook = Callable[..., Any]
+
+
+def _no_hook(options: dict[str, Any]) -> tuple[Hook | None, Any]:
+    _refuse_options("no", options)
+    return None, None
+
+
+def _fp16(options: dict[str, Any]) -> tuple[Hook | None, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    _refuse_options("fp16", options)
+    return fp16_compress_hook, None
+
+
+def _bf16(options: dict[str, Any]) -> tuple[Hook | None, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    _refuse_options("bf16", options)
+    return bf16_compress_hook, None
+
+
+def _power_sgd(options: dict[str, Any]) -> tuple[Hook | None, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(process_group=None, **options)
+
+
+def _batched_power_sgd(options: dict[str, Any]) -> tuple[Hook | None, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    return powerSGD_hook.batched_powerSGD_hook, powerSGD_hook.PowerSGDState(process_group=None, **options)
+
+
+_HOOKS: dict[DDPCommunicationHookType, Callable[[dict[str, Any]], tuple[Hook | None, Any]]] = {
+    DDPCommunicationHookType.NO: _no_hook,
+    DDPCommunicationHookType.FP16: _fp16,
+    DDPCommunicationHookType.BF16: _bf16,
+    DDPCommunicationHookType.POWER_SGD: _power_sgd,
+    DDPCommunicationHookType.BATCHED_POWER_SGD: _batched_power_sgd,
+}
+
+
+def _refuse_options(hook: str, options: dict[str, Any]) -> None:
+    if options:
+        raise ConfigurationError(
+            f"comm_state_option={options!r} has no effect with comm_hook={hook!r}, which keeps no state. It is for power_sgd and "
+            "batched_power_sgd."
+        )
+
+
+def _wrap(hook: Hook, wrapper: DDPCommunicationHookType) -> Hook:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    if wrapper == DDPCommunicationHookType.FP16:
+        return default_hooks.fp16_compress_wrapper(hook)
+    if wrapper == DDPCommunicationHookType.BF16:
+        return default_hooks.bf16_compress_wrapper(hook)
+    return hook

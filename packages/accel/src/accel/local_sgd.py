@@ -1,0 +1,73 @@
+"""Local SGD: average weights every few steps, instead of gradients at every step.
+
+Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, https://arxiv.org/abs/1805.09767
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from accel_state.errors import ConfigurationError
+
+from .strategies.base import SkipsGradientSync
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
+
+
+class LocalSGD:
+    """A block in which each rank trains on its own, and the weights are averaged now and then, and at the end.
+
+    Args:
+        accelerator: the Accelerator that prepared the model.
+        model: the prepared model.
+        local_sgd_steps: optimizer steps between two averages.
+        enabled: whether to do so; in one process there is nothing to do.
+
+    Raises:
+        ConfigurationError: the strategy cannot leave gradients unsynchronised, or ``local_sgd_steps`` is not positive.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+        if local_sgd_steps < 1:
+            raise ConfigurationError(f"local_sgd_steps={local_sgd_steps} must be at least 1.")
+        self.enabled = enabled and accelerator.use_distributed
+        if self.enabled and not isinstance(accelerator.strategy, SkipsGradientSync):
+            raise ConfigurationError(
+                f"LocalSGD needs whole models with their own optimizer on each rank; {accelerator.distributed_type} does not keep them so. "
+                "Pass enabled=False, or train with data parallelism."
+            )
+        self.accelerator = accelerator
+        self.model = model
+        self.local_sgd_steps = local_sgd_steps
+        self.num_steps = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LocalSGD:
+        if self.enabled:
+            self._stack.enter_context(self.accelerator.no_sync(self.model))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+        if self.enabled and kind is None:
+            self._average()
+
+    def step(self) -> None:
+        """Call it after ``optimizer.step()``; calls while gradients accumulate do not count."""
+        if not self.enabled or not self.accelerator.sync_gradients:
+            return
+        self.num_steps += 1
+        if self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    def _average(self) -> None:
+        with torch.no_grad():
+            parameters = [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
+            self.accelerator.state.collectives.all_reduce_many(parameters)
+            torch._foreach_div_(parameters, self.accelerator.num_processes)

@@ -1,0 +1,63 @@
+"""Collecting predictions: exactly the samples of the data set, in its order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel_state import GradientState, PartialState
+from accel_state.operations import gather, gather_object, recursively_apply
+from accel_state.operations.nested import is_container, leaves, replace_leaves
+
+
+def gather_for_metrics(data: Any, state: PartialState, gradient_state: GradientState, use_gather_object: bool = False) -> Any:
+    """Gather from all ranks, without the samples that only filled up the last batch; see the Accelerator's method."""
+    as_objects = use_gather_object or not _only_tensors(data)
+    loader = gradient_state.active_dataloader
+    if loader is not None and state.use_distributed and getattr(loader, "ragged", False):
+        return _gather_ragged(data, loader.real_samples, state, as_objects)
+    gathered = gather_object(data) if as_objects else gather(data)
+    if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
+        return gathered
+    if as_objects:
+        return gathered[: loader.remainder]
+    # A 0-dimensional tensor is a value of a rank, not of a sample.
+    samples = [leaf.ndim > 0 for leaf in leaves(data)]
+    cut = (value[: loader.remainder] if of_samples else value for value, of_samples in zip(leaves(gathered), samples, strict=True))
+    return replace_leaves(gathered, cut)
+
+
+def _only_tensors(data: Any) -> bool:
+    """Whether every leaf of nested data is a tensor."""
+    others: list[Any] = []
+    recursively_apply(others.append, data, test_type=lambda item: not isinstance(item, torch.Tensor) and not is_container(item))
+    return not others
+
+
+def _gather_ragged(data: Any, real_samples: int | None, state: PartialState, as_objects: bool) -> Any:
+    """Gather batches whose sizes differ between ranks, of which each rank knows how many samples are real."""
+    if as_objects:
+        return gather_object(data if real_samples is None or not isinstance(data, (list, tuple)) else list(data)[:real_samples])
+    tensors = [leaf.detach() for leaf in leaves(data)]
+    kept = [leaf if leaf.ndim == 0 or real_samples is None else leaf[:real_samples] for leaf in tensors]
+    lengths = torch.tensor([leaf.shape[0] if leaf.ndim else 0 for leaf in kept], dtype=torch.int64)
+    table = state.collectives.all_gather(lengths)
+    longest = table.amax(0).tolist()
+    padded = [_padded(leaf, size) for leaf, size in zip(kept, longest, strict=True)]
+    gathered = state.collectives.all_gather_many(padded)
+    return replace_leaves(data, (_join(value, table[:, i].tolist(), kept[i].ndim) for i, value in enumerate(gathered)))
+
+
+def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    if tensor.ndim == 0 or tensor.shape[0] == size:
+        return tensor
+    padded = tensor.new_zeros((size, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor
+    return padded
+
+
+def _join(gathered: torch.Tensor, lengths: list[int], ndim: int) -> torch.Tensor:
+    if ndim == 0:
+        return gathered
+    return torch.cat([rows[:length] for rows, length in zip(gathered, lengths, strict=True)])

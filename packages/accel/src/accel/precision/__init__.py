@@ -1,0 +1,1 @@
+"""In which precision a model computes: one file a precision."""

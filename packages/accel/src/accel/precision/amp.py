@@ -1,0 +1,98 @@
+"""Automatic mixed precision: weights stay float32, and operations that gain from it compute in 16 bits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from accel_state import PartialState
+from accel_state.errors import ConfigurationError
+from accel_state.operations import convert_to_fp32
+
+from ..kwargs.autocast import AutocastKwargs
+from ..kwargs.grad_scaler import GradScalerKwargs
+from .full import Precision
+from .scaler import SharedGradScaler
+
+if TYPE_CHECKING:
+    from ..kwargs.base import Handlers
+
+
+class AutocastForward:
+    """A model's forward under autocast.
+
+    A callable object rather than a closure: copying or pickling the model copies the forward with it, where a closure would go
+    on calling the original model's.
+
+    Args:
+        forward: the bound forward of the model.
+        device_type: where the model computes.
+        dtype: the 16-bit type.
+        settings: how autocast runs.
+    """
+
+    def __init__(self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype, settings: AutocastKwargs) -> None:
+        self.forward = forward
+        self.arguments = {"device_type": device_type, "dtype": dtype, **settings.to_autocast()}
+        self.outputs_to_fp32 = settings.outputs_to_fp32
+        functools.update_wrapper(self, forward, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(**self.arguments):
+            outputs = self.forward(*args, **kwargs)
+        return convert_to_fp32(outputs) if self.outputs_to_fp32 else outputs
+
+
+class HalfPrecision(Precision):
+    """torch's autocast with one 16-bit type.
+
+    Raises:
+        ConfigurationError: the device does not compute in that type.
+    """
+
+    name: ClassVar[str]
+    dtype: ClassVar[torch.dtype]
+
+    def __init__(self, state: PartialState, handlers: Handlers) -> None:
+        super().__init__(state, handlers)
+        if not state.device_backend.supports_autocast(self.dtype):
+            raise ConfigurationError(
+                f"mixed_precision={self.name!r} is not available on {state.device.type} here: autocast does not compute in "
+                f"{self.dtype} on it. Use mixed_precision='no', or another device."
+            )
+
+    @property
+    def is_native(self) -> bool:
+        return True
+
+    def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        return torch.autocast(self.state.device.type, dtype=self.dtype, **(settings or self.settings).to_autocast())
+
+    def wrap_forward(self, model: nn.Module) -> nn.Module:
+        if "_original_forward" not in model.__dict__:
+            model._original_forward = model.forward  # type: ignore[assignment]
+            model.forward = AutocastForward(model.forward, self.state.device.type, self.dtype, self.settings)
+        return model
+
+
+class BFloat16(HalfPrecision):
+    """bfloat16: the range of float32 with 8 bits of mantissa, so losses need no scale."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+
+class Float16(HalfPrecision):
+    """float16: 11 bits of mantissa but little range, so the loss is scaled and overflowing steps are skipped."""
+
+    name = "fp16"
+    dtype = torch.float16
+
+    def __init__(self, state: PartialState, handlers: Handlers) -> None:
+        super().__init__(state, handlers)
+        self.scaler = SharedGradScaler(state.device.type, **handlers.get(GradScalerKwargs).to_kwargs())

@@ -1,0 +1,51 @@
+"""Full precision: the base class, and complete as it is."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from accel_state import PartialState
+
+from ..kwargs.autocast import AutocastKwargs
+
+if TYPE_CHECKING:
+    from ..kwargs.base import Handlers
+
+
+class Precision:
+    """Models compute in the precision of their own weights.
+
+    Args:
+        state: rank, world and device.
+        handlers: the settings given to the Accelerator.
+
+    Attributes:
+        scaler: what scales losses so that small gradients survive, or None.
+        settings: how autocast runs.
+    """
+
+    def __init__(self, state: PartialState, handlers: Handlers) -> None:
+        self.state = state
+        self.settings = handlers.get(AutocastKwargs)
+        self.scaler: torch.amp.GradScaler | None = None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether torch's own autocast does the work."""
+        return False
+
+    def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """A block that computes in this precision.
+
+        Args:
+            settings: for this block only; by default those of the Accelerator.
+        """
+        return nullcontext()
+
+    def wrap_forward(self, model: nn.Module) -> nn.Module:
+        """Let a model's forward compute in this precision."""
+        return model

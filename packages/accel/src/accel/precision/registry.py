@@ -1,0 +1,17 @@
+"""The precisions, by the name given as ``mixed_precision``."""
+
+from __future__ import annotations
+
+from accel_state.registry import Registry
+
+from .full import Precision
+
+PRECISIONS: Registry[type[Precision]] = Registry(
+    "precision",
+    {
+        "no": "accel.precision.full:Precision",
+        "fp16": "accel.precision.amp:Float16",
+        "bf16": "accel.precision.amp:BFloat16",
+    },
+    entry_point_group="accel.precision",
+)

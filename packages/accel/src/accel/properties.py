@@ -1,0 +1,161 @@
+"""What an Accelerator says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel_data import DataLoaderConfiguration
+from accel_state import AcceleratorState, GradientState, PartialState
+
+from .accumulation import Accumulation
+from .precision.full import Precision
+from .preparation import Preparation
+from .project import ProjectConfiguration
+
+
+class SettingsView:
+    """Read-only views (and two switches) over the parts of an Accelerator."""
+
+    state: AcceleratorState
+    process_state: PartialState
+    gradient_state: GradientState
+    precision: Precision
+    prepared: Preparation
+    dataloader_config: DataLoaderConfiguration
+    project_configuration: ProjectConfiguration
+    _accumulation: Accumulation
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.process_state.device
+
+    @property
+    def num_processes(self) -> int:
+        """The world size."""
+        return self.process_state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """The rank."""
+        return self.process_state.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank among the processes of this node."""
+        return self.process_state.local_process_index
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes train, each with the whole model on a device of its own."""
+        return self.process_state.use_distributed
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of computation."""
+        return self.state.mixed_precision
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether torch's own autocast computes in mixed precision."""
+        return self.precision.is_native
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any prepared optimizer was left out because gradients had overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current batch ends an accumulation window."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro batches an optimizer step."""
+        return self._accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        self._accumulation.set_num_steps(gradient_accumulation_steps)
+
+    @property
+    def step(self) -> int:
+        """Micro batches in the current accumulation window."""
+        return self._accumulation.position
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all; None decides by the kind of data set."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all ranks get equally many full batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling follows from a seed and the epoch only."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device while it computes."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders are torchdata's stateful ones."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def project_dir(self) -> str | None:
+        """The folder of everything that is saved."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder of tracker logs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process is the one that writes a whole model."""
+        return self.process_state.is_main_process
+
+    @property
+    def _models(self) -> list[Any]:
+        return self.prepared.models
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return self.prepared.optimizers
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return self.prepared.schedulers
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return self.prepared.dataloaders

@@ -1,0 +1,178 @@
+"""Turning arguments and environment into the parts of an Accelerator, once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accel_data import DataLoaderConfiguration
+from accel_state import AcceleratorState, ConfigurationError, GradientAccumulationPlugin, GradientState, PartialState, RNGType
+from accel_state.options import CoreOptions
+
+from .compilation import TorchDynamoPlugin
+from .kwargs.base import Handlers
+from .kwargs.init_process_group import InitProcessGroupKwargs
+from .precision.full import Precision
+from .precision.registry import PRECISIONS
+from .project import ProjectConfiguration
+from .strategies.base import Strategy
+from .strategies.registry import STRATEGIES
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "<unset>"
+
+
+UNSET: Any = _Unset()
+
+
+@dataclass
+class Setup:
+    """Everything that an Accelerator delegates to."""
+
+    state: AcceleratorState
+    process: PartialState
+    gradient_state: GradientState
+    accumulation_plugin: GradientAccumulationPlugin
+    handlers: Handlers
+    strategy: Strategy
+    precision: Precision
+    dynamo: TorchDynamoPlugin
+
+
+def build(
+    handlers: Handlers,
+    *,
+    owner: object,
+    mixed_precision: Any,
+    cpu: bool,
+    accumulation_plugin: GradientAccumulationPlugin,
+    dynamo: TorchDynamoPlugin,
+    engines: dict[str, Any],
+) -> Setup:
+    """Start the process's state and choose strategy and precision.
+
+    Args:
+        handlers: the settings given as ``kwargs_handlers``.
+        owner: the Accelerator, which the state belongs to as long as it is in use.
+        mixed_precision: as given, or None.
+        cpu: stay on the CPU.
+        accumulation_plugin: settings of gradient accumulation.
+        dynamo: settings of compilation.
+        engines: settings of strategies other than data parallelism, by the name they are registered under.
+
+    Raises:
+        ConfigurationError: a setting that cannot be used.
+    """
+    asked = [name for name, settings in engines.items() if settings is not None]
+    if len(asked) > 1:
+        raise ConfigurationError(f"one strategy trains a model, but settings were given for {', '.join(asked)}. Pass one of them.")
+    state = _acquire_state(owner, mixed_precision, cpu, handlers)
+    process = PartialState()
+    name = asked[0] if asked else "ddp" if process.use_distributed else "single"
+    return Setup(
+        state=state,
+        process=process,
+        gradient_state=GradientState(accumulation_plugin),
+        accumulation_plugin=accumulation_plugin,
+        handlers=handlers,
+        strategy=STRATEGIES.load(name)(process, handlers),
+        precision=PRECISIONS.load(state.mixed_precision)(process, handlers),
+        dynamo=dynamo,
+    )
+
+
+def _acquire_state(owner: object, mixed_precision: Any, cpu: bool, handlers: Handlers) -> AcceleratorState:
+    """The shared state; one that belonged to an Accelerator which is gone gives way to a new one."""
+    holder = AcceleratorState._shared_state.get("_owner")
+    if holder is not None:
+        if holder() is not None:
+            gc.collect()  # an Accelerator that was dropped may still wait in a reference cycle
+        if holder() is None:
+            AcceleratorState._reset_state()
+    created = not AcceleratorState._shared_state
+    state = AcceleratorState(
+        mixed_precision=None if mixed_precision is None else str(mixed_precision),
+        cpu=cpu,
+        _from_accelerator=True,
+        **handlers.get(InitProcessGroupKwargs).to_kwargs(),
+    )
+    if created:
+        state.__dict__["_owner"] = weakref.ref(owner)
+    return state
+
+
+def release_state(owner: object) -> None:
+    """Give the shared state up, so that the next Accelerator may choose another precision."""
+    holder = AcceleratorState._shared_state.get("_owner")
+    if holder is not None and holder() is owner:
+        AcceleratorState._shared_state["_owner"] = lambda: None
+
+
+def accumulation_settings(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    """Settings of gradient accumulation; the launcher's number of steps wins over the script's.
+
+    Raises:
+        ConfigurationError: both a number of steps and a plugin were given, or the number is not positive.
+    """
+    launched = CoreOptions.from_environment().gradient_accumulation_steps
+    if plugin is None:
+        return GradientAccumulationPlugin(num_steps=launched or steps)
+    if steps != 1:
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given. Put the number into the plugin: "
+            f"GradientAccumulationPlugin(num_steps={steps})."
+        )
+    return replace(plugin, num_steps=launched or plugin.num_steps or 1)
+
+
+def loader_settings(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
+    """Settings of the loaders, with the Accelerator's older argument merged in.
+
+    Raises:
+        ConfigurationError: the two disagree.
+    """
+    if split_batches is UNSET:
+        return config or DataLoaderConfiguration()
+    if config is not None and config.split_batches != split_batches:
+        raise ConfigurationError(
+            f"split_batches={split_batches} contradicts dataloader_config.split_batches={config.split_batches}. Set it in "
+            "DataLoaderConfiguration only."
+        )
+    return replace(config or DataLoaderConfiguration(), split_batches=bool(split_batches))
+
+
+def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """Settings of compilation.
+
+    Raises:
+        ConfigurationError: both a back end and a plugin were given.
+    """
+    if plugin is not None and backend is not None:
+        raise ConfigurationError("dynamo_backend and dynamo_plugin were both given. Put the back end into TorchDynamoPlugin(backend=...).")
+    return plugin or TorchDynamoPlugin(backend=backend)
+
+
+def project_settings(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:
+    """Folders of the project.
+
+    Raises:
+        ConfigurationError: two different folders were given.
+    """
+    settings = config or ProjectConfiguration(project_dir=project_dir)
+    if project_dir is not None and settings.project_dir is None:
+        settings.set_directories(project_dir)
+    if project_dir is not None and str(settings.project_dir) != str(project_dir):
+        raise ConfigurationError(
+            f"project_dir={str(project_dir)!r} contradicts project_config.project_dir={settings.project_dir!r}. Pass one of them."
+        )
+    return settings
+
+
+def rng_settings(rng_types: Iterable[str | RNGType] | None) -> list[RNGType]:
+    """The generators that loaders synchronise at each epoch; by default the sampler's own."""
+    return [RNGType(str(kind)) for kind in rng_types] if rng_types is not None else [RNGType.GENERATOR]

@@ -1,0 +1,94 @@
+"""What a strategy does for a model; the base class is the complete behaviour of one process.
+
+What not every strategy can do is a small protocol of its own: callers ask for the capability, never for a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from accel_state import PartialState
+
+from ..unwrapping import extract_model_from_parallel, parameter_state_dict
+
+if TYPE_CHECKING:
+    from ..kwargs.base import Handlers
+
+
+@runtime_checkable
+class SkipsGradientSync(Protocol):
+    """Can leave gradients unsynchronised for a while, and synchronise what has been accumulated later."""
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Let backward passes in the block accumulate locally."""
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Synchronise in backward passes in the block, although their forward ran under :meth:`no_sync`."""
+
+
+@runtime_checkable
+class JoinsUnevenInputs(Protocol):
+    """Can keep ranks without data in step with those that still have some."""
+
+    def join(self, models: list[Any]) -> AbstractContextManager[None]:
+        """Let ranks leave the block's loop at different times."""
+
+
+class Strategy:
+    """Wrapping, gradients and weights of models in one process.
+
+    Args:
+        state: rank, world and device.
+        handlers: the settings given to the Accelerator.
+    """
+
+    def __init__(self, state: PartialState, handlers: Handlers) -> None:
+        self.state = state
+        self.handlers = handlers
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a model that this strategy cannot train."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move a model to this process's device."""
+        return model.to(self.state.device)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Make a model ready for training; it is on its device."""
+        return model
+
+    def is_wrapped(self, model: nn.Module) -> bool:
+        """Whether a model has been through :meth:`wrap`."""
+        return False
+
+    def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+        """The user's model inside."""
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the gradients accumulated so far, in place."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip the global gradient norm; returns the norm before clipping, equal on all ranks."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each gradient element to ``[-clip_value, clip_value]``."""
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's state, under the names of the user's own model unless ``unwrap`` is off."""
+        return parameter_state_dict(self.unwrap(model, keep_torch_compile=False)) if unwrap else model.state_dict()
+
+
+def no_sync_context(strategy: Strategy, model: nn.Module) -> AbstractContextManager[None]:
+    """``no_sync`` where the strategy can, else nothing."""
+    return strategy.no_sync(model) if isinstance(strategy, SkipsGradientSync) else nullcontext()

@@ -1,0 +1,77 @@
+"""Data parallelism: a whole model on every rank, and averaged gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_state.errors import ConfigurationError
+
+from ..kwargs.ddp import DistributedDataParallelKwargs
+from .base import Strategy
+
+
+class DDPStrategy(Strategy):
+    """``torch.nn.parallel.DistributedDataParallel`` around each model that has something to train."""
+
+    def check_model(self, model: nn.Module) -> None:
+        placed = set(map(str, getattr(model, "hf_device_map", {}).values()))
+        if len(placed) > 1:
+            raise ConfigurationError(
+                f"the model was loaded with a device map over {sorted(placed)}, so it already occupies several devices; data "
+                "parallelism needs it whole on the device of each process. Load it with device_map={'': accelerator.device}, or start "
+                "one process."
+            )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        # DDP refuses models without trainable parameters, and has nothing to do for them.
+        if self.is_wrapped(model) or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        settings = self.handlers.get(DistributedDataParallelKwargs)
+        device = self.state.device
+        ids = None if device.index is None else [device.index]
+        wrapped = DistributedDataParallel(model, device_ids=ids, output_device=device.index, **settings.ddp_arguments())
+        settings.register_comm_hook(wrapped)
+        return wrapped
+
+    def is_wrapped(self, model: nn.Module) -> bool:
+        return isinstance(model, DistributedDataParallel)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulate gradients locally; a model that DDP does not wrap has none to synchronise."""
+        if isinstance(model, DistributedDataParallel):
+            with model.no_sync():
+                yield
+        else:
+            yield
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Synchronise in the next backward, although its forward ran under :meth:`no_sync`."""
+        return sync_in_backward(model)
+
+    def join(self, models: list[Any]) -> AbstractContextManager[None]:
+        """``torch.distributed.algorithms.join.Join`` over the wrapped models."""
+        joinables = [model for model in models if isinstance(model, Joinable)]
+        return Join(joinables, enable=True, throw_on_early_termination=False)
+
+
+@contextmanager
+def sync_in_backward(model: nn.Module) -> Iterator[None]:
+    """Let backward passes in the block synchronise a DDP model whose forward ran under ``no_sync``; other models have no need."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    # The forward under no_sync left the reducer unprepared; what it skipped happens here.
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before

@@ -1,0 +1,112 @@
+"""Getting back to the user's model, and to the names it gave its weights."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+_COMPILED_PREFIX = "_orig_mod."
+
+
+def _is_optimized_module(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` made this module. Its class is loaded only by torch.compile itself: importing it costs a second."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` or ``module.compile()`` was applied to the whole module."""
+    return _is_optimized_module(module) or module._compiled_call_impl is not None
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """The user's model inside the wrappers of distributed training.
+
+    Args:
+        model: any model, wrapped or not.
+        keep_fp32_wrapper: keep mixed precision's autocast around its forward. When off, the original forward is put back.
+        keep_torch_compile: return a compiled model if ``model`` was one.
+        recursive: also unwrap the submodules.
+    """
+    inner, compiled = _peel(model)
+    if recursive:
+        _unwrap_children(inner)
+    if not keep_fp32_wrapper:
+        _restore_forward(inner)
+    return _with_compilation(inner, compiled) if keep_torch_compile else _without_compilation(inner)
+
+
+def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
+    """The user's model, and the innermost layer around it that was compiled."""
+    compiled: nn.Module | None = None
+    while True:
+        if is_compiled_module(model):
+            compiled = model
+        if _is_optimized_module(model):
+            model = model._orig_mod  # type: ignore[assignment]
+        elif isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        else:
+            return model, compiled
+
+
+def _unwrap_children(model: nn.Module) -> None:
+    for name, child in model.named_children():
+        inner, _ = _peel(child)
+        if inner is not child:
+            setattr(model, name, inner)
+        _unwrap_children(inner)
+
+
+def _restore_forward(model: nn.Module) -> None:
+    original = model.__dict__.pop("_original_forward", None)
+    if original is None:
+        return
+    model.__dict__.pop("forward", None)
+    if model.forward != original:
+        # The user (or another library) had set a forward of its own on the instance.
+        model.forward = original
+
+
+def _with_compilation(inner: nn.Module, compiled: nn.Module | None) -> nn.Module:
+    """The user's model, compiled with the settings of the layer around it that was."""
+    if compiled is None or compiled is inner:
+        return inner
+    if not _is_optimized_module(compiled):
+        inner.compile(**getattr(compiled, "_accel_compile_kwargs", {}))
+        return inner
+    if compiled._orig_mod is inner:
+        return compiled
+    rewrapped: nn.Module = type(compiled)(inner, compiled.dynamo_ctx)
+    return rewrapped
+
+
+def _without_compilation(model: nn.Module) -> nn.Module:
+    if model._compiled_call_impl is None:
+        return model
+    plain = copy.copy(model)  # shares parameters and submodules
+    plain._compiled_call_impl = None
+    return plain
+
+
+def parameter_state_dict(model: nn.Module) -> dict[str, Any]:
+    """``model.state_dict()`` under the names of the uncompiled model; compiled submodules leave their mark in the names."""
+    return {clean_name(name): value for name, value in model.state_dict().items()}
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without the marks of torch.compile."""
+    return name.replace(_COMPILED_PREFIX, "")
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """What tensors that share memory have in common: device, storage address, and size in bytes."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()

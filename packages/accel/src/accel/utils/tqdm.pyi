@@ -1,0 +1,3 @@
+"""Progress bars, under the module path that other libraries know."""
+
+from accel_state.progress import tqdm as tqdm

@@ -1,0 +1,94 @@
+# Sourced by the scripts beside it: makes .venv, or reuses it, and installs what the caller asks for.
+#
+#   ensure GROUP     the packages of this workspace in editable form, and a dependency group of pyproject.toml,
+#                    at the versions of constraints.txt. Costs milliseconds when nothing has changed since the last time.
+#
+# Needs bash, Python >= 3.10 and pip. ACCEL_PYTHON names the Python to make .venv with; ACCEL_VENV another place for it.
+
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${ACCEL_VENV:-$ROOT/.venv}"
+STAMPS="$VENV/.stamps"
+cd "$ROOT"
+
+say() { printf '==> %s\n' "$*"; }
+
+die() {
+    printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+    exit 1
+}
+
+find_python() {
+    local candidate
+    for candidate in ${ACCEL_PYTHON:+"$ACCEL_PYTHON"} python3 python python3.14 python3.13 python3.12 python3.11 python3.10; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "no Python >= 3.10 found. Install one, or name it: ACCEL_PYTHON=/path/to/python $0"
+}
+
+pip_install() {
+    # -qq: errors only. The index and its options are pip's own configuration.
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --constraint constraints.txt "$@"
+}
+
+pinned() { grep -E "^$1==" constraints.txt; }
+
+make_venv() {
+    [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1 && return
+    local python
+    python="$(find_python)"
+    say "making $VENV with $("$python" --version 2>&1)"
+    # Debian's Python comes without ensurepip; its pip can still install another pip into a bare environment.
+    "$python" -m venv "$VENV" >/dev/null 2>&1 || {
+        rm -rf "$VENV"
+        "$python" -m venv --without-pip "$VENV"
+        "$python" -m pip -q --python "$VENV/bin/python" install "$(pinned pip)"
+    }
+}
+
+# What an installed set depends on, as one number.
+fingerprint() { cat constraints.txt "$VENV/pyvenv.cfg" "$@" | cksum; }
+
+is_current() { [ "$(cat "$STAMPS/$1" 2>/dev/null)" = "$(fingerprint "${@:2}")" ]; }
+
+mark_current() {
+    mkdir -p "$STAMPS"
+    fingerprint "${@:2}" >"$STAMPS/$1"
+}
+
+install_packages() {
+    is_current packages packages/*/pyproject.toml && return
+    # By name and first: pip then takes a CPU build that it has been told of, where a range would get the newest build of the index.
+    say "installing $(pinned torch)"
+    pip_install "$(pinned pip)"
+    pip_install "$(pinned torch)" "$(pinned hatchling)"
+    local project projects=()
+    for project in packages/*/pyproject.toml; do
+        projects+=(--editable "$(dirname "$project")")
+    done
+    say "installing the packages: ${projects[*]}"
+    pip_install --no-build-isolation "${projects[@]}"
+    mark_current packages packages/*/pyproject.toml
+}
+
+install_group() {
+    is_current "group-$1" pyproject.toml && return
+    say "installing the dependency group '$1'"
+    pip_install --group "pyproject.toml:$1"
+    mark_current "group-$1" pyproject.toml
+}
+
+ensure() {
+    # Two scripts at once must not install into one environment; the lock goes with the shell that holds it.
+    exec 9>"$VENV.lock"
+    if command -v flock >/dev/null; then flock 9; fi
+    make_venv
+    install_packages
+    install_group "$1"
+    exec 9>&-
+    export PATH="$VENV/bin:$PATH"
+}

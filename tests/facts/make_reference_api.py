@@ -1,0 +1,232 @@
+"""Make reference_api.json: names, parameters and defaults of the reference that `accel` keeps, as a table of facts.
+
+    python tests/facts/make_reference_api.py LIST
+
+LIST is a text with a heading for each module of the reference (`## accelerate.state`), and a line for each name as
+`inspect.signature` prints it:
+
+    - class `GradientState(gradient_accumulation_plugin: 'GradientAccumulationPlugin | None' = None)`
+        - property `num_steps`
+    - enum `RNGType`: TORCH=torch, CUDA=cuda
+    - `gather(tensor)`
+
+The table says where in `accel` a name lives. What this version leaves out is in LATER, with the reason: run this again after
+taking a name out of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("reference_api.json")
+
+BIG_MODEL = "big models: dispatch, offload and device maps"
+CHECKPOINT = "checkpoints of the whole training state"
+DEEPSPEED = "DeepSpeed"
+FSDP = "fully sharded data parallel"
+FP8 = "8-bit floating point"
+LAUNCHER = "the rest of the launcher"
+MEGATRON = "Megatron: tensor, pipeline and sequence parallelism"
+PARALLEL = "meshes of several parallel axes"
+PIPELINE = "pipelined inference"
+QUANT = "quantization"
+TRACK = "trackers"
+NOT_KEPT = "an internal of the reference without a use of its own; nothing in accel needs it"
+
+# Modules of the reference that come whole with a later version.
+LATER_MODULES = {
+    "accelerate.big_modeling": BIG_MODEL,
+    "accelerate.hooks": BIG_MODEL,
+    "accelerate.tracking": TRACK,
+    "accelerate.launchers": LAUNCHER,
+    "accelerate.inference": PIPELINE,
+    "accelerate.checkpointing": CHECKPOINT,
+    "accelerate.parallelism_config": PARALLEL,
+    "accelerate.utils.deepspeed": DEEPSPEED,
+    "accelerate.utils.megatron_lm": MEGATRON,
+    "accelerate.utils.modeling": BIG_MODEL,
+}
+
+# Names that are not in this version, or parts of a class ("Accelerator.save_state"), whatever module lists them.
+LATER = {
+    BIG_MODEL: """
+        cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map init_empty_weights init_on_device
+        load_checkpoint_and_dispatch load_checkpoint_in_model align_module_device check_tied_parameters_in_config
+        check_tied_parameters_on_same_device compute_module_sizes get_max_layer_size get_max_memory get_module_children_bottom_up
+        has_offloaded_params load_offloaded_weight load_offloaded_weights offload_weight save_offload_index load_state_dict
+        is_peft_model Accelerator.verify_device_map
+        """,
+    CHECKPOINT: """
+        Accelerator.load_state Accelerator.save_state Accelerator.save_iteration Accelerator.register_load_state_pre_hook
+        Accelerator.register_save_state_pre_hook
+        """,
+    DEEPSPEED: """
+        DeepSpeedPlugin Accelerator.deepspeed_plugin Accelerator.deepspeed_ulysses_dl_adapter AcceleratorState.deepspeed_plugin
+        AcceleratorState.get_deepspeed_plugin AcceleratorState.select_deepspeed_plugin deepspeed_required
+        GatheredParameters compile_regions_deepspeed prepare_deepspeed_cmd_env
+        """,
+    FSDP: """
+        FullyShardedDataParallelPlugin Accelerator.is_fsdp2 AcceleratorState.is_fsdp2 compile_regions_fsdp2
+        disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
+        fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler load_fsdp_model load_fsdp_optimizer
+        merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer
+        """,
+    FP8: """
+        Accelerator.fp8_backend AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap contextual_fp8_autocast
+        convert_model convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers has_transformer_engine_layers
+        torchao_required
+        """,
+    LAUNCHER: """
+        debug_launcher notebook_launcher prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu
+        write_basic_config install_xla AcceleratorState.fork_launched
+        """,
+    MEGATRON: """
+        AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMPlugin
+        add_model_config_to_megatron_parser avg_losses_across_data_parallel_group
+        """,
+    PARALLEL: """
+        ParallelismConfig TorchTensorParallelPlugin Accelerator.context_parallel_rank Accelerator.data_parallel_rank
+        Accelerator.data_parallel_shard_rank Accelerator.is_composable_parallelism_enabled Accelerator.maybe_context_parallel
+        Accelerator.parallelism_config Accelerator.pipeline_parallel_rank Accelerator.tensor_parallel_rank Accelerator.torch_device_mesh
+        get_model_tp_size
+        """,
+    PIPELINE: "prepare_pippy",
+    QUANT: "BnbQuantizationConfig has_4bit_bnb_layers load_and_quantize_model",
+    TRACK: "Accelerator.get_tracker Accelerator.init_trackers Accelerator.log",
+    NOT_KEPT: "Accelerator.lomo_backward",
+}
+
+# Names that the reference merely passes on in the module that lists them; they live in accel.utils.
+HOMES = {
+    "accelerate.state": "AcceleratorState GradientState ThreadLocalSharedDict PartialState do_nothing is_initialized",
+    "accelerate.data_loader": """
+        BatchSamplerShard DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin IterableDatasetShard
+        SeedableRandomSampler SkipBatchSampler SkipDataLoader get_sampler prepare_data_loader skip_first_batches
+        """,
+    "accelerate.optimizer": "AcceleratedOptimizer move_to_device patch_optimizer_step",
+    "accelerate.scheduler": "AcceleratedScheduler",
+    "accelerate.logging": "MultiProcessAdapter get_logger",
+    "accelerate.local_sgd": "LocalSGD",
+}
+# ... and the other way round: names whose home is another module than the one that lists them first.
+MOVED = {"get_logger": "accel.logging"}
+
+# Names that a module of a later version lists first, and that are in this one.
+NOW = """
+    PrecisionType are_libraries_initialized clear_device_cache convert_bytes copy_tensor_to_devices find_device ignorant_find_batch_size
+    listify load pad_input_tensors patch_environment save str_to_bool
+    """
+
+# The value cannot be written down (a factory, a marker object) or is the reference's private business: only the name is kept.
+ANY = {"any": True}
+
+_ENTRY = re.compile(
+    r"^(?P<indent> *)- (?:(?P<kind>class|enum|property) )?`(?P<name>\w+)(?P<signature>\(.*\))?(?: -> .*)?`(?:: (?P<values>.*))?$"
+)
+
+
+def main(listing: Path) -> None:
+    later = {name: reason for reason, names in LATER.items() for name in names.split()}
+    table: dict[str, Any] = {"names": {}, "not in this version": {}}
+    for section, entries in _sections(listing.read_text(encoding="utf-8")).items():
+        for name, fact in entries.items():
+            module = _home(section, name)
+            reason = None if _is_now(name) else LATER_MODULES.get(section) or later.pop(name, None)
+            if reason is not None:
+                table["not in this version"][f"{module}.{name}"] = reason
+                continue
+            for member in list(fact.get("members", {})):
+                if (reason := later.pop(f"{name}.{member}", None)) is not None:
+                    table["not in this version"][f"{module}.{name}.{member}"] = reason
+                    del fact["members"][member]
+            table["names"][f"{module}.{name}"] = fact
+    if later:
+        sys.exit(f"LATER has names that the list has not: {', '.join(later)}")
+    TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(f"{TABLE}: {len(table['names'])} names, {len(table['not in this version'])} not in this version")
+
+
+def _is_now(name: str) -> bool:
+    # Whether a library is installed can be asked in every version.
+    return name in NOW.split() or re.fullmatch(r"is_\w+_available", name) is not None
+
+
+def _home(section: str, name: str) -> str:
+    if name in MOVED:
+        return MOVED[name]
+    if (_is_now(name) and section in LATER_MODULES) or (section in HOMES and name not in HOMES[section].split()):
+        return "accel.utils"
+    return re.sub(r"^accelerate(\.utils\..*)?", lambda found: "accel.utils" if found[1] else "accel", section)
+
+
+def _sections(text: str) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {}
+    owner: dict[str, Any] = {}
+    for line in text.splitlines():
+        if line.startswith("## "):
+            entries = sections.setdefault(line[3:].strip(), {})
+        elif found := _ENTRY.match(line):
+            fact = _fact(found)
+            if found["indent"]:
+                owner.setdefault("members", {})[found["name"]] = fact
+            else:
+                entries[found["name"]] = owner = fact
+        elif line.lstrip().startswith("- "):
+            sys.exit(f"cannot read: {line}")
+    return sections
+
+
+def _fact(found: re.Match[str]) -> dict[str, Any]:
+    if found["values"] is not None:
+        return {"kind": "enum", "values": dict(pair.split("=", 1) for pair in found["values"].split(", "))}
+    kind = found["kind"] or "function"
+    if found["signature"] is None:
+        return {"kind": kind}
+    parameters = [_parameter(text) for text in _split(found["signature"][1:-1])]
+    return {"kind": kind, "parameters": [parameter for parameter in parameters if parameter[0] != "self"]}
+
+
+def _parameter(text: str) -> list[Any]:
+    """[name] or [name, default]; a name keeps its stars."""
+    pieces = _split(text, "=")
+    name = pieces[0].split(":")[0].strip()
+    return [name] if len(pieces) == 1 else [name, _default("=".join(pieces[1:]).strip())]
+
+
+def _default(text: str) -> Any:
+    if member := re.fullmatch(r"<\w+\.\w+: (.+)>", text):
+        return ast.literal_eval(member[1])
+    if text in {"<factory>", "<unset>", "is_torch_tensor"} or "/" in text:
+        return ANY
+    value = ast.literal_eval(text)
+    return {"tuple": list(value)} if isinstance(value, tuple) else value
+
+
+def _split(text: str, separator: str = ",") -> list[str]:
+    """Split at the separators that are in no bracket and no quotes."""
+    pieces, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "([{<":
+            depth += 1
+        elif character in ")]}>":
+            depth -= 1
+        elif character == separator and depth == 0:
+            pieces.append("")
+            continue
+        pieces[-1] += character
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,136 @@
+"""Importing is free of effects, and what needs no torch does not import it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from workspace import import_name, module_name, projects, sources
+
+# What an import could change, read before and after. Runs in a process of its own.
+PROBE = """
+import importlib, json, logging, os, random, signal, sys, threading, warnings
+from pathlib import Path
+
+def torch_state():
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    devices = [name for name in ("cuda", "xpu", "mtia") if getattr(getattr(torch, name, None), "is_initialized", bool)()]
+    return {
+        "initialised devices": devices,
+        "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "torch generator": hash(torch.random.get_rng_state().numpy().tobytes()),
+        "threads of torch": torch.get_num_threads(),
+        "default dtype": str(torch.get_default_dtype()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "handlers": [repr(handler) for handler in logging.getLogger().handlers],
+        "handlers of loggers": sorted(name for name, logger in logging.root.manager.loggerDict.items() if getattr(logger, "handlers", [])),
+        "level": logging.getLogger().level,
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text() if Path("/proc/self/task").exists() else "",
+        "signals": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+        "working folder": [os.getcwd(), sorted(os.listdir())],
+        "random generator": hash(random.getstate()),
+        "filters of warnings": [str(entry) for entry in warnings.filters],
+        "hook of exceptions": repr(sys.excepthook),
+        **torch_state(),
+    }
+
+modules, first = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+for name in first:  # what these change is not ours
+    importlib.import_module(name)
+before = state()
+for name in modules:
+    importlib.import_module(name)
+after = state()
+print(json.dumps({key: [before[key], after[key]] for key in before if before[key] != after.get(key)}))
+"""
+
+# Third-party libraries that our modules import at their top: their own effects are not ours.
+LIBRARIES = [
+    "torch",
+    "torch.distributed",
+    "torch.utils.data",
+    "torch.nn.parallel",
+    "numpy",
+    "packaging.version",
+    "psutil",
+    "yaml",
+    "safetensors.torch",
+    "tqdm.auto",
+]
+
+
+def _python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, cwd=folder, check=False)
+
+
+def _torch_is_imported_by(code: str, folder: Path) -> list[str]:
+    """The modules of torch that are loaded when the code has run."""
+    report = "print('LOADED', *sorted(name for name in sys.modules if name.split('.')[0] in {'torch', 'numpy'}))"
+    done = _python("-c", f"import sys\n{textwrap.dedent(code)}\n{report}", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.rsplit("LOADED", 1)[1].split()
+
+
+def _all_modules(package: str) -> list[str]:
+    (project,) = (project for project in projects() if import_name(project) == package)
+    return [module_name(project, file) for file in sources(project) if file.name != "__main__.py"]
+
+
+@pytest.mark.parametrize("package", [import_name(project) for project in projects()])
+def test_importing_every_module_changes_nothing(package: str, tmp_path: Path) -> None:
+    done = _python("-c", PROBE, json.dumps(_all_modules(package)), json.dumps(LIBRARIES), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {}
+
+
+def test_the_probe_sees_an_effect(tmp_path: Path) -> None:
+    tmp_path.joinpath("effect.py").write_text(
+        "import logging, os, random, threading, time\n"
+        "os.environ['ACCELERATE_X'] = '1'; random.random(); logging.basicConfig()\n"
+        "threading.Thread(target=time.sleep, args=(1,)).start()\n"
+    )
+    done = _python("-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROBE}", '["effect"]', "[]", folder=tmp_path)
+    assert {"environment", "random generator", "handlers", "threads"} <= set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("package", ["accel", "accel_state", "accel_data"])
+def test_importing_a_package_does_not_import_torch(package: str, tmp_path: Path) -> None:
+    assert _torch_is_imported_by(f"import {package}", tmp_path) == []
+
+
+def test_no_module_of_the_launcher_imports_torch(tmp_path: Path) -> None:
+    for_all = f"import importlib\nfor name in {_all_modules('accel_launch')!r}: importlib.import_module(name)"
+    assert _torch_is_imported_by(for_all, tmp_path) == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"]])
+def test_help_does_not_import_torch(arguments: list[str], tmp_path: Path) -> None:
+    code = f"""
+        import accel_launch.cli
+        sys.argv = ["accel", *{arguments!r}]
+        try:
+            accel_launch.cli.main()
+        except SystemExit as end:
+            assert not end.code, end.code
+    """
+    assert _torch_is_imported_by(code, tmp_path) == []
+
+
+@pytest.mark.parametrize("command", ["accel", "accel-launch"])
+def test_the_commands_are_installed(command: str, tmp_path: Path) -> None:
+    script = Path(sys.executable).parent / command
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "launch" in done.stdout

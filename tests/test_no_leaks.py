@@ -1,0 +1,65 @@
+"""No file of the repository knows the machine that it was written on, or says that it is unfinished."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from workspace import ROOT
+
+# Written in pieces, so that this file does not find itself.
+FORBIDDEN = {
+    "an absolute path of somebody's machine": r"(?<![\w.-])/(?:work|root|home/\w+|Users/\w+|opt/(?:pypi|wheels)|tmp/\w)",
+    "the address of a package index": r"https?://[\w.-]*(?:pypi|pythonhosted|wheel)[\w.-]*|--(?:extra-)?index-" + "url|file" + "://",
+    "a mark of unfinished work": r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b",
+}
+BINARY = {".png", ".jpg", ".ico", ".gz", ".zip", ".safetensors", ".pt", ".npy"}
+
+
+def _files() -> list[Path]:
+    """What is in the repository, or would be with the next commit."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git work tree")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file() and Path(name).suffix not in BINARY]
+
+
+def _findings(text: str, pattern: str) -> list[str]:
+    return [f"line {text.count(chr(10), 0, found.start()) + 1}: {found[0]}" for found in re.finditer(pattern, text)]
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_no_file_holds(what: str) -> None:
+    found = {
+        str(file.relative_to(ROOT)): _findings(file.read_text(encoding="utf-8"), FORBIDDEN[what])
+        for file in _files()
+        if file != Path(__file__)
+    }
+    assert not {name: lines for name, lines in found.items() if lines}
+
+
+def test_no_file_names_this_host() -> None:
+    host = socket.gethostname()
+    if len(host) < 5 or host.startswith("localhost"):
+        pytest.skip(f"the host is called {host}: a word like any other")
+    assert not [str(file) for file in _files() if host in file.read_text(encoding="utf-8")]
+
+
+def test_no_file_is_large() -> None:
+    assert not [str(file) for file in _files() if file.stat().st_size > 512 * 1024]
+
+
+def test_the_patterns_see_what_they_look_for() -> None:
+    texts = ["see /home/me/x", "at https://py" + "pi.org/simple", "# TO" + "DO: later"]
+    assert [name for text in texts for name, pattern in FORBIDDEN.items() if _findings(text, pattern)] == list(FORBIDDEN)
+    assert not any(_findings("a/work/b ~/home.txt src/root/x", pattern) for pattern in FORBIDDEN.values())

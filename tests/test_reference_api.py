@@ -1,0 +1,148 @@
+"""The names of the reference are in accel, with the same parameters and defaults (tests/facts/reference_api.json)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TABLE = json.loads(Path(__file__).parent.joinpath("facts", "reference_api.json").read_text(encoding="utf-8"))
+MAKE = "tests/facts/make_reference_api.py"
+
+
+def _find(path: str) -> Any:
+    """The object at ``accel.module.Name`` or ``accel.module.Class.member``.
+
+    Raises:
+        LookupError: there is no such thing; the message says what is missing.
+    """
+    parts = path.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for depth, part in enumerate(parts[1:], start=2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = importlib.import_module(".".join(parts[:depth]))
+            except ModuleNotFoundError:
+                raise LookupError(f"{'.'.join(parts[:depth])} does not exist") from None
+    return found
+
+
+def _parameters(target: Any) -> list[inspect.Parameter]:
+    parameters = list(inspect.signature(target).parameters.values())
+    return parameters[1:] if parameters and parameters[0].name == "self" else parameters
+
+
+def _differences(target: Any, expected: list[list[Any]]) -> list[str]:
+    """How a signature differs from the facts; parameters of our own may follow theirs."""
+    own = {_key(parameter): parameter for parameter in _parameters(target)}
+    # The name behind stars is nobody's business: no caller writes it.
+    expected = [[re.sub(r"(?<=\*)\w+", "", name), *default] for name, *default in expected]
+    positional = [name for name, parameter in own.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    wanted = [name for name, *_ in expected if not name.startswith("*")]
+    differences = []
+    after_stars = False
+    for name, *default in expected:
+        if name not in own:
+            differences.append(f"no parameter {name}")
+        elif default and (complaint := _default_differs(own[name].default, default[0])):
+            differences.append(f"{name}: {complaint}")
+        elif not default and own[name].default is not inspect.Parameter.empty:
+            differences.append(f"{name}: has the default {own[name].default!r}, the reference has none")
+        after_stars = after_stars or name.startswith("*")
+        if not after_stars and name in own and (positional[wanted.index(name)] if wanted.index(name) < len(positional) else None) != name:
+            differences.append(f"{name}: is not positional parameter {wanted.index(name)}; the order is {positional}")
+    required = [name for name, parameter in own.items() if _is_required(parameter) and name not in {entry[0] for entry in expected}]
+    return differences + [f"{name}: required, and not a parameter of the reference" for name in required]
+
+
+def _key(parameter: inspect.Parameter) -> str:
+    return {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, parameter.name)
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
+
+
+def _default_differs(actual: Any, expected: Any) -> str:
+    if actual is inspect.Parameter.empty:
+        return f"has no default, the reference has {expected!r}"
+    if expected == {"any": True}:
+        return ""
+    if isinstance(expected, dict):
+        expected = tuple(expected["tuple"])
+    if isinstance(actual, enum.Enum):
+        actual = actual.value
+    # 1 == True and 1.0 == 1, yet a user who reads the signature sees different things.
+    same = actual == expected and (isinstance(actual, bool) == isinstance(expected, bool))
+    return "" if same else f"the default is {actual!r}, of the reference {expected!r}"
+
+
+def _check(path: str, fact: dict[str, Any]) -> list[str]:
+    """Every complaint about one name and its members, each with its path."""
+    try:
+        target = _find(path)
+    except LookupError as error:
+        return [str(error)]
+    complaints = []
+    if fact["kind"] == "enum":
+        actual = {member.name: member.value for member in target}
+        complaints = [
+            f"{path}.{name} is {actual.get(name)!r}, not {value!r}" for name, value in fact["values"].items() if actual.get(name) != value
+        ]
+    elif fact["kind"] == "class" and not inspect.isclass(target):
+        complaints.append(f"{path} is {target!r}, not a class")
+    elif "parameters" in fact:
+        complaints = [f"{path}({difference})" for difference in _differences(target, fact["parameters"])]
+    return complaints + [
+        complaint for name, member in fact.get("members", {}).items() for complaint in _check_member(path, target, name, member)
+    ]
+
+
+def _check_member(path: str, owner: Any, name: str, fact: dict[str, Any]) -> list[str]:
+    fields = {field.name for field in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
+    if not hasattr(owner, name) and not hasattr(owner, "__getattr__") and name not in fields:
+        return [f"{path}.{name} does not exist"]
+    if fact["kind"] == "property":
+        value = inspect.getattr_static(owner, name, None)
+        return [f"{path}.{name} is a method, not a property"] if inspect.isfunction(value) else []
+    return [f"{path}.{name}({difference})" for difference in _differences(getattr(owner, name), fact["parameters"])]
+
+
+@pytest.mark.parametrize("path", sorted(TABLE["names"]))
+def test_name_parameters_and_defaults_are_those_of_the_reference(path: str) -> None:
+    complaints = _check(path, TABLE["names"][path])
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("path", sorted(TABLE["not in this version"]))
+def test_what_is_listed_as_missing_is_missing(path: str) -> None:
+    module = ".".join(path.split(".")[:-1])
+    try:
+        _find(module)
+        _find(path)
+    except LookupError:
+        return
+    pytest.fail(
+        f"{path} exists now. Take it out of LATER in {MAKE} (reason given there: {TABLE['not in this version'][path]}) and run that again."
+    )
+
+
+def test_the_check_sees_a_difference() -> None:
+    def function(first: int, second: int = 2, *, third: bool = True) -> None: ...
+
+    assert _differences(function, [["first"], ["second", 2]]) == []
+    assert _differences(function, [["first"], ["second", 3]]) == ["second: the default is 2, of the reference 3"]
+    assert _differences(function, [["second", 2], ["first"]])[0].startswith("second: is not positional parameter 0")
+    assert _differences(lambda *a, **k: None, [["*args"], ["**kwargs"]]) == []
+    assert _differences(function, [["first"], ["other"]]) == ["no parameter other"]
+    assert _differences(function, [["second", 2]])[-1] == "first: required, and not a parameter of the reference"
+    assert _differences(function, [["first"], ["second", 2], ["third", 1]]) == ["third: the default is True, of the reference 1"]

@@ -1,0 +1,66 @@
+"""The version of a distribution is the same wherever it is written, and siblings ask for each other alike."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from workspace import ROOT, import_name, metadata, projects
+
+each_project = pytest.mark.parametrize("project", projects(), ids=lambda project: project.name)
+
+
+@each_project
+def test_versions_agree(project: Path) -> None:
+    version = metadata(project)["version"]
+    source = project.joinpath("src", import_name(project), "__init__.py").read_text(encoding="utf-8")
+    assigned = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "__version__" for target in node.targets)
+    ]
+    entries = re.findall(r"^## (\S+)", project.joinpath("CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert assigned == [version]
+    assert entries[0] == version, "the top entry of the CHANGELOG is the version that pyproject.toml announces"
+    assert len(set(entries)) == len(entries)
+
+
+@each_project
+def test_version_is_above_the_unrelated_accel_of_the_public_index(project: Path) -> None:
+    major, *_ = metadata(project)["version"].split(".")
+    assert int(major) >= 1
+
+
+@each_project
+def test_siblings_are_pinned_to_one_major_version(project: Path) -> None:
+    ours = {other.name: metadata(other)["version"] for other in projects()}
+    requirements = [*metadata(project)["dependencies"], *itertools.chain(*metadata(project).get("optional-dependencies", {}).values())]
+    for requirement in requirements:
+        name, pin = re.fullmatch(r"([\w-]+)(?:\[[\w,-]+\])?(.*)", requirement).groups()  # type: ignore[union-attr]
+        if name in ours:
+            major, minor, *_ = ours[name].split(".")
+            lowest = re.fullmatch(rf">={major}\.(\d+),<{int(major) + 1}", pin)
+            assert lowest, f"{project.name} asks for {requirement}; the form is {name}>={major}.N,<{int(major) + 1}"
+            assert int(lowest[1]) <= int(minor)
+
+
+@each_project
+def test_every_distribution_has_its_papers(project: Path) -> None:
+    about = metadata(project)
+    assert about["name"] == project.name
+    assert about["license"] == "Apache-2.0"
+    assert about["requires-python"] == ">=3.10"
+    assert project.joinpath("LICENSE").read_text() == ROOT.joinpath("LICENSE").read_text()
+    assert project.joinpath("README.md").read_text().startswith(f"# {project.name}\n")
+    assert project.joinpath("src", import_name(project), "py.typed").exists()
+    assert list(project.joinpath("tests").glob("test_*.py")), "a package has tests of its own"
+
+
+def test_constraints_pin_exactly_and_hold_what_is_declared() -> None:
+    lines = [line for line in ROOT.joinpath("constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pinned = {re.fullmatch(r"([a-z0-9-]+)==[^=\s;]+(; .+)?", line)[1] for line in lines}  # type: ignore[index]
+    declared = {re.match(r"[\w-]+", text)[0].lower() for project in projects() for text in metadata(project)["dependencies"]}  # type: ignore[index]
+    assert declared - pinned == {project.name for project in projects()} & declared
