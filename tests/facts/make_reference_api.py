@@ -73,8 +73,8 @@ LATER = {
     FSDP: """
         FullyShardedDataParallelPlugin Accelerator.is_fsdp2 AcceleratorState.is_fsdp2 compile_regions_fsdp2
         disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
-        fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler load_fsdp_model load_fsdp_optimizer
-        merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer
+        fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
+        load_fsdp_model load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer
         """,
     FP8: """
         Accelerator.fp8_backend AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap contextual_fp8_autocast

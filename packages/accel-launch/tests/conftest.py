@@ -11,9 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+import accel_launch
+import accel_state
 
 TIMEOUT_SECONDS = 60
 
@@ -35,22 +39,36 @@ class Shell:
     def start(self, *words: str | Path, **env: str) -> subprocess.Popen[str]:
         """Start ``accel WORDS`` and do not wait."""
         return subprocess.Popen(
-            [sys.executable, "-m", "accel_launch", *map(str, words)], cwd=self.folder, env={**self.env, **env}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-m", "accel_launch", *map(str, words)],
+            cwd=self.folder,
+            env={**self.env, **env},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
     def accel(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
         """Run ``accel WORDS``."""
         return subprocess.run(
-            [sys.executable, "-m", "accel_launch", *map(str, words)], cwd=self.folder, env={**self.env, **env}, text=True,
-            capture_output=True, timeout=TIMEOUT_SECONDS, check=False,
+            [sys.executable, "-m", "accel_launch", *map(str, words)],
+            cwd=self.folder,
+            env={**self.env, **env},
+            text=True,
+            capture_output=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
         )
 
     def python(self, code: str) -> subprocess.CompletedProcess[str]:
         """Run Python code."""
         return subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], cwd=self.folder, env=self.env, text=True, capture_output=True,
-            timeout=TIMEOUT_SECONDS, check=False,
+            [sys.executable, "-c", textwrap.dedent(code)],
+            cwd=self.folder,
+            env=self.env,
+            text=True,
+            capture_output=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
         )
 
 
@@ -59,7 +77,7 @@ def shell(tmp_path: Path) -> Shell:
     """A shell in a fresh folder."""
     hidden = ("ACCELERATE_", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "LOGLEVEL", "PYTEST_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
-    path = os.pathsep.join(str(Path(entry).absolute()) for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry)
+    path = os.pathsep.join(str(Path(str(package.__file__)).parents[1]) for package in (accel_launch, accel_state))
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     work = tmp_path / "work"
@@ -99,11 +117,14 @@ def wait_until() -> Callable[..., None]:
 
 
 @pytest.fixture
-def sleepers(shell: Shell, started: Callable[..., subprocess.Popen[str]], wait_until: Callable[..., None]) -> Callable[..., tuple[subprocess.Popen[str], list[int]]]:
+def sleepers(shell: Shell, started: Callable[..., subprocess.Popen[str]], wait_until: Callable[..., None]) -> Callable[..., Any]:
     """Start a two-rank launch whose ranks write their pids and sleep; returns the launcher and the pids."""
 
     def start(extra: str = "", *options: str) -> tuple[subprocess.Popen[str], list[int]]:
-        script = f"import os, signal, sys, time, pathlib\n{extra}\npathlib.Path('pid' + os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(60)\n"
+        script = (
+            "import os, signal, sys, time, pathlib\n" + extra + "\npathlib.Path('pid' + os.environ['RANK']).write_text(str(os.getpid()))\n"
+        )
+        script += "time.sleep(60)\n"
         (shell.folder / "sleep.py").write_text(script)
         launcher = started(shell.start("launch", "--cpu", "--num_processes", "2", *options, "sleep.py"))
         files = [shell.folder / "pid0", shell.folder / "pid1"]

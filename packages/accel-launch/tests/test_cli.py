@@ -67,7 +67,11 @@ def install_command(shell, name: str, module: str, text: str) -> None:
 
 
 def test_other_packages_add_commands_and_a_broken_one_spoils_nothing(shell) -> None:
-    install_command(shell, "greet", "greeter", """
+    install_command(
+        shell,
+        "greet",
+        "greeter",
+        """
         from accel_launch.commands.base import Command
         from accel_state.errors import ConfigurationError
         def run(arguments):
@@ -76,7 +80,8 @@ def test_other_packages_add_commands_and_a_broken_one_spoils_nothing(shell) -> N
             print("hello", *arguments)
             return 3
         COMMAND = Command("greet somebody", run)
-    """)
+    """,
+    )
     install_command(shell, "broken", "broken_package", "raise RuntimeError('half installed')\n")
     text = shell.accel("--help").stdout
     assert "greet   greet somebody" in text and "broken  (cannot be loaded: half installed)" in text and "launch" in text

@@ -55,7 +55,10 @@ def test_bad_num_processes(shell, script, value) -> None:
         (["--num_machines", "2", "--num_processes", "2", "s.py"], ["--num_machines 2 needs --main_process_ip"]),
         (["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "h", "s.py"], ["needs --machine_rank"]),
         (["--num_machines=2", "--num_processes=2", "--main_process_ip=h", "--machine_rank=2", "s.py"], ["--machine_rank 2", "0 to 1"]),
-        (["--num_machines=2", "--num_processes=2", "--main_process_ip=h", "--machine_rank=0", "--main_process_port=0", "s.py"], ["--main_process_port 0"]),
+        (
+            ["--num_machines=2", "--num_processes=2", "--main_process_ip=h", "--machine_rank=0", "--main_process_port=0", "s.py"],
+            ["--main_process_port 0"],
+        ),
         (["--machine_rank", "1", "s.py"], ["--machine_rank 1", "--num_machines"]),
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, list) else None,
@@ -129,8 +132,17 @@ class TestConfigFile:
         message = fails(shell, "--config_file", str(path), script)
         assert f"{path}, line 2: num_proceses is not a known key. Did you mean num_processes?" in message
 
-    @pytest.mark.parametrize("line", ["fsdp_config: {fsdp_version: 2}", "distributed_type: DEEPSPEED", "compute_environment: AMAZON_SAGEMAKER",
-                                      "enable_cpu_affinity: true", "downcast_bf16: 'yes'", "main_training_function: train"])
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "fsdp_config: {fsdp_version: 2}",
+            "distributed_type: DEEPSPEED",
+            "compute_environment: AMAZON_SAGEMAKER",
+            "enable_cpu_affinity: true",
+            "downcast_bf16: 'yes'",
+            "main_training_function: train",
+        ],
+    )
     def test_what_it_does_not_start_is_refused(self, shell, script, line) -> None:
         path = shell.write("c.yaml", f"num_processes: 1\n{line}\n")
         message = fails(shell, "--config_file", str(path), script)
@@ -138,7 +150,9 @@ class TestConfigFile:
 
     def test_bad_value_and_bad_section(self, shell, script) -> None:
         path = shell.write("c.yaml", "dynamo_config:\n  dynamo_backend: indcutor\n")
-        assert f"dynamo_config.dynamo_backend in {path}, line 2: 'indcutor' is not one of NO, " in fails(shell, "--config_file", str(path), script)
+        assert f"dynamo_config.dynamo_backend in {path}, line 2: 'indcutor' is not one of NO, " in fails(
+            shell, "--config_file", str(path), script
+        )
         path = shell.write("c.yaml", "dynamo_config: 3\n")
         assert "dynamo_config must be a mapping" in fails(shell, "--config_file", str(path), script)
         path = shell.write("c.yaml", "dynamo_config:\n  backend: eager\n")

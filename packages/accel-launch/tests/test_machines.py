@@ -16,7 +16,15 @@ def free_port() -> str:
 
 def start_machines(shell, started, script: str, *words: str, ranks: bool = True):
     port = free_port()
-    common = ["launch", "--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=127.0.0.1", f"--main_process_port={port}", *words]
+    common = [
+        "launch",
+        "--cpu",
+        "--num_processes=2",
+        "--num_machines=2",
+        "--main_process_ip=127.0.0.1",
+        f"--main_process_port={port}",
+        *words,
+    ]
     return [started(shell.start(*common, *([f"--machine_rank={rank}"] if ranks else []), script)) for rank in (1, 0)][::-1]
 
 
@@ -64,10 +72,18 @@ def test_a_machine_that_succeeded_waits_for_the_others(shell, started) -> None:
     assert first.wait(10) == 0
 
 
-def test_machines_that_do_not_meet_say_so(shell, started) -> None:
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_machines_that_do_not_meet_say_so(shell, backend) -> None:
     shell.write("s.py", "")
-    words = ["--num_processes=2", "--num_machines=2", "--main_process_ip=127.0.0.1", f"--main_process_port={free_port()}", "--rdzv_conf=timeout=3",
-             "--rdzv_conf=timeout=3,join_timeout=3,read_timeout=3", "--rdzv_backend=c10d"]
-    result = shell.accel("launch", "--cpu", *words, "s.py")
+    words = [
+        "--num_processes=2",
+        "--num_machines=2",
+        "--main_process_ip=127.0.0.1",
+        f"--main_process_port={free_port()}",
+        "--machine_rank=1",
+        "--rdzv_conf=timeout=3,join_timeout=3,read_timeout=3",
+        f"--rdzv_backend={backend}",
+    ]
+    result = shell.accel("launch", "--cpu", "--quiet", *words, "s.py")
     assert result.returncode == 2, result.stderr
-    assert "did not meet at 127.0.0.1:" in result.stderr and "Traceback" not in result.stderr
+    assert "error: the 2 machines did not meet at 127.0.0.1:" in result.stderr and result.stderr.count("\n") == 1, result.stderr

@@ -12,12 +12,28 @@ import pytest
 IGNORE = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_everything(sleepers, ended, number) -> None:
     launcher, pids = sleepers()
     launcher.send_signal(number)
     assert launcher.wait(20) == 128 + number
     ended(pids)
+
+
+def test_an_ignored_signal_stays_ignored(shell, started) -> None:
+    """What nohup does: without this, closing the terminal would end the job."""
+    shell.write("s.py", "import pathlib, time; pathlib.Path('ready').touch(); time.sleep(4)")
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launcher = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py"))
+    finally:
+        signal.signal(signal.SIGHUP, former)
+    while not (shell.folder / "ready").exists():
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+    launcher.send_signal(signal.SIGHUP)
+    assert launcher.wait(20) == 0
 
 
 def test_ranks_can_clean_up(shell, sleepers, ended) -> None:
@@ -48,13 +64,16 @@ def test_ranks_end_when_the_launcher_is_killed(sleepers, ended) -> None:
 
 
 def test_what_a_failed_rank_started_ends_too(shell, started, ended) -> None:
-    shell.write("s.py", """
+    shell.write(
+        "s.py",
+        """
         import os, pathlib, subprocess, sys
         if os.environ["RANK"] == "1":
             child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             pathlib.Path("child").write_text(str(child.pid))
             sys.exit(3)
-    """)
+    """,
+    )
     launcher = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py"))
     assert launcher.wait(30) == 3
     ended([int((shell.folder / "child").read_text())])
@@ -63,7 +82,14 @@ def test_what_a_failed_rank_started_ends_too(shell, started, ended) -> None:
 def test_waiting_for_another_machine_can_be_interrupted(shell, started, wait_until) -> None:
     """The machine of rank 0 never comes: the main thread sits in one long call into the store."""
     shell.write("s.py", "")
-    words = ["--num_processes=2", "--num_machines=2", "--machine_rank=1", "--main_process_ip=127.0.0.1", "--main_process_port=29999", "s.py"]
+    words = [
+        "--num_processes=2",
+        "--num_machines=2",
+        "--machine_rank=1",
+        "--main_process_ip=127.0.0.1",
+        "--main_process_port=29999",
+        "s.py",
+    ]
     launcher = started(shell.start("launch", "--cpu", *words))
     process = psutil.Process(launcher.pid)
     wait_until(lambda: process.num_threads() > 1 and any("torch" in entry.path for entry in process.memory_maps()), "the launcher waits")

@@ -11,7 +11,8 @@ import pytest
 
 SHOW = """
 import json, os, sys
-print(json.dumps({"argv": sys.argv, "env": {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "OMP_"))}, "name": __name__}))
+env = {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "OMP_"))}
+print(json.dumps({"argv": sys.argv, "env": env, "name": __name__}))
 """
 
 
@@ -34,8 +35,13 @@ def test_an_unset_option_exports_nothing(show) -> None:
 def test_options_reach_the_script(show) -> None:
     words = "--cpu --mixed_precision bf16 --gradient-accumulation-steps 4 --debug --dynamo_backend inductor --dynamo_use_dynamic".split()
     assert show(*words, "--num_cpu_threads_per_process=3", "show.py")["env"] == {
-        "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
-        "ACCELERATE_DEBUG_MODE": "true", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_DYNAMIC": "true", "OMP_NUM_THREADS": "3",
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_DEBUG_MODE": "true",
+        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "true",
+        "OMP_NUM_THREADS": "3",
     }
 
 
@@ -60,11 +66,16 @@ def test_default_config_file(show, shell) -> None:
     assert show("show.py")["env"] == {"ACCELERATE_USE_CPU": "true"}
     assert show("--cpu=false", "show.py")["env"] == {"ACCELERATE_USE_CPU": "false"}
     other = shell.write("other.json", '{"mixed_precision": "bf16"}')
-    assert show("show.py", ACCELERATE_CONFIG_FILE=str(other))["env"] == {"ACCELERATE_CONFIG_FILE": str(other), "ACCELERATE_MIXED_PRECISION": "bf16"}
+    assert show("show.py", ACCELERATE_CONFIG_FILE=str(other))["env"] == {
+        "ACCELERATE_CONFIG_FILE": str(other),
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+    }
 
 
 def test_a_file_with_every_key_that_asks_for_nothing(show, shell) -> None:
-    path = shell.write("c.yaml", """
+    path = shell.write(
+        "c.yaml",
+        """
         compute_environment: LOCAL_MACHINE
         deepspeed_config: {}
         distributed_type: 'NO'
@@ -85,7 +96,8 @@ def test_a_file_with_every_key_that_asks_for_nothing(show, shell) -> None:
         tpu_use_cluster: false
         tpu_use_sudo: false
         use_cpu: false
-    """)
+    """,
+    )
     assert show("--config_file", str(path), "show.py")["env"] == {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "false"}
 
 
@@ -95,9 +107,17 @@ def test_module_and_executable(show, shell) -> None:
     shell.write("pkg/__main__.py", SHOW)
     assert show("-m", "pkg.mod", "-m", "x")["argv"][1:] == ["-m", "x"]
     assert show("-m", "pkg")["name"] == "__main__"
-    shell.write("run.sh", "#!/bin/bash\necho \"{\\\"argv\\\": \\\"$1$ACCELERATE_USE_CPU\\\"}\"\n").chmod(0o755)
+    shell.write("run.sh", '#!/bin/bash\necho "{\\"argv\\": \\"$1$ACCELERATE_USE_CPU\\"}"\n').chmod(0o755)
     assert show("--cpu", "--no_python", "run.sh", "x")["argv"] == "xtrue"
     assert show("--cpu", "--no_python", "./run.sh", "y")["argv"] == "ytrue"
+
+
+@pytest.mark.parametrize("options", [[], ["--num_processes", "2"]], ids=["one", "two"])
+def test_executables_do_not_inherit_what_python_ignores(shell, options) -> None:
+    shell.write("run.sh", "#!/bin/bash\ngrep SigIgn /proc/self/status\n").chmod(0o755)
+    result = shell.accel("launch", "--cpu", "--quiet", *options, "--no_python", "run.sh")
+    masks = {int(line.split()[1], 16) for line in result.stdout.splitlines()}
+    assert masks and all(not mask & 1 << (number - 1) for mask in masks for number in (signal.SIGPIPE, signal.SIGXFSZ))
 
 
 def test_a_folder_with_main(show, shell) -> None:
@@ -131,12 +151,15 @@ def test_output_streams_live(shell, started) -> None:
 
 
 def test_signals_reach_the_script(shell, started) -> None:
-    shell.write("s.py", """
+    shell.write(
+        "s.py",
+        """
         import signal, sys, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
         print("ready")
         time.sleep(30)
-    """)
+    """,
+    )
     launcher = started(shell.start("launch", "--cpu", "s.py"))
     assert launcher.stdout.readline() == "ready\n"
     launcher.terminate()

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
 from accel_state import devices
 from accel_state.devices.base import Device
 from accel_state.enums import DistributedType, RNGType
@@ -229,4 +230,6 @@ def test_detection_initialises_nothing():
         assert not torch.cuda.is_initialized() and not torch.xpu.is_initialized()
         assert threading.active_count() == 1
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )

@@ -9,6 +9,7 @@ import sys
 import unittest
 
 import pytest
+
 from accel_state import env
 from accel_state.errors import ConfigurationError
 

@@ -8,12 +8,13 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from accel_state import environments
 from accel_state.environments.base import Environment
 from accel_state.environments.slurm import SlurmEnvironment
 from accel_state.errors import ConfigurationError
-from hypothesis import given
-from hypothesis import strategies as st
 
 TORCHRUN = {
     **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},

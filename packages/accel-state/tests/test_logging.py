@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from accel_state.context import isolated
 from accel_state.errors import ConfigurationError
 from accel_state.logging import MultiProcessAdapter, _already_warned, get_logger

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from accel_state.errors import ConfigurationError
 from accel_state.options import (
     ConfigFile,
@@ -30,7 +31,12 @@ from accel_state.options import (
 GROUPS = load_groups()
 OPTIONS = [opt for group in GROUPS for opt in group.options()]
 # Values that options with a parser of their own take, as text; two different ones each.
-SPECIAL = {"gpu_ids": ("0", "1,2"), "main_process_port": ("0", "4711"), "tee": ("3", "0:1,1:2"), "rdzv_conf": ("timeout=1", "timeout=2,b=3")}
+SPECIAL = {
+    "gpu_ids": ("0", "1,2"),
+    "main_process_port": ("0", "4711"),
+    "tee": ("3", "0:1,1:2"),
+    "rdzv_conf": ("timeout=1", "timeout=2,b=3"),
+}
 
 
 def group_of(opt: Option) -> type[OptionGroup]:
@@ -42,7 +48,7 @@ def two_texts(opt: Option) -> tuple[str, str]:
     if opt.name in SPECIAL:
         return SPECIAL[opt.name]
     if opt.choices:
-        return [choice for choice in opt.choices if choice != opt.default][0], opt.choices[0]
+        return next(choice for choice in opt.choices if choice != opt.default), opt.choices[0]
     if opt.kind is bool:
         return "true", "false"
     return {int: ("3", "5"), float: ("0.5", "2"), str: ("first", "second")}[opt.kind]
@@ -63,8 +69,12 @@ def by_id(opts: list[Option]) -> Any:
 
 
 def test_names_flags_variables_and_keys_are_unique() -> None:
-    for values in ([opt.name for opt in OPTIONS], [f for opt in OPTIONS for f in opt.flags], [opt.env for opt in OPTIONS if opt.env],
-                   [opt.key for opt in OPTIONS if opt.key]):
+    for values in (
+        [opt.name for opt in OPTIONS],
+        [f for opt in OPTIONS for f in opt.flags],
+        [opt.env for opt in OPTIONS if opt.env],
+        [opt.key for opt in OPTIONS if opt.key],
+    ):
         assert len(values) == len(set(values))
 
 

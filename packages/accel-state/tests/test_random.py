@@ -11,6 +11,9 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from accel_state import devices
 from accel_state.context import isolated
 from accel_state.enums import RNGType
@@ -18,8 +21,6 @@ from accel_state.errors import ConfigurationError
 from accel_state.random import set_seed, synchronize_rng_state, synchronize_rng_states
 from accel_state.state import PartialState
 from accel_state.testing import run_world
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 Draw = tuple[float, float, float]
 
@@ -118,7 +119,9 @@ def test_deterministic_kernels_are_asked_for():
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch", "generator"])
 def test_one_generator_is_synchronised_and_the_others_stay_apart(kind, world):
     results = run_world(synchronized_draws, world, [kind])
-    columns = dict(zip(("python", "numpy", "torch", "generator"), zip(*[(*drawn, own) for drawn, own in results], strict=True), strict=True))
+    columns = dict(
+        zip(("python", "numpy", "torch", "generator"), zip(*[(*drawn, own) for drawn, own in results], strict=True), strict=True)
+    )
     for name, values in columns.items():
         assert len(set(values)) == (1 if name == kind else world), name
 
@@ -136,7 +139,11 @@ def test_one_process_keeps_its_state():
 
 
 def test_a_generator_must_be_given():
-    for call in (lambda: synchronize_rng_state("generator"), lambda: synchronize_rng_state(), lambda: synchronize_rng_states(["generator"])):
+    for call in (
+        lambda: synchronize_rng_state("generator"),
+        lambda: synchronize_rng_state(),
+        lambda: synchronize_rng_states(["generator"]),
+    ):
         with pytest.raises(ConfigurationError, match="needs the generator"):
             call()
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+
 from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState
 from accel_state.testing import WorldError, run_world

@@ -1,5 +1,17 @@
+from .adapter import DataLoaderAdapter as DataLoaderAdapter
 from .arithmetic import ShardPlan as ShardPlan
 from .batch_shard import BatchSamplerShard as BatchSamplerShard
+from .batch_shard import ItemShard as ItemShard
+from .config import DataLoaderConfiguration as DataLoaderConfiguration
+from .dispatch import ReadError as ReadError
+from .dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
+from .iterable import IterableDatasetShard as IterableDatasetShard
+from .loader import DataLoaderStateMixin as DataLoaderStateMixin
+from .loader import PreparedLoader as PreparedLoader
+from .prepare import prepare_data_loader as prepare_data_loader
 from .samplers import SeedableRandomSampler as SeedableRandomSampler
 from .samplers import SkipBatchSampler as SkipBatchSampler
 from .samplers import get_sampler as get_sampler
+from .shard import DataLoaderShard as DataLoaderShard
+from .skip import SkipDataLoader as SkipDataLoader
+from .skip import skip_first_batches as skip_first_batches

@@ -28,7 +28,7 @@ _BATCHING = ("batch_size", "drop_last", "sampler", "batch_sampler", "dataset")
 
 
 def stateful_dataloader_class() -> type[DataLoader[Any]]:
-    """torchdata's StatefulDataLoader.
+    """The StatefulDataLoader of torchdata.
 
     Raises:
         MissingDependencyError: torchdata is not installed.

@@ -105,9 +105,13 @@ class ShardedStream:
         self._next_start = start
 
     def __iter__(self) -> Iterator[Any]:
-        start, self._next_start = self._next_start, EpochStart()
-        self.progress = EpochProgress(start=start.position, step_size=self.step_size)
-        return self._epoch(self.progress, start)
+        # torch's loader with workers calls this twice and draws from the second iterator only, so an epoch begins when it is drawn from.
+        self.progress = EpochProgress(start=self._next_start.position, step_size=self.step_size)
+        return self._begun(self.progress, self._next_start)
+
+    def _begun(self, progress: EpochProgress, start: EpochStart) -> Iterator[Any]:
+        self._next_start = EpochStart()
+        yield from self._epoch(progress, start)
 
     def _epoch(self, progress: EpochProgress, start: EpochStart) -> Iterator[Any]:
         raise NotImplementedError
@@ -148,6 +152,10 @@ class BatchSamplerShard(ShardedStream, BatchSampler):
         split_batches: slice each batch, rather than deal out whole batches.
         even_batches: give every rank the same number of batches.
 
+    Attributes:
+        complete_to: the last batch is completed from the start of the epoch until the number of samples is a multiple of this. Of use
+            where one rank reads for several.
+
     Raises:
         ConfigurationError: with ``split_batches``, the batch size is not a multiple of ``num_processes``; or there is no such rank.
     """
@@ -166,6 +174,7 @@ class BatchSamplerShard(ShardedStream, BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+        self.complete_to = 1
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.is_plain = is_plain_batch_sampler(batch_sampler)
@@ -225,33 +234,39 @@ class BatchSamplerShard(ShardedStream, BatchSampler):
         return rounds + (1 if self.even_batches or self.process_index < rest else 0)
 
     def _epoch(self, progress: EpochProgress, start: EpochStart) -> Iterator[list[Any]]:
-        if self.is_plain:
-            return self._plain_epoch(progress, start)
-        return self._round_epoch(progress, start)
+        return self._plain_epoch(progress, start) if self.is_plain else self._round_epoch(progress, start)
 
     def _plain_epoch(self, progress: EpochProgress, start: EpochStart) -> Iterator[list[Any]]:
         with self.order.beginning(start.origin) as progress.origin:
             source = addressable_source(self.sampler)
             if source is None:
-                stream = StreamSource(self.sampler, self.step_size)
+                stream = StreamSource(self.sampler, max(self.step_size, self.complete_to))
                 stream.skip(start.position)
         if source is None:
-            yield from self._announced(self._cut_chunks(stream, progress), progress)
+            batches, head = self._announced(self._cut_chunks(stream, progress), progress), stream.head
         else:
-            yield from self._planned(source, self.plan(source.length, start.position), progress)
+            batches = self._planned(source, self.plan(source.length, start.position), progress)
+            head = source.take(0, min(source.length, self.complete_to))
+        return batches if self.complete_to == 1 else self._completed_at_end(batches, head, progress)
+
+    def _completed_at_end(self, batches: Iterator[list[Any]], head: list[Any], progress: EpochProgress) -> Iterator[list[Any]]:
+        drawn = 0
+        for step, batch in enumerate(batches):
+            drawn += len(batch)
+            if step + 1 == progress.total and drawn % self.complete_to:
+                progress.real[step] = len(batch)
+                batch = batch + _repeated(head, 0, -drawn % self.complete_to)
+            yield batch
 
     def _planned(self, source: SequentialSource, plan: ShardPlan, progress: EpochProgress) -> Iterator[list[Any]]:
-        rank, take = self.process_index, source.take
+        rank = self.process_index
         progress.length, progress.remainder = plan.length, plan.remainder
         progress.total = steps = plan.steps(rank)
         if plan.even_batches and steps and plan.real_samples(rank, steps - 1) < plan.batch_size:
             progress.real[steps - 1] = plan.real_samples(rank, steps - 1)
-        first = plan.start + rank * plan.batch_size
-        for _ in range(plan.full_steps):
-            yield take(first, first + plan.batch_size)
-            first += plan.step_size
+        yield from source.batches(plan.start + rank * plan.batch_size, plan.batch_size, plan.step_size, plan.full_steps)
         if steps > plan.full_steps:
-            yield [index for run in plan.ranges(rank, steps - 1) for index in take(run.start, run.stop)]
+            yield [index for run in plan.ranges(rank, steps - 1) for index in source.take(run.start, run.stop)]
         source.close()
 
     def _cut_chunks(self, stream: StreamSource, progress: EpochProgress) -> Iterator[_Cut]:

@@ -15,7 +15,7 @@ STATE_FORMAT = 1
 
 @dataclass
 class ResumePoint:
-    """Where an iteration begins, and what its order and its random numbers can be had again from. Also what a state dictionary holds.
+    """Where an iteration begins, and what its order and random numbers can be had again from: what a state dictionary holds.
 
     Attributes:
         epoch: epoch that the iteration belongs to.
@@ -53,7 +53,8 @@ class ResumePoint:
         names = list(cls.__dataclass_fields__)
         if state.get("format") != STATE_FORMAT or not set(names) <= set(state):
             raise ConfigurationError(
-                f"this is not the state of a prepared loader in format {STATE_FORMAT}: format={state.get('format')!r}, keys {sorted(state)}. "
+                f"this is not the state of a prepared loader in format {STATE_FORMAT}: it has format={state.get('format')!r} and the keys "
+                f"{sorted(state)}. "
                 f"Expected the keys format, {', '.join(names)}, as state_dict() of a prepared loader returns them."
             )
         return cls(**{name: state[name] for name in names})
@@ -79,6 +80,7 @@ class Iteration:
         progress: what the sharded sampler knows; None for an iterable data set.
         begin: generators as they stood when it began.
         watch: what stood before the batch that was read ahead; None if nothing is kept of that.
+        first_batch: the first batch read, where missing samples are taken from it.
         open: False once it ended or was abandoned.
     """
 
@@ -89,6 +91,7 @@ class Iteration:
     progress: EpochProgress | None = None
     begin: dict[str, Any] = field(default_factory=dict)
     watch: ReadAheadWatch | None = None
+    first_batch: Any = None
     open: bool = True
 
 

@@ -171,20 +171,20 @@ class CountedBatch:
 
     Attributes:
         batch: what the loader's collate function made.
-        real: samples of it that are no padding; they come first.
-        tail: the same, over all ranks.
+        real: samples of it that are no padding; they come first. None means all of them.
+        tail: the same, over all ranks; -1 if it is not known.
     """
 
     __slots__ = ("batch", "real", "tail")
 
-    def __init__(self, batch: Any, real: int, tail: int) -> None:
+    def __init__(self, batch: Any, real: int | None, tail: int) -> None:
         self.batch = batch
         self.real = real
         self.tail = tail
 
     def pin_memory(self, device: str | None = None) -> CountedBatch:
         """The same, with the batch in pinned memory."""
-        return CountedBatch(pin_memory(self.batch, device), self.real, self.tail)
+        return CountedBatch(pin_memory(self.batch, device), self.real, self.tail)  # type: ignore[no-untyped-call]
 
 
 class CountingCollate:
@@ -205,7 +205,8 @@ class CountingCollate:
         if type(marked) is not TailSample:
             return self.collate_fn(samples)
         if not self.batched:
-            return CountedBatch(self.collate_fn(marked.sample), int(marked.is_real), marked.tail)
+            # How many samples an item stands for is not known here: all of them count, or none.
+            return CountedBatch(self.collate_fn(marked.sample), None if marked.is_real else 0, -1)
         real = sum(sample.is_real for sample in samples)
         return CountedBatch(self.collate_fn([sample.sample for sample in samples]), real, marked.tail)
 
@@ -244,9 +245,9 @@ def shard_at_source(dataset: Any, num_processes: int, process_index: int) -> Any
 def is_already_split(dataset: Any) -> bool:
     """Whether the data set says that it holds this rank's part only.
 
-    It says so with an attribute ``already_sharded = True``; a Hugging Face data set that went through ``split_dataset_by_node`` is recognised.
+    It says so with an attribute ``already_sharded = True``. A Hugging Face data set that went through ``split_dataset_by_node`` is
+    recognised too.
     """
     if getattr(dataset, "already_sharded", False):
         return True
     return getattr(getattr(dataset, "_distributed", None), "world_size", 1) > 1
-

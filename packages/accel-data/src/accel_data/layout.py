@@ -43,8 +43,8 @@ class LoaderLayout:
 
     def with_padding_at_end(self, steps: Iterator[Step]) -> Iterator[Step]:
         """Mark the padding in the last batch."""
-        for step in steps:
-            yield step._replace(real=self.last_batch_size - self.padding_at_end) if step.last else step
+        for batch, last, real, remainder in steps:
+            yield batch, last, self.last_batch_size - self.padding_at_end if last else real, remainder
 
 
 def data_ranks(num_processes: int | None, process_index: int | None, mesh: Any = None) -> tuple[int, int]:

@@ -162,6 +162,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # Sizes
 
     @property
+    def ragged(self) -> bool:  # type: ignore[override]
+        """Whether batch sizes may differ between ranks in one step; the same on all ranks."""
+        return self.layout.ragged or (self._stream is not None and self._stream.ragged)
+
+    @property
     def batch_size(self) -> int | None:  # type: ignore[override]
         """Samples in a full batch of this rank; None where batches have no fixed size."""
         if isinstance(self._stream, BatchSamplerShard):
@@ -183,8 +188,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_dataset_length(self) -> int:
         """Samples in the whole data set; TypeError if it does not know its length."""
-        dataset = self.dataset
-        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+        dataset: Any = self.dataset
+        whole: Any = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+        return len(whole)
 
     def __len__(self) -> int:
         return max(0, len(self.base_dataloader) - self.skip_batches)
@@ -194,7 +200,19 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _unit(self) -> str:
         if self._stream is not None:
             return self._stream.unit
-        return "steps" if self.layout.synchronize_steps or self.num_workers > 0 or self.use_stateful_dataloader else "samples"
+        return "samples" if self._counts_samples() else "steps"
+
+    def _counts_samples(self) -> bool:
+        """Whether the position in an iterable data set is known in samples: one stream, which is read in this process from its start."""
+        return not (self.layout.synchronize_steps or self.num_workers > 0 or self.use_stateful_dataloader)
+
+    def _units_a_batch(self) -> int:
+        """Units of the stream that a batch of the torch loader stands for, with an iterable data set that ``_readers`` ranks read."""
+        return (self.base_dataloader.batch_size or 1) * self._readers() if self._counts_samples() else 1
+
+    def _readers(self) -> int:
+        """Number of ranks that the stream is divided among before it is batched."""
+        return self.layout.num_processes
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data after the batches handed out: numbers, strings, tuples and tensors, the same on every rank.
@@ -214,16 +232,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _describe(self, point: ResumePoint, current: Iteration) -> None:
         """Fill in the middle of an iteration."""
-        progress = current.progress
-        if progress is not None:
-            point.position = progress.position_after(current.steps) * self.layout.position_scale
-            point.order = progress.origin or {}
-        else:
-            point.position = current.position + current.steps * (self._samples_a_step() if point.unit == "samples" else 1)
+        point.position = self._position(current)
+        point.order = {} if current.progress is None else current.progress.origin or {}
         point.begin = current.begin
         if current.watch is not None:
-            point.read_ahead = {} if current.watch.before is None else current.watch.before.to_plain()
+            point.read_ahead = current.watch.read_ahead()
             point.source = current.watch.source
+
+    def _position(self, current: Iteration) -> int:
+        """Units of the stream that all ranks together have handed out."""
+        if current.progress is not None:
+            return current.progress.position_after(current.steps) * self.layout.position_scale
+        return current.position + current.steps * self._units_a_batch()
 
     def _describe_next(self, point: ResumePoint) -> None:
         """Fill in the start of the next epoch, as far as it depends on generators of this loader's own."""
@@ -269,7 +289,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     # Iterating
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         iteration = self._clock.begin()
         skip, self_state = self.skip_batches, self.__dict__
         self.begin()
@@ -277,7 +297,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._pass_on_epoch(iteration.epoch)
             place, activate = self._placement(), self.gradient_state._activate
             # Attributes are set through __dict__: torch's loaders check every assignment, which costs more than the rest of this loop.
-            self_state["ragged"] = self._is_ragged()
             for batch, last, real, remainder in self._steps(iteration, skip):
                 iteration.steps += 1
                 self_state["end_of_dataloader"] = last
@@ -291,9 +310,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 self.skip_batches = 0
             if self._clock.current is iteration:
                 self.end()
-
-    def _is_ragged(self) -> bool:
-        return self.layout.ragged if self._stream is None or self.layout.ragged else self._stream.ragged
 
     def _steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
         raise NotImplementedError
@@ -338,9 +354,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             iteration.begin = GlobalRandomState.capture(torch_only=torch_only).to_plain()
         return iter(self.base_dataloader)
 
-    def _samples_a_step(self) -> int:
-        return (self.base_dataloader.batch_size or 1) * self.layout.num_processes
-
     def _iterable_steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
         in_process = self.num_workers == 0
         snapshot = self.base_dataloader.state_dict if self.use_stateful_dataloader else None  # type: ignore[attr-defined]
@@ -364,9 +377,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _drop(self, batches: Iterator[Any], iteration: Iteration, count: int) -> None:
         """Read batches and drop them: an iterable data set has no other way to get past them."""
-        for _ in islice(batches, count):
-            pass
-        iteration.position = count * (self._samples_a_step() if self._unit() == "samples" else 1)
+        for batch in islice(batches, count):
+            if iteration.first_batch is None:
+                iteration.first_batch = batch
+        iteration.position = count * self._units_a_batch()
 
     def _reopen(self, iteration: Iteration, resume: ResumePoint, skip: int) -> Iterator[Any]:
         """Begin the epoch of an iterable data set again, and go to where it was left."""
@@ -391,7 +405,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return batches
         # A state of several ranks, continued on one: the position need not be at the end of one of its batches.
         whole = self.base_dataloader
-        shard = IterableDatasetShard(self.dataset, batch_size, whole.drop_last)
+        dataset: Any = self.dataset
+        shard = IterableDatasetShard(dataset, batch_size, whole.drop_last)
         shard.even_batches = False
         shard.begin_at(position)
         self.base_dataloader = type(whole)(shard, batch_size=batch_size, drop_last=whole.drop_last, **loader_settings(whole))

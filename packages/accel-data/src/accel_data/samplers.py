@@ -124,5 +124,5 @@ def get_sampler(dataloader: DataLoader[Any]) -> Sampler[Any] | Iterable[Any] | N
     if isinstance(dataloader.dataset, torch.utils.data.IterableDataset):
         return None
     batch_sampler = dataloader.batch_sampler
-    sampler: Any = innermost_sampler(dataloader.sampler if batch_sampler is None else batch_sampler)
+    sampler: Sampler[Any] | Iterable[Any] = innermost_sampler(dataloader.sampler if batch_sampler is None else batch_sampler)
     return sampler

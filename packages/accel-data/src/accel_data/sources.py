@@ -11,6 +11,9 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from .samplers import SeedableRandomSampler
 
+# Batches whose indices are converted at a time.
+_BLOCK = 64
+
 
 class SequentialSource:
     """Position p holds index p; takes no memory."""
@@ -21,6 +24,11 @@ class SequentialSource:
     def take(self, first: int, last: int) -> list[Any]:
         """The indices at positions [first, last)."""
         return list(range(first, last))
+
+    def batches(self, first: int, size: int, stride: int, count: int) -> Iterator[list[Any]]:
+        """``count`` batches of ``size`` indices, the first one from position ``first`` on, each ``stride`` positions after the last."""
+        for begin in range(first, first + count * stride, stride):
+            yield list(range(begin, begin + size))
 
     def close(self) -> None:
         """The stream was read to its end."""
@@ -43,6 +51,12 @@ class PermutationSource(SequentialSource):
     def take(self, first: int, last: int) -> list[Any]:
         indices: list[Any] = self.permutation[first:last].tolist()
         return indices
+
+    def batches(self, first: int, size: int, stride: int, count: int) -> Iterator[list[Any]]:
+        rows = torch.as_strided(self.permutation, (count, size), (stride, 1), first)
+        # Converted to Python numbers in blocks: one call of torch costs as much as the rest of a batch's indices.
+        for block in range(0, count, _BLOCK):
+            yield from rows[block : block + _BLOCK].tolist()
 
     def close(self) -> None:
         if self.generator is not None:

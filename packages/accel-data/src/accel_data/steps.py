@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,34 +13,22 @@ from .batch_shard import EpochProgress
 from .iterable import CountedBatch
 from .randomness import GlobalRandomState
 
-
-class Step(NamedTuple):
-    """One step of a loader on one rank.
-
-    Attributes:
-        batch: what the loader made.
-        last: whether no step follows.
-        real: samples of the batch that are no padding; None if it holds none.
-        remainder: samples of all ranks in this step that are no padding; -1 if there is nothing to leave out.
-    """
-
-    batch: Any
-    last: bool
-    real: int | None = None
-    remainder: int = -1
-
+# One step of a loader on one rank, as a plain tuple because it is made for every batch:
+# - the batch that the loader made;
+# - whether no step follows;
+# - samples of the batch that are no padding, or None if it holds none;
+# - samples of all ranks in this step that are no padding, or -1 if there is nothing to leave out after a gather.
+Step = tuple[Any, bool, "int | None", int]
 
 _END = object()
+_torch_state = torch.default_generator.get_state
 
 
 def announced_steps(batches: Iterator[Any], progress: EpochProgress) -> Iterator[Step]:
     """Steps of a map-style data set: its sampler knows the last batch before it is read, so nothing is read ahead."""
-    step = 0
-    for batch in batches:
-        real = progress.real.pop(step, None) if progress.real else None
-        step += 1
-        last = step == progress.total
-        yield Step(batch, last, real, progress.remainder)
+    real = progress.real
+    for step, batch in enumerate(batches):
+        yield batch, step + 1 == progress.total, real.pop(step, None) if real else None, progress.remainder
 
 
 class ReadAheadWatch:
@@ -48,39 +36,51 @@ class ReadAheadWatch:
 
     A data set that draws random numbers draws those of the next batch before the loop has worked on the current one. To read that batch
     again after a restart, with the same numbers, takes the generators as they stood then. Copying the states of numpy and python is slow,
-    so whether the data set uses them at all is looked at in the 1st, 2nd, 4th, 8th... batch.
+    so whether the data set uses them at all is looked at in the 1st, 32nd, 1024th... batch.
 
     Args:
         random_numbers: keep the generators; of use where the data is read in this process.
         snapshot: state of a loader that keeps its own.
 
     Attributes:
-        before: the generators as they stood before the latest batch was read.
+        before: the generators as they stood before the latest batch was read; the state of torch's alone if the others were not used.
         source: the loader's own state at that time.
     """
 
     def __init__(self, random_numbers: bool, snapshot: Callable[[], dict[str, Any]] | None = None) -> None:
-        self.before: GlobalRandomState | None = None
+        self.before: GlobalRandomState | torch.Tensor | None = None
         self.source: dict[str, Any] = {}
         self._random_numbers = random_numbers
         self._snapshot = snapshot
         self._fetches = 0
+        self._next_look = 1
         self._beyond_torch = False
 
     def fetch(self, batches: Iterator[Any]) -> Any:
         """The next batch, or the end marker."""
         if self._snapshot is not None:
             self.source = self._snapshot()
-        return self._fetch_watched(batches) if self._random_numbers else next(batches, _END)
-
-    def _fetch_watched(self, batches: Iterator[Any]) -> Any:
+        if not self._random_numbers:
+            return next(batches, _END)
         self._fetches += 1
-        look = not self._beyond_torch and self._fetches & (self._fetches - 1) == 0
-        self.before = before = GlobalRandomState.capture(torch_only=not (look or self._beyond_torch))
+        if self._beyond_torch or self._fetches == self._next_look:
+            return self._fetch_looking(batches)
+        self.before = _torch_state()
+        return next(batches, _END)
+
+    def _fetch_looking(self, batches: Iterator[Any]) -> Any:
+        before = self.before = GlobalRandomState.capture()
         batch = next(batches, _END)
-        if look:
+        if not self._beyond_torch:
+            self._next_look *= 32
             self._beyond_torch = not before.same_beyond_torch(GlobalRandomState.capture())
         return batch
+
+    def read_ahead(self) -> dict[str, Any]:
+        """The generators before the latest batch was read: tensors, numbers and tuples only; empty if they are not kept."""
+        if isinstance(self.before, torch.Tensor):
+            return {"torch": self.before}
+        return {} if self.before is None else self.before.to_plain()
 
 
 def read_ahead_steps(batches: Iterator[Any], watch: ReadAheadWatch | None) -> Iterator[Step]:
@@ -96,9 +96,9 @@ def read_ahead_steps(batches: Iterator[Any], watch: ReadAheadWatch | None) -> It
         upcoming = next(batches, _END) if watch is None else watch.fetch(batches)
         last = upcoming is _END
         if type(batch) is CountedBatch:
-            yield Step(batch.batch, last, batch.real, batch.tail)
+            yield batch.batch, last, batch.real, batch.tail
         else:
-            yield Step(batch, last)
+            yield batch, last, None, -1
 
 
 def synchronized_steps(steps: Iterator[Step], collectives: Collectives) -> Iterator[Step]:
@@ -119,10 +119,10 @@ def synchronized_steps(steps: Iterator[Step], collectives: Collectives) -> Itera
         following = _fetch_step(steps, collectives) if current is not None else None
         next_holders = _agree(collectives, following)
         if current is None:
-            yield Step(template, next_holders == 0, 0)
+            yield template, next_holders == 0, 0, -1
         else:
-            template = current.batch
-            yield Step(current.batch, next_holders == 0, current.real)
+            template, _, real, _ = current
+            yield template, next_holders == 0, real, -1
         current, holders = following, next_holders
 
 
@@ -150,10 +150,10 @@ def _agree(collectives: Collectives, step: Step | None) -> int:
 def _exchange_template(collectives: Collectives, step: Step | None) -> Any:
     """A batch of the first rank that has one, on every rank."""
     holds = collectives.all_gather(torch.tensor(step is not None)).tolist()
-    return collectives.broadcast_object(None if step is None else step.batch, holds.index(True))
+    return collectives.broadcast_object(None if step is None else step[0], holds.index(True))
 
 
 def unannounced_steps(batches: Iterator[Any], watch: ReadAheadWatch | None) -> Iterator[Step]:
     """Steps without knowing the last one, for :func:`synchronized_steps`, which reads ahead itself."""
     while (batch := next(batches, _END) if watch is None else watch.fetch(batches)) is not _END:
-        yield Step(batch, False)
+        yield batch, False, None, -1

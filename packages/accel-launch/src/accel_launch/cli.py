@@ -58,7 +58,7 @@ def fail(program: str, message: str) -> int:
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """" Did you mean ...?" where a known name is close, else nothing."""
+    """A question that offers the known name that is close, if there is one."""
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]}?" if close else ""
 
@@ -77,7 +77,8 @@ def help_text() -> str:
     lines = "\n".join(f"  {name:<{width}}  {_summary(name)}" for name in names)
     return (
         f"usage: {PROGRAM} COMMAND [options]\n\nStart PyTorch scripts on one or many processes, on one or many machines.\n\n"
-        f"commands:\n{lines}\n\noptions:\n  -h, --help     show this text, or with a command its options\n  -V, --version  show the version\n"
+        f"commands:\n{lines}\n\n"
+        "options:\n  -h, --help     show this text, or with a command its options\n  -V, --version  show the version\n"
     )
 
 

@@ -80,4 +80,6 @@ def _check_entry(entry: Entry, known: Mapping[str, Option], sections: set[str]) 
         )
     from .cli import suggest
 
-    raise ConfigurationError(f"{entry.place}: {entry.key} is not a known key.{suggest(entry.key, sorted(known))} Known: {', '.join(sorted(known))}.")
+    raise ConfigurationError(
+        f"{entry.place}: {entry.key} is not a known key.{suggest(entry.key, sorted(known))} Known: {', '.join(sorted(known))}."
+    )

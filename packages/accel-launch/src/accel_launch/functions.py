@@ -9,6 +9,7 @@ A forked process keeps to one CPU thread: OpenMP's threads do not survive a fork
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -83,14 +84,27 @@ def notebook_launcher(
     host, port = _endpoint(rdzv_endpoint, master_addr, use_port, num_nodes)
     rendezvous = _rendezvous(
         {
-            "machine_rank": node_rank, "main_process_ip": host, "main_process_port": port, "rdzv_backend": rdzv_backend,
-            "rdzv_conf": ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items()), "max_restarts": max_restarts,
+            "machine_rank": node_rank,
+            "main_process_ip": host,
+            "main_process_port": port,
+            "rdzv_backend": rdzv_backend,
+            "rdzv_conf": ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items()),
+            "max_restarts": max_restarts,
             "monitor_interval": monitor_interval,
         },
         num_nodes,
     )
     print(f"Launching training on {local} {'GPUs' if find_visible(os.environ).count else 'CPU processes'}.")
-    _run(function, args, local, num_nodes, rendezvous, environment, line_prefix=log_line_prefix_template, run_id=rdzv_id if num_nodes > 1 else None)
+    _run(
+        function,
+        args,
+        local,
+        num_nodes,
+        rendezvous,
+        environment,
+        line_prefix=log_line_prefix_template,
+        run_id=rdzv_id if num_nodes > 1 else None,
+    )
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -127,12 +141,14 @@ class Rank:
     def __call__(self, *args: Any) -> None:
         """Call the function with shared states of its own, and report how it failed."""
         import torch
+
         from accel_state.context import isolated
 
         from .elastic.worker import write_report
 
         if self.forked:
             torch.set_num_threads(1)
+            _forget_signal_handlers()
         try:
             with isolated():
                 self.function(*args)
@@ -142,6 +158,15 @@ class Rank:
                 error.__traceback__ = error.__traceback__.tb_next
             write_report(error, 1, with_traceback=not isinstance(error, KeyboardInterrupt))
             raise
+
+
+def _forget_signal_handlers() -> None:
+    # A fork has the launching process's handlers, and the pipe that wakes its event loop: neither is meant for this process.
+    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
 
 
 def _leave_process_group() -> None:
@@ -170,8 +195,15 @@ def _run(
 
     start_method = "fork" if sys.platform.startswith("linux") else "spawn"
     job = Job(
-        entrypoint=Rank(function, start_method == "fork"), args=tuple(args), local_processes=local, num_machines=num_nodes,
-        rendezvous=rendezvous, start_method=start_method, line_prefix=line_prefix, run_id=run_id, owns_process=False,
+        entrypoint=Rank(function, start_method == "fork"),
+        args=tuple(args),
+        local_processes=local,
+        num_machines=num_nodes,
+        rendezvous=rendezvous,
+        start_method=start_method,
+        line_prefix=line_prefix,
+        run_id=run_id,
+        owns_process=False,
     )
     sys.stdout.flush()
     sys.stderr.flush()
@@ -223,8 +255,8 @@ def _refuse_used_state() -> None:
 
     if current().process:
         raise ConfigurationError(
-            "an Accelerator (or PartialState) exists already in this session, for a single process. Create it only inside the function that is "
-            "launched, and restart the session before launching again."
+            "an Accelerator (or PartialState) exists already in this session, for a single process. Create it only inside the function "
+            "is launched, and restart the session before launching again."
         )
 
 

@@ -45,8 +45,12 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The parser, made from the declarations of the options."""
     parser = _Parser(
-        prog="accel launch", usage="accel launch [options] script [arguments of the script]", epilog=EPILOG, allow_abbrev=False,
-        description="Start a script on one or many processes, on one or many machines.", formatter_class=_HelpFormatter,
+        prog="accel launch",
+        usage="accel launch [options] script [arguments of the script]",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        description="Start a script on one or many processes, on one or many machines.",
+        formatter_class=_HelpFormatter,
     )
     for group in load_groups():
         group.add_to_parser(parser)

@@ -72,8 +72,15 @@ def make_plan(settings: Resolution, script: str, script_args: Sequence[str], env
     if total > 1 and not settings.is_set("num_cpu_threads_per_process"):
         exported["OMP_NUM_THREADS"] = str(max(1, usable_cores() // local))
     return Plan(
-        target=target, num_processes=total, num_machines=settings["num_machines"], local_processes=local, environment=exported,
-        rendezvous=settings.group(RendezvousOptions), quiet=script_options.quiet, debug=settings["debug"], notes=tuple(notes),
+        target=target,
+        num_processes=total,
+        num_machines=settings["num_machines"],
+        local_processes=local,
+        environment=exported,
+        rendezvous=settings.group(RendezvousOptions),
+        quiet=script_options.quiet,
+        debug=settings["debug"],
+        notes=tuple(notes),
     )
 
 
@@ -107,7 +114,7 @@ def _choose_devices(settings: Resolution, variables: Mapping[str, str], exported
     visible = find_visible({**hidden, installed.variable: ids})
     if visible.count < wanted:
         raise ConfigurationError(
-            f"{settings.where('gpu_ids')}: this machine has {installed.count} GPU(s), with the ids 0 to {installed.count - 1}. Name those only."
+            f"{settings.where('gpu_ids')}: this machine has {installed.count} GPU(s), with the ids 0 to {installed.count - 1}."
         )
     exported[installed.variable] = ids
     return visible
@@ -118,7 +125,9 @@ def _count_processes(settings: Resolution, on_cpu: bool, visible: Visible) -> tu
         return settings["num_processes"], []
     machines = settings["num_machines"]
     total = max(1, visible.count) * machines
-    reason = "one for each visible GPU" if visible.count else f"one for each machine on the CPU, {'as asked' if on_cpu else 'no GPU is visible'}"
+    reason = (
+        "one for each visible GPU" if visible.count else f"one for each machine on the CPU, {'as asked' if on_cpu else 'no GPU is visible'}"
+    )
     plural = "process" if total == 1 else "processes"
     return total, [f"starting {total} {plural} ({reason}); --num_processes sets another number"]
 
@@ -155,9 +164,13 @@ def _check_rendezvous(settings: Resolution, local: int) -> None:
     if machines > 1 and options.main_process_ip is None:
         raise ConfigurationError(f"{settings.where('num_machines')} needs --main_process_ip, the address of the machine of rank 0.")
     if machines > 1 and options.rdzv_backend == "static" and not settings.is_set("machine_rank"):
-        raise ConfigurationError(f"{settings.where('num_machines')} needs --machine_rank on every machine: 0 on the first, 1 on the next, ...")
+        raise ConfigurationError(
+            f"{settings.where('num_machines')} needs --machine_rank on every machine: 0 on the first, 1 on the next, ..."
+        )
     if machines > 1 and options.main_process_port == 0:
-        raise ConfigurationError(f"{settings.where('main_process_port')}: machines must agree on a port. Give a free port of {options.main_process_ip}.")
+        raise ConfigurationError(
+            f"{settings.where('main_process_port')}: machines must agree on a port. Give a free port of {options.main_process_ip}."
+        )
     for entry in options.tee.split(",") if ":" in options.tee else ():
         if int(entry.partition(":")[0]) >= local:
             raise ConfigurationError(f"{settings.where('tee')}: this machine has the local ranks 0 to {local - 1}.")

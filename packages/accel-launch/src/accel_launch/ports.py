@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import time
+from collections.abc import Callable
+
+_IN_USE = (errno.EADDRINUSE, errno.EACCES)
+_CONNECT_SECONDS = 5.0
+_RETRY_SECONDS = 0.2
+_PATIENCE_SECONDS = 5.0
 
 
 def is_free(port: int, host: str = "") -> bool:
@@ -27,10 +35,33 @@ def is_free(port: int, host: str = "") -> bool:
     return True
 
 
-def _in_use_codes() -> frozenset[int]:
-    import errno
+def is_local(host: str) -> bool:
+    """Whether an address, or a host's name, is this machine's."""
+    try:
+        return is_free(0, host)
+    except OSError:
+        return False
 
-    return frozenset({errno.EADDRINUSE, errno.EACCES})
 
+def wait_for_server(host: str, port: int, seconds: float, note: Callable[[str], None]) -> bool:
+    """Wait until somebody listens on the port.
 
-_IN_USE = _in_use_codes()
+    Args:
+        seconds: how long to wait.
+        note: told, once, that this takes a while.
+
+    Returns:
+        Whether somebody does.
+    """
+    begin = time.monotonic()
+    noted = False
+    while (waited := time.monotonic() - begin) < seconds:
+        try:
+            with socket.create_connection((host, port), timeout=min(_CONNECT_SECONDS, seconds)):
+                return True
+        except OSError:
+            time.sleep(_RETRY_SECONDS)
+        if waited > _PATIENCE_SECONDS and not noted:
+            noted = True
+            note(f"waiting for the machine of rank 0 at {host}:{port} (up to {seconds:g} s)")
+    return False

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel_state.options import Option, load_groups, resolve
+from accel_state.options import load_groups, resolve
 
 # A little more than the launcher itself gives to its processes.
 _END_SECONDS = 40
@@ -37,13 +37,9 @@ def launch(script: str | os.PathLike[str], args: Sequence[str] = (), *, env: Map
     given = {name: value for name, value in options.items() if value is not None}
     settings = resolve(groups, given, environ={})
     declared = {opt.name: opt for group in groups for opt in group.options()}
-    flags = [f"{declared[name].flags[0]}={_text(declared[name], settings[name])}" for name in given]
+    flags = [f"{declared[name].flags[0]}={declared[name].format(settings[name])}" for name in given]
     command = [sys.executable, "-m", "accel_launch", "launch", *flags, "--", os.fspath(script), *map(str, args)]
     return _wait(subprocess.Popen(command, env=None if env is None else dict(env)))
-
-
-def _text(opt: Option, value: Any) -> str:
-    return opt.format(value)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
@@ -51,7 +47,8 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         code = process.wait()
     except KeyboardInterrupt:
         # The launcher ends its processes first; to kill it now would take that from it.
-        process.send_signal(signal.SIGINT if sys.platform != "win32" else signal.CTRL_C_EVENT)
+        if sys.platform != "win32":  # a console there sends it to every process itself
+            process.send_signal(signal.SIGINT)
         try:
             process.wait(_END_SECONDS)
         except (KeyboardInterrupt, subprocess.TimeoutExpired):

@@ -93,7 +93,10 @@ def _check_module(name: str) -> None:
         raise ConfigurationError(f"-m {name!r}: looking for the module failed: {type(error).__name__}: {error}") from None
     if spec is None:
         raise ConfigurationError(f"-m {name!r}: no such module in {Path.cwd()} or in the packages of {sys.executable}.")
-    if spec.submodule_search_locations is not None and PathFinder.find_spec(f"{name}.__main__", list(spec.submodule_search_locations)) is None:
+    if (
+        spec.submodule_search_locations is not None
+        and PathFinder.find_spec(f"{name}.__main__", list(spec.submodule_search_locations)) is None
+    ):
         raise ConfigurationError(f"-m {name!r} is a package without __main__.py, which cannot be run. Name a module of it.")
 
 

@@ -132,6 +132,8 @@ def _prepare(environment: dict[str, str], dump: Descriptor, stdout: Descriptor, 
     import torch
 
     torch.set_num_threads(1)
+    # What the server has imported lives as long as the rank: collections need not look at it, nor copy the pages it is on.
+    gc.freeze()
 
 
 def _leave_with_parent() -> None:

@@ -144,7 +144,8 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
     On a class, ``setUp`` and ``tearDown`` style methods are left alone: what they set is meant to last for the test.
     """
     if not inspect.isclass(func_or_cls):
-        return _purged(func_or_cls)
+        purged: T = _purged(func_or_cls)
+        return purged
     for name, member in list(vars(func_or_cls).items()):
         if name.startswith("test") and inspect.isfunction(member):
             setattr(func_or_cls, name, _purged(member))
@@ -158,8 +159,11 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
         if key and str(value) and not _UNSAFE_IN_VALUE & set(f"{key}{value}"):
             lines.append(f"{key}={value}\n")
         else:
-            warnings.warn(f"environment variable {key}={str(value)!r} is left out: an empty one, or one with ; < > space or newline, "
-                          "cannot be written as KEY=value", stacklevel=2)
+            warnings.warn(
+                f"environment variable {key}={str(value)!r} is left out: an empty one, or one with ; < > space or newline, "
+                "cannot be written as KEY=value",
+                stacklevel=2,
+            )
     return lines
 
 

@@ -13,8 +13,8 @@ from . import devices
 from .errors import MissingDependencyError
 
 _LOWEST_KERNEL = Version("5.5.0")
-# Consumer cards of the RTX 40 series have neither peer-to-peer nor InfiniBand transfers; drivers before this one claimed they had,
-# and NCCL then hung or failed.
+# Consumer cards (GeForce) of the RTX 40 series have neither peer-to-peer nor InfiniBand transfers; drivers before this one
+# claimed they had, and NCCL then hung or failed.
 _RTX_40_FIXED_DRIVER = Version("550.40.07")
 
 
@@ -85,7 +85,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 def p2p_ib_supported(gpu_names: list[str], driver_version: str) -> bool:
     """The rule of :func:`check_cuda_p2p_ib_support` for several GPUs of these names under this driver."""
-    return not any("RTX 40" in name for name in gpu_names) or Version(driver_version) >= _RTX_40_FIXED_DRIVER
+    return not any("GeForce RTX 40" in name for name in gpu_names) or Version(driver_version) >= _RTX_40_FIXED_DRIVER
 
 
 def _nvidia_smi(field: str) -> list[str]:

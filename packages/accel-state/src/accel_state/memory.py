@@ -92,7 +92,6 @@ def find_executable_batch_size(
         _check_arguments(function, signature, args, kwargs)
         batch_size, failure = first_batch_size, "none was tried"
         while batch_size > 0:
-            clear_device_cache(garbage_collection=True)
             try:
                 result = function(batch_size, *args, **kwargs)
             except Exception as error:
@@ -103,6 +102,8 @@ def find_executable_batch_size(
             else:
                 first_batch_size = batch_size
                 return result
+            # Out here, where the exception and with it the frames of the attempt are gone.
+            clear_device_cache(garbage_collection=True)
             batch_size = _next(reduce, batch_size)
         raise NoExecutableBatchSizeError(
             f"No executable batch size found, reached zero: {function.__qualname__} ran out of memory at every batch size from "

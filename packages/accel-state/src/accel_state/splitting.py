@@ -63,7 +63,7 @@ def _take(inputs: Any, start: int, end: int, padding: int) -> Any:
     if isinstance(inputs, np.ndarray):
         return np.concatenate([inputs[start:end], inputs[-1:].repeat(padding, axis=0)]) if padding else inputs[start:end]
     if isinstance(inputs, (list, tuple)):
-        return inputs[start:end] + type(inputs)([inputs[-1]] * padding)
+        return inputs[start:end] + inputs[-1:] * padding
     return _take_items(inputs, [*range(start, end), *[len(inputs) - 1] * padding])
 
 

@@ -23,7 +23,11 @@ from . import _rank_process
 from .errors import AccelError, ConfigurationError
 from .net import get_free_port
 
-_PRELOAD = ["torch", "torch.distributed", "numpy", "accel_state._rank_process"]
+# What every rank imports anyway. The packages load their modules on demand, so those that a rank needs are named.
+_PRELOAD = [
+    *("torch", "torch.distributed", "numpy", "accel_state._rank_process", "accel_state.state.partial"),
+    *("accel_state.collectives.torch", "accel_state.devices.cpu", "accel_state.environments.torchrun"),
+]
 # After the first failure the others get this long to end by themselves: their own tracebacks say more than where they stood.
 _GRACE_SECONDS = 3.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class Preparation:
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=list(self.rng_types),
             slice_fn_for_dispatch=slice_fn_for_dispatch,
-            **self.loader_settings.to_kwargs(),
+            **asdict(self.loader_settings),
         )
         self.dataloaders.append(prepared)
         return prepared
@@ -137,6 +138,8 @@ def is_scheduler(obj: Any) -> bool:
     """Whether an object is a learning rate scheduler, of torch or of the same form."""
     if isinstance(obj, (AcceleratedScheduler, torch.optim.lr_scheduler.LRScheduler)):
         return True
+    if isinstance(obj, torch.optim.Optimizer):  # a wrapper around an optimizer has all that is asked for below
+        return False
     # Schedulers of other libraries are recognised by what they drive and do.
     driven = getattr(obj, "optimizer", None)
     return isinstance(driven, torch.optim.Optimizer) and callable(getattr(obj, "step", None)) and hasattr(obj, "state_dict")

@@ -30,4 +30,4 @@ def _has_simd(properties: Path) -> bool:
     except OSError:
         # A container may list GPUs that it is not allowed to use.
         return False
-    return dict(zip(words[::2], words[1::2])).get("simd_count", "0") != "0"
+    return dict(zip(words[::2], words[1::2], strict=False)).get("simd_count", "0") != "0"

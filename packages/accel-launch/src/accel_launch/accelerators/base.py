@@ -30,7 +30,7 @@ class AcceleratorKind(ABC):
 
 
 def count_entries(limit: str, installed: int) -> int:
-    """Devices that a list such as ``0,2`` or ``GPU-8c1d...`` leaves visible: as the drivers do, it ends at the first entry that does not exist."""
+    """Devices that a list such as ``0,2`` or ``GPU-8c1d...`` leaves visible: it ends at the first that does not exist."""
     count = 0
     for entry in (part.strip() for part in limit.split(",")):
         index = int(entry) if entry.lstrip("-").isdigit() else None

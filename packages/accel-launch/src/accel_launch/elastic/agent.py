@@ -51,7 +51,9 @@ class Agent(LocalElasticAgent):
         after_start: called each time processes have been started.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: LogFolders, after_start: Callable[[], None], start_method: str, line_prefix: str | None) -> None:
+    def __init__(
+        self, spec: WorkerSpec, logs: LogFolders, after_start: Callable[[], None], start_method: str, line_prefix: str | None
+    ) -> None:
         super().__init__(
             spec, logs, start_method=start_method, exit_barrier_timeout=EXIT_BARRIER_SECONDS, log_line_prefix_template=line_prefix
         )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
+import sys
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from accel_state.errors import ConfigurationError
-from accel_state.options import RendezvousOptions
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from ..ports import is_free
+from accel_state.errors import ConfigurationError
+from accel_state.options import RendezvousOptions
+
+from ..ports import is_free, is_local, wait_for_server
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT_SECONDS = 900
@@ -40,11 +42,40 @@ def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str |
     return _parameters(options.rdzv_backend, endpoint, run_id, num_machines, options, local_address)
 
 
+def await_main_machine(options: RendezvousOptions, parameters: RendezvousParameters) -> None:
+    """Wait until the machine that holds the store listens, where that is another one.
+
+    torch would wait too, but in one long call that no signal interrupts, and with a page of C++ frames at its end.
+
+    Raises:
+        ConfigurationError: it does not listen within the time-out of the rendezvous.
+    """
+    if parameters.max_nodes == 1:
+        return
+    host, port = _split(parameters.endpoint)
+    elsewhere = options.machine_rank > 0 if parameters.backend == "static" else not is_local(host)
+    seconds = float(parameters.get("timeout", DEFAULT_TIMEOUT_SECONDS))
+    if elsewhere and not wait_for_server(host, port, seconds, lambda text: print(f"accel launch: {text}", file=sys.stderr, flush=True)):
+        raise ConfigurationError(not_met(parameters, f"nobody listens there, for {seconds:g} s"))
+
+
+def not_met(parameters: RendezvousParameters, reason: str) -> str:
+    """The message for machines that did not find one another."""
+    return (
+        f"the {parameters.max_nodes} machines did not meet at {parameters.endpoint}: {reason}. Is the launcher started on every machine, "
+        "with the same --main_process_ip and --main_process_port, and can this machine reach that port?"
+    )
+
+
 def static_address(parameters: RendezvousParameters) -> tuple[str | None, int | None]:
     """Address and port of rank 0 that processes get; (None, None) where the rendezvous decides."""
     if parameters.backend != "static":
         return None, None
-    host, _, port = parameters.endpoint.rpartition(":")
+    return _split(parameters.endpoint)
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)
 
 
@@ -55,7 +86,13 @@ def _parameters(
     if backend == "static":
         settings["rank"] = options.machine_rank
     return RendezvousParameters(
-        backend=backend, endpoint=endpoint, run_id=run_id, min_nodes=num_machines, max_nodes=num_machines, local_addr=local_address, **settings
+        backend=backend,
+        endpoint=endpoint,
+        run_id=run_id,
+        min_nodes=num_machines,
+        max_nodes=num_machines,
+        local_addr=local_address,
+        **settings,
     )
 
 
@@ -68,7 +105,9 @@ def _check_host(host: str) -> None:
     try:
         socket.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:
-        raise ConfigurationError(f"--main_process_ip {host!r} is not a known host: {error}. Give the IP address of the machine of rank 0.") from None
+        raise ConfigurationError(
+            f"--main_process_ip {host!r} is not a known host: {error}. Give the IP address of the machine of rank 0."
+        ) from None
 
 
 def _check_port(port: int) -> None:

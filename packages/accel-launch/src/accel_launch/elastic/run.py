@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel_state.errors import ConfigurationError
-from accel_state.options import RendezvousOptions
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from accel_state.errors import ConfigurationError
+from accel_state.options import RendezvousOptions
+
 from .agent import Agent, LogFolders, parse_tee, post_state, quiet_torch_logs
-from .rendezvous import make_parameters, static_address
+from .rendezvous import await_main_machine, make_parameters, not_met, static_address
 from .report import RankFailure, describe, first_failure, read_failure
 from .signals import SignalWatch, end_groups
 
@@ -75,21 +78,33 @@ def run_job(job: Job) -> Outcome:
     """
     parameters = make_parameters(job.rendezvous, job.num_machines, job.run_id)
     show_logs = job.debug or "LOGLEVEL" in os.environ
-    with contextlib.nullcontext() if show_logs else quiet_torch_logs(), SignalWatch(job.owns_process) as watch, _log_folder(job.rendezvous.log_dir) as folder:
+    with (
+        contextlib.nullcontext() if show_logs else quiet_torch_logs(),
+        SignalWatch(job.owns_process) as watch,
+        _log_folder(job.rendezvous.log_dir) as folder,
+    ):
+        logs = LogFolders(folder, parse_tee(job.rendezvous.tee), _restart_note(job.rendezvous.max_restarts))
         try:
+            await_main_machine(job.rendezvous, parameters)
             handler = get_rendezvous_handler(parameters)
             host, port = static_address(parameters)
             spec = WorkerSpec(
-                role=job.rendezvous.role, local_world_size=job.local_processes, entrypoint=job.entrypoint, args=tuple(job.args),
-                rdzv_handler=handler, max_restarts=job.rendezvous.max_restarts, monitor_interval=job.rendezvous.monitor_interval,
-                master_addr=host, master_port=port, local_addr=parameters.local_addr,
+                role=job.rendezvous.role,
+                local_world_size=job.local_processes,
+                entrypoint=job.entrypoint,
+                args=tuple(job.args),
+                rdzv_handler=handler,
+                max_restarts=job.rendezvous.max_restarts,
+                monitor_interval=job.rendezvous.monitor_interval,
+                master_addr=host,
+                master_port=port,
+                local_addr=parameters.local_addr,
             )
-            logs = LogFolders(folder, parse_tee(job.rendezvous.tee), _restart_note(job.rendezvous.max_restarts))
             return _run_agent(Agent(spec, logs, watch.install, job.start_method, job.line_prefix), logs)
         except SignalException as error:
             return Outcome(128 + error.sigval)
-        except (RendezvousConnectionError, RendezvousTimeoutError, TimeoutError) as error:
-            raise ConfigurationError(_rendezvous_message(parameters.endpoint, job, error)) from None
+        except (RendezvousError, DistError, TimeoutError) as error:
+            raise ConfigurationError(_rendezvous_message(parameters, bool(logs.folders), error)) from None
 
 
 def _run_agent(agent: Agent, logs: LogFolders) -> Outcome:
@@ -146,16 +161,20 @@ def _pids(agent: Agent) -> list[int]:
 
 def _restart_note(max_restarts: int) -> Callable[[int], None]:
     def note(restart: int) -> None:
-        print(f"accel launch: a process failed or machines changed; starting all processes again (restart {restart} of {max_restarts})", file=sys.stderr)
+        print(
+            f"accel launch: a process failed or machines changed; starting all processes again (restart {restart} of {max_restarts})",
+            file=sys.stderr,
+        )
 
     return note
 
 
-def _rendezvous_message(endpoint: str, job: Job, error: Exception) -> str:
-    return (
-        f"the {job.num_machines} machine(s) did not meet at {endpoint}: {error}. Is the launcher started on every machine, with the same "
-        "--main_process_ip and --main_process_port, and can this machine reach that port?"
-    )
+def _rendezvous_message(parameters: RendezvousParameters, started: bool, error: Exception) -> str:
+    # C++ puts a stack behind the first line.
+    reason = str(error).split("\n", 1)[0]
+    if started:
+        return f"the connection to the rendezvous at {parameters.endpoint} was lost, so the processes of this machine were ended: {reason}"
+    return not_met(parameters, reason)
 
 
 @contextlib.contextmanager

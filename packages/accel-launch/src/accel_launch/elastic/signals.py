@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType, TracebackType
@@ -35,7 +36,8 @@ class SignalWatch:
     """
 
     def __init__(self, owns_process: bool = True) -> None:
-        self._owns_process = owns_process
+        # Windows wakes nobody through a pipe; torch's own handling is all there is.
+        self._owns_process = owns_process and sys.platform != "win32"
         self._active = threading.current_thread() is threading.main_thread()
         self.received: signal.Signals | None = None
         self._ended = threading.Event()
@@ -68,7 +70,8 @@ class SignalWatch:
     def install(self) -> None:
         """Take the handlers; torch's agent sets its own whenever it starts processes, so it is called again after that."""
         for number in SIGNALS if self._active else ():
-            signal.signal(number, self._handle)
+            # What is ignored on purpose stays so: nohup ignores SIGHUP, and a shell SIGINT for what it starts in the background.
+            signal.signal(number, signal.SIG_IGN if self._former[number] is signal.SIG_IGN else self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -119,7 +122,7 @@ def kill_descendants() -> None:
 
 def end_groups(pids: list[int]) -> None:
     """End what ranks left running in their process groups (each rank leads one): servers, workers that outlived them."""
-    for pid in pids:
+    for pid in pids if sys.platform != "win32" else ():
         try:
             os.killpg(pid, signal.SIGTERM)
         except (ProcessLookupError, PermissionError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import ModuleType, TracebackType
 
 
 def main() -> None:
@@ -51,6 +52,12 @@ def die_with_launcher(launcher_pid: int) -> None:
 
 def execute(target: str, args: list[str]) -> None:
     """Become an executable that is not Python."""
+    import signal
+
+    # Python ignores these for itself; what is not Python expects to be ended by them.
+    for name in ("SIGPIPE", "SIGXFSZ"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execv(target, [target, *args])
     except OSError as error:
@@ -62,19 +69,18 @@ def run_script(path: str) -> None:
     """Run a file as ``python file`` does: in the module ``__main__``, so that what it defines can be pickled and found by spawn."""
     import runpy
 
-    if os.path.isdir(path) or not path.endswith((".py", ".pyw")) and is_zip(path):
+    if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and is_zip(path)):
         sys.path[0] = path
         runpy.run_path(path, run_name="__main__")
         return
     import io
-    import types
     from importlib.machinery import SourceFileLoader
 
     path = os.path.abspath(path)
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     # A module of its own: this one's functions are still needed when the script has ended.
-    main_module = types.ModuleType("__main__")
+    main_module = ModuleType("__main__")
     main_module.__dict__.update(
         __file__=path, __builtins__=__builtins__, __cached__=None, __loader__=SourceFileLoader("__main__", path), __annotations__={}
     )
@@ -96,7 +102,7 @@ def is_zip(path: str) -> bool:
     return zipfile.is_zipfile(path)
 
 
-def strip_own_frames(traceback):  # type: ignore[no-untyped-def]
+def strip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's first frame on."""
     own = (OWN_FILE, "runpy.py", "<frozen runpy>")
     frame = traceback

@@ -28,8 +28,12 @@ class ElasticLauncher(Launcher):
 
         command = worker_command(plan)
         job = Job(
-            entrypoint=command[0], args=command[1:], local_processes=plan.local_processes, num_machines=plan.num_machines,
-            rendezvous=plan.rendezvous, debug=plan.debug,
+            entrypoint=command[0],
+            args=command[1:],
+            local_processes=plan.local_processes,
+            num_machines=plan.num_machines,
+            rendezvous=plan.rendezvous,
+            debug=plan.debug,
         )
         # The agent starts processes with the variables of its own process.
         with patch_environment(**plan.environment):

@@ -25,4 +25,6 @@ def choose_launcher(plan: Plan) -> Launcher:
         launcher = LAUNCHERS.load(name)()
         if launcher.accepts(plan):
             return launcher
-    raise ConfigurationError(f"no launcher takes {plan.num_processes} processes on {plan.num_machines} machines. Known: {', '.join(LAUNCHERS)}.")
+    raise ConfigurationError(
+        f"no launcher takes {plan.num_processes} processes on {plan.num_machines} machines. Known: {', '.join(LAUNCHERS)}."
+    )

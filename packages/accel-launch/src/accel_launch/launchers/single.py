@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -11,6 +12,13 @@ from accel_state.errors import ConfigurationError
 from ..interpreter import python_command
 from ..plan import Plan
 from .base import Launcher
+
+
+def restore_signals() -> None:
+    """Undo what Python ignores at its start, which an executable would inherit: writing into a closed pipe no longer ended it."""
+    for name in ("SIGPIPE", "SIGXFSZ"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
 class SingleLauncher(Launcher):
@@ -28,6 +36,7 @@ class SingleLauncher(Launcher):
             return subprocess.call(command, env=environment)
         sys.stdout.flush()
         sys.stderr.flush()
+        restore_signals()
         try:
             os.execve(command[0], command, environment)
         except OSError as error:

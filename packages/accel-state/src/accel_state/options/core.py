@@ -15,25 +15,41 @@ class CoreOptions(OptionGroup):
     """Precision, accumulation, and whether to stay on the CPU and to check collectives."""
 
     title: ClassVar[str] = "training"
-    description: ClassVar[str] = "Handed to every process through the environment; an argument of Accelerator(...) in the script wins over it."
+    description: ClassVar[str] = "Handed to every process in its environment; an argument of Accelerator(...) in the script wins over it."
 
     mixed_precision: str | None = option(
-        None, kind=str, choices=PRECISIONS, env="ACCELERATE_MIXED_PRECISION", exported=True,
+        None,
+        kind=str,
+        choices=PRECISIONS,
+        env="ACCELERATE_MIXED_PRECISION",
+        exported=True,
         help="Mixed precision of the training. Left out, the script decides, and full precision is what it gets by default.",
         question="Do you wish to use mixed precision?",
     )
     gradient_accumulation_steps: int | None = option(
-        None, kind=int, minimum=1, env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS", exported=True, metavar="K",
+        None,
+        kind=int,
+        minimum=1,
+        env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        exported=True,
+        metavar="K",
         help="Batches whose gradients are summed before an optimizer step.",
         question="Over how many batches should gradients be accumulated?",
     )
     cpu: bool = option(
-        False, kind=bool, env="ACCELERATE_USE_CPU", key="use_cpu", exported=True,
+        False,
+        kind=bool,
+        env="ACCELERATE_USE_CPU",
+        key="use_cpu",
+        exported=True,
         help="Train on the CPU even where there is an accelerator.",
         question="Do you want to train on the CPU only, even if there is a GPU?",
     )
     debug: bool = option(
-        False, kind=bool, env="ACCELERATE_DEBUG_MODE", exported=True,
+        False,
+        kind=bool,
+        env="ACCELERATE_DEBUG_MODE",
+        exported=True,
         help="Check shapes, dtypes and structure in every collective (slow), and show the log of torch's elastic agent.",
         question="Should distributed operations be checked while running for errors? This can avoid time-outs but is slower.",
     )

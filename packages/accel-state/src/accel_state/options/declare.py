@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
@@ -167,18 +165,22 @@ def option(
         dashed = flag[:2] + flag[2:].replace("_", "-")
         spellings = [flag, *([dashed] if dashed != flag else []), *([short] if short else [])]
         return Option(
-            field=field, kind=kind, default=default, flags=tuple(spellings), env=env, key=(name or field) if key == "" else key,
-            choices=tuple(choices) if choices is not None else None, minimum=minimum, exported=exported, parser=parser,
-            help=help, question=question, metavar=metavar,
+            field=field,
+            kind=kind,
+            default=default,
+            flags=tuple(spellings),
+            env=env,
+            key=(name or field) if key == "" else key,
+            choices=tuple(choices) if choices is not None else None,
+            minimum=minimum,
+            exported=exported,
+            parser=parser,
+            help=help,
+            question=question,
+            metavar=metavar,
         )
 
     return dataclasses.field(default=default, metadata={_METADATA_KEY: bind})
-
-
-@functools.lru_cache(maxsize=None)
-def _options_of(group: type[OptionGroup]) -> tuple[Option, ...]:
-    # `group` is a dataclass: OptionGroup itself declares no fields.
-    return tuple(field.metadata[_METADATA_KEY](field.name) for field in fields(group))
 
 
 @dataclass(frozen=True)
@@ -187,11 +189,15 @@ class OptionGroup:
 
     title: ClassVar[str] = ""
     description: ClassVar[str] = ""
+    _declared: ClassVar[tuple[Option, ...]]
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
         """The declarations, in order."""
-        return _options_of(cls)
+        # Kept on the class itself: a subclass with more fields must not find its parent's list.
+        if "_declared" not in vars(cls):
+            cls._declared = tuple(field.metadata[_METADATA_KEY](field.name) for field in fields(cls))
+        return cls._declared
 
     @classmethod
     def from_environment(cls: type[G], environ: Mapping[str, str] | None = None) -> G:
@@ -245,7 +251,7 @@ def describe(opt: Option) -> str:
     notes = []
     if opt.choices and len(opt.choices) >= 6:
         notes.append("one of " + ", ".join(opt.choices))
-    if opt.default is not None and opt.default is not False:
+    if opt.default not in (None, False, ""):
         notes.append(f"default: {opt.default}")
     if opt.env:
         notes.append(f"variable {opt.env}")
@@ -256,7 +262,7 @@ def describe(opt: Option) -> str:
 
 def read_variable(opt: Option, environ: Mapping[str, str] | None = None) -> Any:
     """The option's value from its variable; None where the variable is unset or empty, or there is none."""
-    raw = read_str(opt.env, environ=os.environ if environ is None else environ) if opt.env else None
+    raw = read_str(opt.env, environ=environ) if opt.env else None
     return None if raw is None else opt.parse(raw, f"environment variable {opt.env}")
 
 

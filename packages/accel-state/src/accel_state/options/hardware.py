@@ -32,11 +32,17 @@ class HardwareOptions(OptionGroup):
     title: ClassVar[str] = "hardware"
 
     multi_gpu: bool = option(
-        False, kind=bool, env="ACCELERATE_MULTI_GPU",
-        help="Insist on GPUs: one process for each visible GPU unless --num_processes says otherwise, and an error if there are not enough.",
+        False,
+        kind=bool,
+        env="ACCELERATE_MULTI_GPU",
+        help="Insist on GPUs: one process for each visible one unless --num_processes says otherwise; an error if there are not enough.",
     )
     gpu_ids: str | None = option(
-        None, kind=str, parser=parse_gpu_ids, env="ACCELERATE_GPU_IDS", metavar="IDS",
+        None,
+        kind=str,
+        parser=parse_gpu_ids,
+        env="ACCELERATE_GPU_IDS",
+        metavar="IDS",
         help="GPUs of this machine to use, by index or UUID, such as 0,1,3; all means every one.",
         question="Which GPUs (by id) should be used for training on this machine, as a comma-separated list?",
     )

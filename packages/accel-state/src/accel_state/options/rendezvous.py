@@ -18,7 +18,7 @@ def parse_streams(text: str) -> str:
         ValueError: it is neither.
     """
     if not _STREAMS.fullmatch(text):
-        raise ValueError(f"{text!r} is neither 0 (no stream), 1 (stdout), 2 (stderr), 3 (both) nor such numbers by local rank, as in 0:3,1:2")
+        raise ValueError(f"{text!r} is neither 0 (none), 1 (stdout), 2 (stderr), 3 (both) nor such numbers by local rank, as in 0:3,1:2")
     return text
 
 
@@ -54,45 +54,86 @@ class RendezvousOptions(OptionGroup):
     description: ClassVar[str] = "Used where more than one process is started."
 
     machine_rank: int = option(
-        0, kind=int, minimum=0, env="ACCELERATE_MACHINE_RANK", metavar="RANK",
+        0,
+        kind=int,
+        minimum=0,
+        env="ACCELERATE_MACHINE_RANK",
+        metavar="RANK",
         help="Rank of this machine, from 0 to num_machines - 1; with --rdzv_backend c10d the rendezvous assigns it.",
         question="What is the rank of this machine?",
     )
     main_process_ip: str | None = option(
-        None, kind=str, env="ACCELERATE_MAIN_PROCESS_IP", metavar="HOST",
+        None,
+        kind=str,
+        env="ACCELERATE_MAIN_PROCESS_IP",
+        metavar="HOST",
         help="Address or host name of the machine of rank 0.",
         question="What is the IP address of the machine that will host the main process?",
     )
     main_process_port: int | None = option(
-        None, kind=int, parser=parse_port, env="ACCELERATE_MAIN_PROCESS_PORT", metavar="PORT",
+        None,
+        kind=int,
+        parser=parse_port,
+        env="ACCELERATE_MAIN_PROCESS_PORT",
+        metavar="PORT",
         help="Port on the machine of rank 0. Left out, or 0: any free port on one machine, 29500 on several.",
         question="What is the port you will use to communicate with the main process?",
     )
     rdzv_backend: str = option(
-        "static", kind=str, choices=("static", "c10d"), env="ACCELERATE_RDZV_BACKEND",
+        "static",
+        kind=str,
+        choices=("static", "c10d"),
+        env="ACCELERATE_RDZV_BACKEND",
         help="How machines meet: static, each with its --machine_rank, or c10d, which assigns ranks and survives restarts.",
         question="What rendezvous backend will you use?",
     )
     rdzv_conf: str = option(
-        "", kind=str, parser=parse_assignments, env="ACCELERATE_RDZV_CONF", metavar="KEY=VALUE,...",
+        "",
+        kind=str,
+        parser=parse_assignments,
+        env="ACCELERATE_RDZV_CONF",
+        metavar="KEY=VALUE,...",
         help="Further settings of the rendezvous, such as timeout=600 (seconds).",
     )
     max_restarts: int = option(
-        0, kind=int, minimum=0, env="ACCELERATE_MAX_RESTARTS", metavar="N",
+        0,
+        kind=int,
+        minimum=0,
+        env="ACCELERATE_MAX_RESTARTS",
+        metavar="N",
         help="How often all processes are started again after one of them failed.",
         question="How often may all processes be restarted after a failure?",
     )
     monitor_interval: float = option(
-        0.1, kind=float, minimum=0.001, env="ACCELERATE_MONITOR_INTERVAL", metavar="SECONDS",
+        0.1,
+        kind=float,
+        minimum=0.001,
+        env="ACCELERATE_MONITOR_INTERVAL",
+        metavar="SECONDS",
         help="Seconds between two looks at the processes.",
     )
     tee: str = option(
-        "0", kind=str, parser=parse_streams, short="-t", env="ACCELERATE_TEE", metavar="STREAMS",
+        "0",
+        kind=str,
+        parser=parse_streams,
+        short="-t",
+        env="ACCELERATE_TEE",
+        metavar="STREAMS",
         help="Output streams that go to a file in --log_dir as well as to the screen, there with the role and local rank before each line: "
         "1 stdout, 2 stderr, 3 both; or by local rank, such as 0:3,1:2.",
     )
     log_dir: str | None = option(
-        None, kind=str, env="ACCELERATE_LOG_DIR", metavar="DIR",
-        help="Folder for the files of --tee and for reports of failed ranks, one sub-folder for each start and rank. Left out, they are removed at the end.",
+        None,
+        kind=str,
+        env="ACCELERATE_LOG_DIR",
+        metavar="DIR",
+        help="Folder for the files of --tee and for reports of failed ranks, one sub-folder for each start and rank. "
+        "Left out, they are removed at the end.",
     )
-    role: str = option("default", kind=str, env="ACCELERATE_ROLE", metavar="NAME", help="Name of the processes' role: in ROLE_NAME, and before each line of --tee.")
+    role: str = option(
+        "default",
+        kind=str,
+        env="ACCELERATE_ROLE",
+        metavar="NAME",
+        help="Name of the processes' role: in ROLE_NAME, and before each line of --tee.",
+    )

@@ -52,7 +52,7 @@ class Resolution:
         return self.settings[name].source is not Source.DEFAULT
 
     def where(self, name: str) -> str:
-        """What set the option, and to what, for a message ("--num_processes 4", "ACCELERATE_NUM_PROCESSES=4", "num_processes: 4 in f.yaml, line 3")."""
+        """What set the option, and to what: "--num_processes 4", "ACCELERATE_NUM_PROCESSES=4", "num_processes: 4 in f.yaml, line 3"."""
         return self.settings[name].where
 
     def group(self, cls: type[G]) -> G:

@@ -15,19 +15,32 @@ class ResourceOptions(OptionGroup):
     title: ClassVar[str] = "resources"
 
     num_processes: int | None = option(
-        None, kind=int, minimum=1, env="ACCELERATE_NUM_PROCESSES", metavar="N",
+        None,
+        kind=int,
+        minimum=1,
+        env="ACCELERATE_NUM_PROCESSES",
+        metavar="N",
         help="Processes in total, over all machines. Left out: one for each visible GPU of every machine, or one for each machine where "
         "there is no GPU or --cpu is given.",
         question="How many processes in total will you use?",
     )
     num_machines: int = option(
-        1, kind=int, minimum=1, env="ACCELERATE_NUM_MACHINES", metavar="N",
+        1,
+        kind=int,
+        minimum=1,
+        env="ACCELERATE_NUM_MACHINES",
+        metavar="N",
         help="Machines that take part. The command is started once on each.",
         question="How many different machines will you use?",
     )
     num_cpu_threads_per_process: int | None = option(
-        None, kind=int, minimum=1, env="OMP_NUM_THREADS", exported=True, metavar="N",
-        help="CPU threads of each process. Left out, several processes share the physical cores of the machine evenly, and a single process "
-        "takes what torch takes.",
+        None,
+        kind=int,
+        minimum=1,
+        env="OMP_NUM_THREADS",
+        exported=True,
+        metavar="N",
+        help="CPU threads of each process. Left out, several processes share the physical cores of the machine evenly; a single one takes "
+        "what torch takes.",
         question="How many CPU threads should each process use?",
     )

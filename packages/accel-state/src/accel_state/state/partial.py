@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -176,7 +175,7 @@ class PartialState(ProcessControl, SharedState):
 
 def _meets_by_variables() -> bool:
     """Whether torch finds everything it needs in the environment (torchrun, or a user who set it)."""
-    return all(key in os.environ for key in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    return all(env.read_str(key) is not None for key in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
 
 
 def _meeting_place(environment: Environment) -> str:

@@ -1,0 +1,92 @@
+"""What the launcher costs: its import, its help, one process, two processes. Medians of runs taken in turns.
+
+    python benchmarks/bench_launch.py [--runs 7] [--reference PYTHON]
+
+PYTHON is an interpreter in which the reference is installed; its figures are then shown beside ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+PACKAGES = [Path(__file__).parents[1] / "packages" / name / "src" for name in ("accel-state", "accel-launch")]
+ACCEL = [sys.executable, "-m", "accel_launch"]
+
+
+def seconds(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> float:
+    """Wall-clock seconds of one run, which must succeed."""
+    begin = time.perf_counter()
+    subprocess.run(command, check=True, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120)
+    return time.perf_counter() - begin
+
+
+def measure(commands: Mapping[str, Sequence[str]], runs: int) -> dict[str, float]:
+    """The median seconds of each command. Taking turns, a machine that slows down slows all of them down."""
+    hidden = ("ACCELERATE_", "TORCHELASTIC_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environment["HF_HOME"] = name
+        (folder / "noop.py").write_text("")
+        for command in commands.values():
+            seconds(command, environment, folder)  # the first run also compiles to bytecode
+        times = {label: [] for label in commands}
+        for _ in range(runs):
+            for label, command in commands.items():
+                times[label].append(seconds(command, environment, folder))
+    return {label: statistics.median(values) for label, values in times.items()}
+
+
+def commands_of(reference: str | None) -> dict[str, list[str]]:
+    """Everything that is timed."""
+    commands = {
+        "python": [sys.executable, "-c", "pass"],
+        "import accel_launch": [sys.executable, "-c", "import accel_launch"],
+        "import torch": [sys.executable, "-c", "import torch"],
+        "accel --help": [*ACCEL, "--help"],
+        "accel launch --help": [*ACCEL, "launch", "--help"],
+        "python noop.py": [sys.executable, "noop.py"],
+        "accel launch, 1 process": [*ACCEL, "launch", "--cpu", "--num_processes", "1", "noop.py"],
+        "torchrun, 2 processes": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "noop.py"],
+        "accel launch, 2 processes": [*ACCEL, "launch", "--cpu", "--num_processes", "2", "noop.py"],
+    }
+    if reference:
+        cli = [reference, "-m", "accelerate.commands.accelerate_cli"]
+        commands["reference --help"] = [*cli, "--help"]
+        commands["reference launch, 1 process"] = [*cli, "launch", "--cpu", "--num_processes", "1", "noop.py"]
+        commands["reference launch, 2 processes"] = [*cli, "launch", "--cpu", "--num_processes", "2", "noop.py"]
+    return commands
+
+
+def main() -> None:
+    """Print the table and the verdicts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=7, help="timed runs of each command (default 7)")
+    parser.add_argument("--reference", help="an interpreter in which the reference is installed")
+    arguments = parser.parse_args()
+    took = measure(commands_of(arguments.reference), arguments.runs)
+    for label, value in took.items():
+        print(f"{label:<30} {value * 1000:8.0f} ms")
+    help_ratio = took["accel --help"] / took["import torch"]
+    added = took["accel launch, 1 process"] - took["python noop.py"]
+    against_torchrun = took["accel launch, 2 processes"] / took["torchrun, 2 processes"]
+    print(f"\nimport accel_launch adds {(took['import accel_launch'] - took['python']) * 1000:.0f} ms to python")
+    print(f"accel --help takes {help_ratio:.2f} of `import torch` (target: under 0.20)")
+    print(f"accel launch of one process adds {added * 1000:.0f} ms to `python noop.py` (target: under 250)")
+    print(f"accel launch of two processes takes {against_torchrun:.2f} of torchrun (target: at most 1, within noise)")
+    if arguments.reference:
+        print(f"accel --help takes {took['accel --help'] / took['reference --help']:.2f} of the reference's")
+
+
+if __name__ == "__main__":
+    main()

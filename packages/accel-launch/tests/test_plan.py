@@ -1,0 +1,200 @@
+"""What the launcher decides before it starts anything: devices, cores, counts, ports."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from accel_launch import plan as plan_module
+from accel_launch.accelerators.amd import Amd
+from accel_launch.accelerators.base import count_entries
+from accel_launch.accelerators.nvidia import Nvidia
+from accel_launch.accelerators.registry import ACCELERATORS, Visible
+from accel_launch.cpus import usable_cores
+from accel_launch.elastic.report import RankFailure, first_failure, shell_exit_code
+from accel_launch.plan import make_plan
+from accel_launch.ports import is_free
+from accel_state.errors import ConfigurationError
+from accel_state.options import ConfigFile, load_groups, resolve
+
+
+@pytest.fixture
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The device nodes of four NVIDIA GPUs, in a folder."""
+    dev = tmp_path / "dev"
+    dev.mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
+        (dev / name).touch()
+    nvidia = Nvidia(dev)
+    count = nvidia.count_visible
+    monkeypatch.setattr(
+        plan_module, "find_visible", lambda env: Visible(count(env), "CUDA_VISIBLE_DEVICES") if count(env) else Visible(0, None)
+    )
+    return nvidia
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plan_module, "find_visible", lambda env: Visible(0, None))
+
+
+def plan(tmp_path: Path, environ: dict[str, str] | None = None, config: str | None = None, **options: str):
+    script = tmp_path / "s.py"
+    script.touch()
+    file = tmp_path / "c.yaml"
+    if config is not None:
+        file.write_text(config)
+    settings = resolve(load_groups(), options, environ or {}, ConfigFile.read(file) if config is not None else None)
+    return make_plan(settings, str(script), ["a"], environ or {})
+
+
+class TestAccelerators:
+    @pytest.mark.parametrize(
+        ("limit", "count"),
+        [
+            ("0", 1),
+            ("0,1,2", 3),
+            ("3,1", 2),
+            ("0,9,1", 1),
+            ("-1", 0),
+            ("0,-1,1", 1),
+            ("NoDevFiles", 1),
+            ("GPU-8c1d,GPU-77aa", 2),
+            ("0,,1", 1),
+        ],
+    )
+    def test_entries_end_at_the_first_that_does_not_exist(self, limit, count) -> None:
+        assert count_entries(limit, 4) == count
+
+    def test_nvidia(self, four_gpus) -> None:
+        assert four_gpus.count_installed() == 4
+        assert four_gpus.count_visible({}) == 4
+        assert four_gpus.count_visible({"CUDA_VISIBLE_DEVICES": "2,3"}) == 2
+        assert four_gpus.count_visible({"CUDA_VISIBLE_DEVICES": ""}) == 0
+        assert four_gpus.count_visible({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+
+    @pytest.mark.parametrize(
+        ("program", "count"),
+        [
+            ("echo 'GPU 0: H100 (UUID: 1)'; echo 'GPU 1: H100 (UUID: 2)'; echo '  MIG 1g.10gb Device 0'", 2),
+            ("echo no driver; exit 9", 0),
+        ],
+    )
+    def test_nvidia_smi_is_asked_where_there_is_no_device_node(self, tmp_path, monkeypatch, program, count) -> None:
+        script = tmp_path / "nvidia-smi"
+        script.write_text(f"#!/bin/sh\n{program}\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        assert Nvidia(tmp_path / "no_dev").count_installed() == count
+
+    def test_amd(self, tmp_path) -> None:
+        for node, simd in enumerate((0, 304, 304)):
+            folder = tmp_path / str(node)
+            folder.mkdir()
+            (folder / "properties").write_text(f"cpu_cores_count {8 if not simd else 0}\nsimd_count {simd}\nmem_banks_count 1\n")
+        amd = Amd(tmp_path)
+        assert amd.count_visible({}) == 2
+        assert amd.count_visible({"HIP_VISIBLE_DEVICES": "1"}) == 1
+        assert amd.count_visible({"HIP_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "0"}) == 1
+        assert Amd(tmp_path / "none").count_visible({}) == 0
+
+    def test_every_registered_kind_can_be_asked_on_this_machine(self) -> None:
+        for name in ACCELERATORS:
+            kind = ACCELERATORS.load(name)()
+            assert kind.count_visible(os.environ) >= 0 and kind.count_visible({kind.visible_variables[0]: ""}) == 0
+
+
+class TestCores:
+    def test_hardware_threads_of_one_core_count_once(self, tmp_path) -> None:
+        for cpu in os.sched_getaffinity(0):
+            folder = tmp_path / f"cpu{cpu}" / "topology"
+            folder.mkdir(parents=True)
+            (folder / "thread_siblings_list").write_text("0-1\n")
+        assert usable_cores(tmp_path, tmp_path / "none") == 1
+        assert usable_cores(tmp_path / "none", tmp_path / "none") == len(os.sched_getaffinity(0))
+
+    @pytest.mark.parametrize(("quota", "cores"), [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None)])
+    def test_the_quota_of_a_container_counts(self, tmp_path, quota, cores) -> None:
+        (tmp_path / "cpu.max").write_text(quota)
+        expected = len(os.sched_getaffinity(0)) if cores is None else cores
+        assert usable_cores(tmp_path / "none", tmp_path / "cpu.max") == expected
+
+
+def test_ports() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert not is_free(port) and not is_free(port, "127.0.0.1")
+    assert is_free(port)
+    with pytest.raises(OSError, match="assign"):
+        is_free(port, "203.0.113.7")
+
+
+class TestCounts:
+    def test_one_process_without_a_gpu(self, tmp_path, no_gpu) -> None:
+        made = plan(tmp_path)
+        assert (made.num_processes, made.local_processes, dict(made.environment)) == (1, 1, {})
+        assert "starting 1 process (one for each machine on the CPU, no GPU is visible)" in made.notes[0]
+
+    def test_one_process_for_each_visible_gpu(self, tmp_path, four_gpus) -> None:
+        assert plan(tmp_path).num_processes == 4
+        assert plan(tmp_path, {"CUDA_VISIBLE_DEVICES": "1,2"}, multi_gpu="true").num_processes == 2
+        assert "starting 4 processes (one for each visible GPU)" in plan(tmp_path).notes[0]
+        machines = {"num_machines": "2", "machine_rank": "1", "main_process_ip": "host"}
+        made = plan(tmp_path, **machines)
+        assert (made.num_processes, made.local_processes) == (8, 4)
+
+    def test_cpu_wins_over_gpus(self, tmp_path, four_gpus) -> None:
+        made = plan(tmp_path, cpu="true", gpu_ids="0,1")
+        assert made.num_processes == 1 and dict(made.environment) == {"ACCELERATE_USE_CPU": "true"}
+
+    def test_gpu_ids(self, tmp_path, four_gpus) -> None:
+        made = plan(tmp_path, {"CUDA_VISIBLE_DEVICES": "0"}, gpu_ids="1, 3")
+        assert made.num_processes == 2 and made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+        assert made.full_environment({"CUDA_VISIBLE_DEVICES": "0", "X": "1"})["CUDA_VISIBLE_DEVICES"] == "1,3"
+        assert "CUDA_VISIBLE_DEVICES" not in plan(tmp_path, gpu_ids="all").environment
+        with pytest.raises(ConfigurationError, match=r"--gpu_ids 1,4: this machine has 4 GPU\(s\), with the ids 0 to 3"):
+            plan(tmp_path, gpu_ids="1,4")
+
+    def test_more_processes_than_gpus(self, tmp_path, four_gpus) -> None:
+        with pytest.raises(ConfigurationError, match="--multi_gpu: 5 processes .* need as many GPUs, and 4 .* --num_processes 4"):
+            plan(tmp_path, multi_gpu="true", num_processes="5")
+        assert plan(tmp_path, num_processes="5").num_processes == 5, "a script may run on the CPU of a machine with GPUs"
+
+    def test_threads(self, tmp_path, no_gpu) -> None:
+        assert plan(tmp_path, num_processes="64").environment == {"OMP_NUM_THREADS": "1"}
+        assert "OMP_NUM_THREADS" not in plan(tmp_path, num_processes="1").environment
+        assert plan(tmp_path, {"OMP_NUM_THREADS": "5"}, num_processes="2").environment == {"OMP_NUM_THREADS": "5"}
+        assert plan(tmp_path, {"OMP_NUM_THREADS": "5"}, num_processes="2", num_cpu_threads_per_process="3").environment == {
+            "OMP_NUM_THREADS": "3"
+        }
+
+
+class TestContradictions:
+    """The setting that is closer to the command line counts; two of the same kind are an error."""
+
+    def test_cpu_on_the_command_line_against_multi_gpu_elsewhere(self, tmp_path, four_gpus) -> None:
+        assert plan(tmp_path, config="multi_gpu: true", cpu="true").num_processes == 1
+        assert plan(tmp_path, {"ACCELERATE_MULTI_GPU": "1"}, cpu="true").num_processes == 1
+
+    def test_multi_gpu_on_the_command_line_against_cpu_elsewhere(self, tmp_path, four_gpus) -> None:
+        made = plan(tmp_path, {"ACCELERATE_USE_CPU": "true"}, multi_gpu="true")
+        assert made.num_processes == 4 and made.environment["ACCELERATE_USE_CPU"] == "false"
+
+    def test_both_in_one_file(self, tmp_path, four_gpus) -> None:
+        with pytest.raises(ConfigurationError, match=r"use_cpu: true in .*, line 1 and multi_gpu: true in .*, line 2 contradict"):
+            plan(tmp_path, config="use_cpu: true\nmulti_gpu: true\n")
+
+
+def test_the_first_failure_is_the_one_the_others_follow_from() -> None:
+    late, early = RankFailure(0, 0, 1, 1, time_ns=20), RankFailure(2, 2, 3, 1, time_ns=10)
+    ended = RankFailure(1, 1, 2, 143, "SIGTERM")
+    crashed = RankFailure(3, 3, 4, 139, "SIGSEGV")
+    assert first_failure([late, ended, early]) is early
+    assert first_failure([late, ended, early, crashed]) is crashed
+    assert first_failure([ended]) is ended
+    assert [shell_exit_code(code) for code in (0, 7, -9)] == [0, 7, 137]

@@ -1,0 +1,163 @@
+"""Collectives over real gloo worlds, against what the ranks' inputs say the result must be."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+from accel_state import PartialState
+from accel_state import operations as ops
+from accel_state.collectives.packing import SMALL_BYTES, ByteLayout
+from accel_state.testing import run_world
+
+Pair = namedtuple("Pair", "a b")
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.int8, torch.int64, torch.complex64]
+
+
+def make(rank: int) -> dict[str, Any]:
+    """A batch with everything that has ever gone wrong: scalars, empties, bools, bf16, non-contiguous, large and small."""
+    generator = torch.Generator().manual_seed(rank)
+    return {
+        "dtypes": [(torch.randn(3, generator=generator) * 3).to(d) for d in DTYPES],
+        "scalar": torch.tensor(float(rank)),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.randn(3, 5, generator=generator).t(),
+        "pair": Pair(torch.tensor([rank]), (torch.randn(2, 2, 2, generator=generator).requires_grad_(),)),
+        "large": torch.randn(SMALL_BYTES // 4 + 10, generator=generator),
+    }
+
+
+def check_all() -> None:
+    state = PartialState()
+    rank, world = state.process_index, state.num_processes
+    everyone = [make(r) for r in range(world)]
+    check_gather(rank, everyone)
+    check_broadcast(rank, world, everyone)
+    check_reduce(rank, world)
+    check_padding(rank, world)
+    check_objects(rank, world)
+    assert ops.copy_tensor_to_devices(torch.arange(3) + rank if rank == world - 1 else None).tolist() == [world - 1, world, world + 1]
+    assert ops.gather_tensor_shape(torch.ones(2, 5) if rank == 1 else None) == torch.Size([2, 5])
+
+
+def equal(left: Any, right: Any) -> bool:
+    lefts, rights = ops.nested.leaves(left), ops.nested.leaves(right)
+    return len(lefts) == len(rights) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(lefts, rights, strict=True))
+
+
+def check_gather(rank: int, everyone: list[Any]) -> None:
+    gathered = ops.gather(everyone[rank])
+    at_least_1d = [ops.recursively_apply(lambda t: t.detach().reshape(1) if t.ndim == 0 else t.detach(), data) for data in everyone]
+    assert equal(gathered, ops.concatenate(at_least_1d))
+    assert type(gathered["pair"]) is Pair and not gathered["pair"].b[0].requires_grad
+    try:
+        ops.gather({"a": "text"})
+    except TypeError as error:
+        assert "it met a str" in str(error)
+    else:
+        raise AssertionError("a string was gathered")
+
+
+def check_broadcast(rank: int, world: int, everyone: list[Any]) -> None:
+    mine = ops.recursively_apply(lambda t: t.detach().clone() if t.is_contiguous() else t.detach(), make(rank))
+    result = ops.broadcast(mine, from_process=world - 1)
+    assert result is mine and equal(mine, everyone[world - 1])
+    for wrong in (-1, world):
+        try:
+            ops.broadcast(mine, from_process=wrong)
+        except ValueError as error:
+            assert f"from_process={wrong}" in str(error)
+        else:
+            raise AssertionError("a rank that does not exist was accepted")
+
+
+def check_reduce(rank: int, world: int) -> None:
+    data = {"f": [torch.tensor([1.0, 2.0]) * (rank + 1), torch.tensor(float(rank))], "i": torch.tensor([rank, 2 * rank]), "b": torch.tensor([rank == 0, True])}
+    total = sum(range(1, world + 1))
+    mean = ops.reduce(data)
+    assert torch.allclose(mean["f"][0], torch.tensor([1.0, 2.0]) * total / world) and mean["i"].dtype == torch.float32
+    assert data["f"][0].tolist() == [rank + 1.0, 2.0 * (rank + 1)], "the input was changed"
+    summed = ops.reduce(data, "sum", scale=0.5)
+    assert summed["f"][0].tolist() == [total / 2, float(total)]
+    assert ops.reduce(data, "sum")["b"].tolist() == [1, world]
+    assert ops.reduce(data, "max")["i"].tolist() == [world - 1, 2 * (world - 1)] and ops.reduce(data, "min")["i"].tolist() == [0, 0]
+    assert ops.reduce(data, "none")["i"].tolist() == [rank, 2 * rank]
+    assert ops.reduce(torch.ones(3, dtype=torch.bfloat16), "sum").tolist() == [float(world)] * 3
+    large = torch.ones(SMALL_BYTES)
+    assert ops.reduce([large, large], "sum")[1].sum() == world * SMALL_BYTES
+
+
+def check_padding(rank: int, world: int) -> None:
+    data = [torch.full((rank + 1, 2), rank + 1), torch.full((3,), rank), torch.tensor(rank)]
+    padded = ops.pad_across_processes(data, pad_index=-1)
+    assert padded[0].shape == (world, 2) and (padded[0][: rank + 1] == rank + 1).all() and (padded[0][rank + 1 :] == -1).all()
+    assert padded[1].shape == (3,) and padded[2].item() == rank
+    first = ops.pad_across_processes(torch.ones(2, rank + 1), dim=-1, pad_first=True)
+    assert first.shape == (2, world) and first[0].tolist() == [0.0] * (world - rank - 1) + [1.0] * (rank + 1)
+    with pytest.warns(ops.CannotPadNestedTensorWarning):
+        ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        assert ops.pad_across_processes(ragged) is ragged
+
+
+def check_objects(rank: int, world: int) -> None:
+    assert ops.gather_object([f"r{rank}"] * (rank + 1)) == [f"r{r}" for r in range(world) for _ in range(r + 1)]
+    assert ops.gather_object({"rank": rank}) == [{"rank": r} for r in range(world)]
+    assert ops.gather_object([]) == []
+    objects = [rank, "x" * rank]
+    assert ops.broadcast_object_list(objects, 1) is objects and objects == [1, "x"]
+    state = PartialState()
+    assert state.collectives.scatter_object([f"for {r}" for r in range(world)] if rank == 0 else None) == f"for {rank}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_collectives(world: int) -> None:
+    run_world(check_all, world)
+
+
+def test_a_single_process_is_a_world_of_one() -> None:
+    data = make(0)
+    assert ops.gather(data) is data
+    assert ops.gather_object(["a"]) == ["a"] and ops.gather_object({"a": 1}) == [{"a": 1}]
+    assert ops.reduce(torch.tensor([2.0]), "mean", scale=3).tolist() == [6.0]
+    with pytest.raises(ValueError, match=r"reduction='median' is not one of"):
+        ops.reduce(torch.ones(1), "median")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="None on every rank"):
+        ops.copy_tensor_to_devices(None)
+    collectives = PartialState().collectives
+    assert (collectives.rank, collectives.world_size) == (0, 1)
+    assert collectives.scatter_object(["mine"]) == "mine" and collectives.broadcast_object(3) == 3
+    with pytest.raises(ValueError, match="one object a rank"):
+        collectives.scatter_object(["a", "b"])
+
+
+def test_layout_is_aligned_and_reversible() -> None:
+    tensors = [torch.ones(3, dtype=torch.bool), torch.randn(5, dtype=torch.float64), torch.randn(2, 2).bfloat16(), torch.tensor(1 + 2j)]
+    layout = ByteLayout(tensors)
+    assert all(start % 16 == 0 for start, _ in layout.spans)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, layout.unpack(layout.pack(tensors), tensors), strict=True))
+
+
+def count_messages() -> tuple[int, int]:
+    """How many collectives a nested batch costs, counted by torch's own record of the process group."""
+    import torch.distributed as dist
+
+    from accel_state.collectives import torch as over_torch
+
+    calls = []
+    original = over_torch._all_gather_flat
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    over_torch._all_gather_flat = counting
+    ops.gather({f"k{i}": torch.ones(4).to(DTYPES[i % len(DTYPES)]) for i in range(40)})
+    assert dist.is_initialized()
+    return len(calls), PartialState().num_processes
+
+
+def test_many_small_tensors_travel_in_one_message() -> None:
+    assert run_world(count_messages, 2) == [(1, 2), (1, 2)]

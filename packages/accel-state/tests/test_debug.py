@@ -1,0 +1,99 @@
+"""Debug mode, and what is said when a collective does not complete."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from accel_state import CollectiveTimeoutError, DistributedOperationException, PartialState
+from accel_state import operations as ops
+from accel_state.testing import run_world
+
+DEBUG = {"ACCELERATE_DEBUG_MODE": "1"}
+
+
+def refused(function: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except DistributedOperationException as error:
+        return str(error)
+    raise AssertionError("the mismatch was not noticed")
+
+
+def mismatches() -> dict[str, str]:
+    rank = PartialState().process_index
+    found = {
+        "shape": refused(ops.gather, torch.zeros(1, 5 if rank == 0 else 6)),
+        "dtype": refused(ops.reduce, torch.zeros(2, dtype=torch.float32 if rank == 0 else torch.float64)),
+        "structure": refused(ops.broadcast, {"a": torch.zeros(1)} if rank == 0 else [torch.zeros(1)]),
+        "operation": refused(ops.gather if rank == 0 else ops.reduce, torch.zeros(2)),
+    }
+    agreeing = ops.gather({"a": torch.ones(2), "b": [torch.tensor(rank)]})
+    assert agreeing["b"][0].tolist() == list(range(PartialState().num_processes))
+    assert ops.pad_across_processes(torch.ones(rank + 1)).shape == (PartialState().num_processes,)
+    return found
+
+
+def test_mismatches_raise_on_every_rank_with_every_shape() -> None:
+    start = time.monotonic()
+    results = run_world(mismatches, 2, env=DEBUG)
+    assert time.monotonic() - start < 20
+    for found in results:
+        assert "Operation: `accel_state.operations.distributed.gather`" in found["shape"]
+        assert "- Process 0: [1, 5]" in found["shape"] and "- Process 1: [1, 6]" in found["shape"]
+        assert "float32[2]" in found["dtype"] and "float64[2]" in found["dtype"]
+        assert "Process 0: {'a': [1]}" in found["structure"] and "Process 1: [[1]]" in found["structure"]
+        assert "Process 0: `accel_state.operations.distributed.gather`" in found["operation"]
+        assert "Process 1: `accel_state.operations.distributed.reduce`" in found["operation"]
+
+
+def with_short_timeout() -> PartialState:
+    return PartialState(cpu=True, timeout=timedelta(seconds=3))
+
+
+def arrive_alone() -> str:
+    state = with_short_timeout()
+    if state.process_index == 1:
+        time.sleep(6)
+        return "late"
+    try:
+        ops.gather(torch.ones(1))
+    except CollectiveTimeoutError as error:
+        return str(error)
+    raise AssertionError("the collective completed without rank 1")
+
+
+def test_a_timeout_names_who_arrived_and_who_did_not() -> None:
+    messages = run_world(arrive_alone, 3, state=False, timeout=60)
+    assert messages[1] == "late"
+    for rank in (0, 2):
+        text = messages[rank]
+        assert f"all_gather did not complete on rank {rank} of 3" in text
+        assert "rank 1 did not arrive" in text and "keeps rank 1 from this line" in text
+        for arrived in (0, 2):
+            assert f"rank {arrived} waits in all_gather at" in text
+        assert "test_debug.py:" in text and "in arrive_alone" in text
+
+
+def wait_apart() -> str:
+    state = with_short_timeout()
+    try:
+        if state.process_index == 0:
+            state.wait_for_everyone()
+            ops.gather(torch.ones(1))
+        else:
+            ops.gather_object(["x" * 100])
+            state.wait_for_everyone()
+    except (CollectiveTimeoutError, DistributedOperationException) as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_wait_at_different_lines_are_told_so() -> None:
+    messages = run_world(wait_apart, 2, state=False, timeout=60)
+    assert any("wait at different lines" in text for text in messages), messages
+    told = next(text for text in messages if "wait at different lines" in text)
+    assert "in wait_apart" in told

@@ -1,0 +1,95 @@
+"""Which optional packages are installed: agreed with pip's own record, without importing them."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accel_state import imports
+
+CHECKS: dict[str, Callable[[], bool]] = {
+    name: check for name, check in vars(imports).items() if name.startswith("is_") and name != "is_package_available"
+}
+# What a name stands for where it is not the module's own.
+MODULES = {
+    "is_tensorboard_available": ("tensorboard", "tensorboardX"),
+    "is_lomo_available": ("lomo_optim",),
+    "is_ipex_available": ("intel_extension_for_pytorch",),
+    "is_torchdata_stateful_dataloader_available": ("torchdata",),
+    "is_bnb_available": ("bitsandbytes",),
+    "is_8bit_bnb_available": ("bitsandbytes",),
+    "is_4bit_bnb_available": ("bitsandbytes",),
+    "is_bitsandbytes_multi_backend_available": ("bitsandbytes",),
+    "is_megatron_lm_available": ("megatron",),
+    "is_fp8_available": ("torchao", "transformer_engine", "msamp"),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_every_check_agrees_with_the_import_system(name):
+    modules = MODULES.get(name, (name.removeprefix("is_").removesuffix("_available"),))
+    found = CHECKS[name]()
+    assert isinstance(found, bool)
+    assert found == any(importlib.util.find_spec(module) is not None for module in modules)
+    assert inspect.getdoc(CHECKS[name])
+
+
+def test_no_check_imports_what_it_looks_for():
+    code = """
+        import sys
+        from accel_state import imports
+        for name in [name for name in vars(imports) if name.startswith("is_") and name != "is_package_available"]:
+            # This one says in its docstring that it imports; it has no other way to know.
+            if name != "is_bitsandbytes_multi_backend_available":
+                vars(imports)[name]()
+        loaded = {"torch", "transformers", "pandas", "datasets", "wandb", "pytest", "numpy", "bitsandbytes"} & set(sys.modules)
+        # The parent of a dotted name is imported, where it is installed.
+        assert loaded <= ({"torch", "numpy"} if "torchdata" in sys.modules else set()), loaded
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, env=environment)
+
+
+def test_installed_and_not():
+    assert imports.is_numpy_available()
+    assert imports.is_numpy_available("1.25.0")
+    assert not imports.is_numpy_available("999")
+    assert imports.is_pytest_available()
+    assert not imports.is_package_available("no_such_package")
+    assert not imports.is_package_available("no_such_package.inner")
+    assert not imports.is_package_available("pytest.no_such_module")
+
+
+def test_a_folder_is_not_a_package(tmp_path, monkeypatch):
+    # wandb and mlflow write their runs into folders of these names.
+    (tmp_path / "tracker_runs" / "run-1").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.util.find_spec("tracker_runs") is not None
+    assert not imports.is_package_available("tracker_runs")
+
+
+def write_package(folder: Path, version: str | None) -> None:
+    (folder / "gadget").mkdir()
+    (folder / "gadget" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    if version is not None:
+        info = folder / "gadget-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: gadget\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "minimum", "expected"),
+    [("1.5", None, True), ("1.5", "1.5", True), ("1.5", "1.10", False), ("2.0rc1", "2.0", False), (None, None, True), (None, "1.0", False)],
+)
+def test_versions(tmp_path, monkeypatch, version, minimum, expected):
+    write_package(tmp_path, version)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert imports.is_package_available("gadget", min_version=minimum) is expected

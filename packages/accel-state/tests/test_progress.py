@@ -1,0 +1,58 @@
+"""The progress bar is shown once a node."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from accel_state.context import isolated
+from accel_state.errors import ConfigurationError
+from accel_state.progress import tqdm
+from accel_state.testing import run_world
+
+
+def bars() -> list[tuple[list[int], bool]]:
+    shown = []
+    for options in ({}, {"main_process_only": False}, {"disable": True}):
+        stream = io.StringIO()
+        bar = tqdm(range(3), file=stream, **options)
+        shown.append((list(bar), "3/3" in stream.getvalue()))
+    return shown
+
+
+def test_only_the_main_process_shows_a_bar():
+    main, other = run_world(bars, 2)
+    assert main == [([0, 1, 2], True), ([0, 1, 2], True), ([0, 1, 2], False)]
+    assert other == [([0, 1, 2], False), ([0, 1, 2], True), ([0, 1, 2], False)]
+
+
+def test_one_process():
+    with isolated():
+        assert bars()[0] == ([0, 1, 2], True)
+
+
+def test_the_old_first_argument_is_refused():
+    with pytest.raises(ConfigurationError, match="main_process_only by its name"):
+        tqdm(True, range(3))
+
+
+def test_without_tqdm_the_command_is_named():
+    code = """
+        import sys
+        sys.modules["tqdm"] = None
+        from accel_state.errors import MissingDependencyError
+        from accel_state.progress import tqdm
+        try:
+            tqdm(range(3))
+        except MissingDependencyError as error:
+            assert "pip install 'tqdm'" in str(error), error
+        else:
+            raise SystemExit("no error")
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, env=environment)

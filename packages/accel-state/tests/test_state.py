@@ -1,0 +1,197 @@
+"""The shared states and what follows from a rank."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from accel_state import AcceleratorState, ConfigurationError, DistributedType, GradientAccumulationPlugin, GradientState, PartialState, context
+from accel_state.env import patch_environment
+from accel_state.state import do_nothing, is_initialized
+from accel_state.testing import run_world
+
+
+@pytest.fixture(autouse=True)
+def fresh_states() -> Any:
+    with context.isolated():
+        yield
+
+
+def test_instances_share_their_attributes() -> None:
+    assert not is_initialized()
+    first = PartialState(cpu=True)
+    assert is_initialized() and PartialState._shared_state
+    assert PartialState().__dict__ is first.__dict__ and PartialState().device == torch.device("cpu")
+    assert (first.num_processes, first.process_index, first.local_process_index) == (1, 0, 0)
+    assert first.distributed_type == DistributedType.NO == "NO" and first.backend is None and not first.use_distributed
+    assert first.is_main_process and first.is_local_main_process and first.is_last_process
+    assert "Num processes: 1" in repr(first)
+    PartialState._reset_state()
+    assert not is_initialized()
+
+
+def test_an_isolated_context_leaves_the_outer_one_alone() -> None:
+    outer = PartialState(cpu=True)
+    with context.isolated():
+        assert not is_initialized()
+        GradientState()._set_sync_gradients(False)
+    assert is_initialized() and GradientState().sync_gradients and outer.initialized
+
+
+def test_a_failed_start_leaves_no_half_state() -> None:
+    with patch_environment(RANK="0", WORLD_SIZE="two"), pytest.raises(ConfigurationError, match="two"):
+        PartialState(cpu=True)
+    assert not is_initialized()
+
+
+def test_precision_comes_from_the_argument_then_the_environment() -> None:
+    with patch_environment(ACCELERATE_MIXED_PRECISION="bf16"):
+        assert AcceleratorState(cpu=True).mixed_precision == "bf16"
+        AcceleratorState._reset_state()
+        assert AcceleratorState(mixed_precision="FP16", cpu=True).mixed_precision == "fp16"
+    with pytest.raises(ConfigurationError, match=r"mixed_precision='no' was asked for.*'fp16' is in use"):
+        AcceleratorState(mixed_precision="no")
+    assert AcceleratorState(mixed_precision="fp16").mixed_precision == "fp16"
+    AcceleratorState._reset_state()
+    with pytest.raises(ConfigurationError, match=r"'fp61' is not a PrecisionType. Allowed: no, fp8, fp16, bf16"):
+        AcceleratorState(mixed_precision="fp61", cpu=True)
+
+
+def test_debug_mode_comes_from_the_environment() -> None:
+    with patch_environment(ACCELERATE_DEBUG_MODE="yes"):
+        assert PartialState(cpu=True).debug
+
+
+class Loader:
+    """As much of a loader as the gradient state looks at."""
+
+    def __init__(self, end: bool = False, remainder: int = -1) -> None:
+        self.end_of_dataloader = end
+        self.remainder = remainder
+
+
+def test_the_loader_of_the_latest_batch_is_the_active_one() -> None:
+    state = GradientState(GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False))
+    assert (state.num_steps, state.sync_with_dataloader, state.adjust_scheduler, state.sync_each_batch) == (3, False, True, False)
+    assert not state.in_dataloader and not state.end_of_dataloader and state.remainder == -1
+    train, evaluation = Loader(), Loader(end=True, remainder=5)
+    state._add_dataloader(train)
+    state._activate(train)
+    state._add_dataloader(evaluation)
+    assert state.active_dataloader is evaluation and state.end_of_dataloader and state.remainder == 5
+    state._activate(train)  # interleaved: the batch now worked on is a training batch
+    assert state.active_dataloader is train and not state.end_of_dataloader
+    assert state.dataloader_references == [None, evaluation, train]
+    state._remove_dataloader(train)
+    assert state.active_dataloader is evaluation
+    del evaluation
+    gc.collect()
+    assert state.active_dataloader is None and state.dataloader_references == [None]
+
+
+def test_accumulation_settings_are_checked() -> None:
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(ConfigurationError, match="not a positive integer"):
+            GradientAccumulationPlugin(num_steps=wrong)  # type: ignore[arg-type]
+
+
+def where_am_i() -> tuple[Any, ...]:
+    state = PartialState()
+    ran = []
+    state.on_main_process(lambda: ran.append("main"))()
+    state.on_last_process(lambda: ran.append("last"))()
+    state.on_local_main_process(lambda: ran.append("local main"))()
+
+    @state.on_process(process_index=1)
+    def documented() -> str:
+        """Doc."""
+        return "one"
+
+    @state.on_local_process(local_process_index=0)
+    def local() -> str:
+        return "zero"
+
+    assert documented.__doc__ == "Doc."
+    for wrong in (None, 7):
+        with pytest.raises(ValueError, match=f"process_index={wrong}"):
+            state.on_process(print, process_index=wrong)
+    return ran, documented(), local(), state.process_index, state.distributed_type, state.backend, AcceleratorState().num_processes
+
+
+def test_functions_run_on_the_chosen_process_only() -> None:
+    assert run_world(where_am_i, 2) == [
+        (["main", "local main"], None, "zero", 0, DistributedType.MULTI_CPU, "gloo", 2),
+        (["last"], "one", None, 1, DistributedType.MULTI_CPU, "gloo", 2),
+    ]
+    assert do_nothing(1, a=2) is None
+
+
+def go_in_order() -> tuple[float, float, bool]:
+    state = PartialState()
+    with state.main_process_first():
+        if state.is_main_process:
+            time.sleep(0.5)
+        inside = time.monotonic()
+    failed = False
+    try:
+        with state.main_process_first():
+            if state.is_main_process:
+                raise KeyError("on the main process")
+    except KeyError:
+        failed = True
+    state.wait_for_everyone()
+    return inside, time.monotonic(), failed
+
+
+def test_the_main_process_goes_first_and_never_leaves_the_others_waiting() -> None:
+    (main, _, failed), (other, _, _) = run_world(go_in_order, 2, timeout=30)
+    assert other >= main and failed
+
+
+def adopt_a_group() -> tuple[int, int, str | None]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    state = PartialState(cpu=True)
+    state.wait_for_everyone()
+    return state.process_index, state.num_processes, state.backend
+
+
+def test_a_process_group_that_runs_already_is_used() -> None:
+    assert run_world(adopt_a_group, 2, state=False) == [(0, 2, "gloo"), (1, 2, "gloo")]
+
+
+def test_processes_print_once_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    PartialState(cpu=True).print("hello", end="!")
+    assert capsys.readouterr().out == "hello!"
+
+
+def test_a_script_that_just_ends_ends_well() -> None:
+    """gloo's threads race with the end of the interpreter; about one such run in five aborted when nothing closed the group."""
+    from accel_state.net import get_free_port
+
+    script = textwrap.dedent("""
+        import torch
+        from accel_state import PartialState
+        state = PartialState(cpu=True)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
+        for _ in range(3):
+            model(torch.ones(2, 10)).sum().backward()
+    """)
+    import os
+
+    for _ in range(3):
+        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port()), "OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)}, stderr=subprocess.PIPE, text=True)
+            for r in range(2)
+        ]
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], errors
