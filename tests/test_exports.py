@@ -16,13 +16,13 @@ UPDATE = "python tests/test_exports.py"
 
 
 def _modules() -> list[str]:
-    """Every package, and every public folder or module in it that declares what it exports."""
+    """Every package, and every public module in it that declares in a stub what it exports."""
     names = []
     for project in projects():
         for file in sources(project):
             name = module_name(project, file)
             is_public = not any(part.startswith("_") for part in name.split("."))
-            if name == import_name(project) or (is_public and file.name == "__init__.py" and file.with_suffix(".pyi").exists()):
+            if name == import_name(project) or (is_public and file.with_suffix(".pyi").exists()):
                 names.append(name)
     return sorted(names)
 

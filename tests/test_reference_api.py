@@ -145,4 +145,4 @@ def test_the_check_sees_a_difference() -> None:
     assert _differences(lambda *a, **k: None, [["*args"], ["**kwargs"]]) == []
     assert _differences(function, [["first"], ["other"]]) == ["no parameter other"]
     assert _differences(function, [["second", 2]])[-1] == "first: required, and not a parameter of the reference"
-    assert _differences(function, [["first"], ["second", 2], ["third", 1]]) == ["third: the default is True, of the reference 1"]
+    assert "third: the default is True, of the reference 1" in _differences(function, [["first"], ["second", 2], ["third", 1]])

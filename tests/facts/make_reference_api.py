@@ -43,7 +43,6 @@ LATER_MODULES = {
     "accelerate.big_modeling": BIG_MODEL,
     "accelerate.hooks": BIG_MODEL,
     "accelerate.tracking": TRACK,
-    "accelerate.launchers": LAUNCHER,
     "accelerate.inference": PIPELINE,
     "accelerate.checkpointing": CHECKPOINT,
     "accelerate.parallelism_config": PARALLEL,
@@ -59,11 +58,10 @@ LATER = {
         load_checkpoint_and_dispatch load_checkpoint_in_model align_module_device check_tied_parameters_in_config
         check_tied_parameters_on_same_device compute_module_sizes get_max_layer_size get_max_memory get_module_children_bottom_up
         has_offloaded_params load_offloaded_weight load_offloaded_weights offload_weight save_offload_index load_state_dict
-        is_peft_model Accelerator.verify_device_map
+        is_peft_model
         """,
     CHECKPOINT: """
-        Accelerator.load_state Accelerator.save_state Accelerator.save_iteration Accelerator.register_load_state_pre_hook
-        Accelerator.register_save_state_pre_hook
+        Accelerator.load_state Accelerator.save_state Accelerator.register_load_state_pre_hook Accelerator.register_save_state_pre_hook
         """,
     DEEPSPEED: """
         DeepSpeedPlugin Accelerator.deepspeed_plugin Accelerator.deepspeed_ulysses_dl_adapter AcceleratorState.deepspeed_plugin
@@ -82,8 +80,8 @@ LATER = {
         torchao_required
         """,
     LAUNCHER: """
-        debug_launcher notebook_launcher prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu
-        write_basic_config install_xla AcceleratorState.fork_launched
+        prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu write_basic_config install_xla
+        PrepareForLaunch test_launch
         """,
     MEGATRON: """
         AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMPlugin
@@ -110,6 +108,7 @@ HOMES = {
         """,
     "accelerate.optimizer": "AcceleratedOptimizer move_to_device patch_optimizer_step",
     "accelerate.scheduler": "AcceleratedScheduler",
+    "accelerate.launchers": "PrepareForLaunch get_current_device_type get_gpu_info test_launch",
     "accelerate.logging": "MultiProcessAdapter get_logger",
     "accelerate.local_sgd": "LocalSGD",
 }
@@ -118,8 +117,8 @@ MOVED = {"get_logger": "accel.logging"}
 
 # Names that a module of a later version lists first, and that are in this one.
 NOW = """
-    PrecisionType are_libraries_initialized clear_device_cache convert_bytes copy_tensor_to_devices find_device ignorant_find_batch_size
-    listify load pad_input_tensors patch_environment save str_to_bool
+    clear_device_cache convert_bytes copy_tensor_to_devices find_device ignorant_find_batch_size listify load pad_input_tensors save
+    str_to_bool
     """
 
 # The value cannot be written down (a factory, a marker object) or is the reference's private business: only the name is kept.
@@ -161,7 +160,7 @@ def _home(section: str, name: str) -> str:
         return MOVED[name]
     if (_is_now(name) and section in LATER_MODULES) or (section in HOMES and name not in HOMES[section].split()):
         return "accel.utils"
-    return re.sub(r"^accelerate(\.utils\..*)?", lambda found: "accel.utils" if found[1] else "accel", section)
+    return section.replace("accelerate", "accel", 1)
 
 
 def _sections(text: str) -> dict[str, dict[str, Any]]:

@@ -67,9 +67,7 @@ def test_another_number_of_ranks_continues_without_loss_or_repetition(
 ) -> None:
     before = ShardPlan(length, size, world)
     steps = min(steps, before.steps(0))
-    handed_out = [
-        p for s in range(steps) for r in range(world) for p in positions(before, r, s)[: before.real_samples(r, s)]
-    ]
+    handed_out = [p for s in range(steps) for r in range(world) for p in positions(before, r, s)[: before.real_samples(r, s)]]
     after = ShardPlan(length, new_size, new_world, start=before.position_after(steps))
     rest = [p for s in range(after.steps(0)) for r in range(new_world) for p in positions(after, r, s)[: after.real_samples(r, s)]]
     assert handed_out + rest == list(range(length))

@@ -39,9 +39,15 @@ dist.destroy_process_group()
 """
 
 
+RANKS = """
+import os
+print(os.environ["GROUP_RANK"], os.environ["RANK"], os.environ["LOCAL_RANK"], float(os.environ["WORLD_SIZE"]) + 1)
+"""
+
+
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_two_machines_form_one_world(shell, started, backend) -> None:
-    shell.write("s.py", SUM)
+    shell.write("s.py", SUM if backend == "static" else RANKS)
     # gloo listens on the address of the host's name, which need not be resolvable in a container.
     shell.env["GLOO_SOCKET_IFNAME"] = "lo"
     machines = start_machines(shell, started, "s.py", "--rdzv_backend", backend, "--rdzv_conf", "timeout=60", ranks=backend == "static")

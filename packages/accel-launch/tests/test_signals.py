@@ -7,16 +7,14 @@ import signal
 import time
 
 import psutil
-import pytest
 
 IGNORE = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_everything(sleepers, ended, number) -> None:
+def test_a_signal_ends_everything(sleepers, ended) -> None:
     launcher, pids = sleepers()
-    launcher.send_signal(number)
-    assert launcher.wait(20) == 128 + number
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(20) == 130
     ended(pids)
 
 

@@ -442,7 +442,7 @@ def plain_local_sgd(steps: int, world: int) -> torch.Tensor:
         if (step + 1) % steps == 0 or step == 3:
             mean = torch.stack([weights(m) for m in models]).mean(0)
             for model in models:
-                nn.utils.vector_to_parameters(mean, model.parameters())
+                nn.utils.vector_to_parameters(mean.clone(), model.parameters())
     return weights(models[0])
 
 

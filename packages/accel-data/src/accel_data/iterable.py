@@ -107,18 +107,23 @@ class IterableDatasetShard(IterableDataset[Any]):
         return plan.full_steps * plan.batch_size + plan.real_samples(self.process_index, plan.full_steps)
 
     def __iter__(self) -> Iterator[Any]:
+        # Not a generator itself: the data set's own __iter__, and a skip, run when the loader begins and not with its first batch.
         skip, self._skip_samples = self._skip_samples, 0
-        # Not a generator itself: the data set's own __iter__ runs when the loader begins, as it does without a shard.
-        return self._share(iter(self.dataset), skip)
+        samples = iter(self.dataset)
+        return self._share(samples) if skip == 0 else self._share_from(samples, skip)
 
-    def _share(self, samples: Iterator[Any], skip: int) -> Iterator[Any]:
+    def _share_from(self, samples: Iterator[Any], skip: int) -> Iterator[Any]:
+        """The share of what follows the first ``skip`` samples, which are read here: a stream cannot be entered in the middle."""
+        head = list(islice(samples, self.step_size))
+        for _ in islice(samples, max(0, skip - len(head))):
+            pass
+        return self._share(chain(head[skip:], samples), head)
+
+    def _share(self, samples: Iterator[Any], head: list[Any] | None = None) -> Iterator[Any]:
         size, first = self.step_size, self.process_index * self.local_batch_size
         last = first + self.local_batch_size
-        head = list(islice(samples, size))
-        rest = chain(head[skip:], samples)
-        for _ in islice(rest, max(0, skip - len(head))):
-            pass  # read and dropped: an iterable data set has no other way to get there
-        while chunk := list(islice(rest, size)):
+        while chunk := list(islice(samples, size)):
+            head = chunk if head is None else head
             if len(chunk) == size:
                 yield from chunk[first:last]
             elif not self.drop_last and self.even_batches:
@@ -160,10 +165,7 @@ class StatefulIterableDatasetShard(IterableDatasetShard):
         # The last step is completed from the start of the stream, which the data set will not come by again.
         head = list(islice(iter(self.dataset), self.step_size))
         self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
-        return self._continue(head, iter(self.dataset))
-
-    def _continue(self, head: list[Any], samples: Iterator[Any]) -> Iterator[Any]:
-        return self._share(chain(head, samples), len(head))
+        return self._share(iter(self.dataset), head)
 
 
 class CountedBatch:
@@ -209,6 +211,11 @@ class CountingCollate:
             return CountedBatch(self.collate_fn(marked.sample), None if marked.is_real else 0, -1)
         real = sum(sample.is_real for sample in samples)
         return CountedBatch(self.collate_fn([sample.sample for sample in samples]), real, marked.tail)
+
+
+def wants_epoch(dataset: Any) -> bool:
+    """Whether a data set is to be told the epoch."""
+    return hasattr(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset, "set_epoch")
 
 
 def can_shard_at_source(dataset: Any, num_processes: int) -> bool:

@@ -20,7 +20,7 @@ from accel_state.state import GradientState, PartialState
 from .adapter import DataLoaderAdapter, loader_settings
 from .batch_shard import BatchSamplerShard, EpochStart, ItemShard, ShardedStream
 from .epochs import EpochClock, Iteration, ResumePoint
-from .iterable import IterableDatasetShard
+from .iterable import IterableDatasetShard, wants_epoch
 from .layout import LoaderLayout
 from .randomness import GlobalRandomState, broadcast_generator, preserved_random_state
 from .samplers import get_sampler
@@ -128,8 +128,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        if wants_epoch(self.dataset):
+            self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
+            if self.num_workers > 0 and self.persistent_workers:
+                # Workers that live on have a copy of the data set from when they were started, and would never see the epoch.
+                self.base_dataloader._iterator = None
 
     def get_sampler(self) -> Any:
         """The sampler that decides on the order of the samples; None for an iterable data set."""
@@ -256,7 +259,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             point.order = {"generator": order_generator.get_state()}
 
     def _keeps_workers(self) -> bool:
-        return self.num_workers > 0 and self.persistent_workers and self._clock.current is not None
+        kept = self.num_workers > 0 and self.persistent_workers and not wants_epoch(self.dataset)
+        return kept and self._clock.current is not None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue in the next iteration where the state was saved: same order, same position, then the epochs after it.

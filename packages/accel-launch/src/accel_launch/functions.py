@@ -190,9 +190,11 @@ def _run(
     line_prefix: str | None = None,
     run_id: str | None = None,
 ) -> None:
+    from .elastic.checks import check_rendezvous
     from .elastic.report import describe
     from .elastic.run import Job, run_job
 
+    check_rendezvous(rendezvous, num_nodes)
     start_method = "fork" if sys.platform.startswith("linux") else "spawn"
     job = Job(
         entrypoint=Rank(function, start_method == "fork"),

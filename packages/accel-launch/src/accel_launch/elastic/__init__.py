@@ -1,1 +1,1 @@
-"""Several processes over torch's elastic agent. Importing these modules imports torch, except worker and report."""
+"""Several processes over torch's elastic agent. Importing run, agent, rendezvous or signals imports torch; the others do not."""

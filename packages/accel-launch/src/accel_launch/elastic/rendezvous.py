@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import uuid
 from collections.abc import Mapping
@@ -13,28 +12,21 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 
-from ..ports import is_free, is_local, wait_for_server
+from ..ports import is_local, wait_for_server
+from .checks import DEFAULT_PORT, LOOPBACK
 
-DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT_SECONDS = 900
-LOOPBACK = "127.0.0.1"
 
 
 def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str | None = None) -> RendezvousParameters:
     """The rendezvous of a launch.
 
     On one machine without an asked-for port the agent itself picks a free one, with nothing in between that could take it.
-
-    Raises:
-        ConfigurationError: an asked-for port is in use, or the address of the main machine is not known.
     """
     if num_machines == 1 and not options.main_process_port:
         return _parameters("c10d", "localhost:0", uuid.uuid4().hex, 1, options, LOOPBACK)
     host = options.main_process_ip or LOOPBACK
     port = options.main_process_port or DEFAULT_PORT
-    _check_host(host)
-    if options.machine_rank == 0 and (num_machines == 1 or options.rdzv_backend == "static"):
-        _check_port(port)
     # Machines must agree on the id; a single one takes a fresh id, so that it never joins somebody else's run.
     run_id = run_id or (uuid.uuid4().hex if num_machines == 1 else "none")
     endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -99,20 +91,3 @@ def _parameters(
 def parse_settings(text: str) -> Mapping[str, str]:
     """``timeout=600,join_timeout=300`` as a mapping."""
     return {key.strip(): value.strip() for key, _, value in (entry.partition("=") for entry in text.split(",") if entry)}
-
-
-def _check_host(host: str) -> None:
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as error:
-        raise ConfigurationError(
-            f"--main_process_ip {host!r} is not a known host: {error}. Give the IP address of the machine of rank 0."
-        ) from None
-
-
-def _check_port(port: int) -> None:
-    if not is_free(port):
-        raise ConfigurationError(
-            f"--main_process_port {port}: the port is in use on this machine, or not yours to use. Give another one; on a single machine, "
-            "leave it out or give 0 for any free port."
-        )

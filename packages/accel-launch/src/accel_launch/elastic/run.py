@@ -181,10 +181,6 @@ def _rendezvous_message(parameters: RendezvousParameters, started: bool, error: 
 def _log_folder(asked: str | None) -> Iterator[str]:
     """The folder for logs and reports; a temporary one is removed at the end."""
     if asked is not None:
-        try:
-            os.makedirs(asked, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(f"--log_dir {asked!r} cannot be made: {error.strerror}.") from None
         yield asked
         return
     folder = tempfile.mkdtemp(prefix="accel_launch_")

@@ -7,6 +7,7 @@ from pathlib import Path
 from accel_state.env import patch_environment
 from accel_state.errors import require
 
+from ..elastic.checks import check_rendezvous
 from ..interpreter import python_command
 from ..plan import Plan
 from .base import Launcher
@@ -23,6 +24,7 @@ class ElasticLauncher(Launcher):
 
     def run(self, plan: Plan) -> int:
         """Start the processes and wait for them."""
+        check_rendezvous(plan.rendezvous, plan.num_machines)
         require("torch", purpose="starting more than one process", install="torch")
         from ..elastic.run import Job, report, run_job
 

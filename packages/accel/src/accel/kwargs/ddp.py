@@ -81,7 +81,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if hook is None and self.comm_wrapper == DDPCommunicationHookType.NO:
             return
         hook = _wrap(hook or allreduce_hook, self.comm_wrapper)
-        model.register_comm_hook(state=state, hook=hook)
+        model.register_comm_hook(state=state, hook=_accepted_by_torch(hook))
 
 
 Hook = Callable[..., Any]
@@ -113,9 +113,11 @@ def _power_sgd(options: dict[str, Any]) -> tuple[Hook | None, Any]:
 
 
 def _batched_power_sgd(options: dict[str, Any]) -> tuple[Hook | None, Any]:
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-    return powerSGD_hook.batched_powerSGD_hook, powerSGD_hook.PowerSGDState(process_group=None, **options)
+    from .batched_power_sgd import batched_power_sgd
+
+    return batched_power_sgd, PowerSGDState(process_group=None, **options)
 
 
 _HOOKS: dict[DDPCommunicationHookType, Callable[[dict[str, Any]], tuple[Hook | None, Any]]] = {
@@ -125,6 +127,24 @@ _HOOKS: dict[DDPCommunicationHookType, Callable[[dict[str, Any]], tuple[Hook | N
     DDPCommunicationHookType.POWER_SGD: _power_sgd,
     DDPCommunicationHookType.BATCHED_POWER_SGD: _batched_power_sgd,
 }
+
+
+def _accepted_by_torch(hook: Hook) -> Hook:
+    """A hook that DDP takes: it looks at annotations, and refuses bf16 by the hook's name unless NCCL is new enough.
+
+    gloo reduces bfloat16 as well, so over gloo the hook goes by another name.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_backend() != "gloo" or not hook.__name__.startswith("bf16"):
+        return hook
+
+    def compress_over_gloo(state: Any, bucket: Any) -> Any:
+        return hook(state, bucket)
+
+    compress_over_gloo.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    return compress_over_gloo
 
 
 def _refuse_options(hook: str, options: dict[str, Any]) -> None:
