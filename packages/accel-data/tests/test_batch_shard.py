@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_batches_of_any_size_lose_nothing_and_give_every_rank_the_same_number_of
     if split and batch_size is not None:
         batch_size *= world
     bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    batches = [list(range(first, last)) for first, last in zip(bounds, bounds[1:])]
+    batches = [list(range(first, last)) for first, last in pairwise(bounds)]
     shards = [BatchSamplerShard(Batches(batches, batch_size, drop_last), world, rank, split) for rank in range(world)]
     kept = len(batches) // world * world if drop_last and not split else len(batches)
     assert put_together(shards) == list(range(bounds[kept]))

@@ -184,7 +184,7 @@ def test_the_gradient_state_follows_nested_and_interleaved_loops() -> None:
         assert gradient_state.end_of_dataloader == seen[-1][1]
     assert seen == [(True, False, 1), (True, False, 1), (True, True, 1)]
     assert not gradient_state.in_dataloader
-    for left, right in zip(outer, inner):
+    for left, right in zip(outer, inner, strict=False):
         assert gradient_state.active_dataloader is inner
         assert len(left) >= len(right)
     gc.collect()

@@ -259,10 +259,9 @@ def test_another_number_of_ranks_loses_and_repeats_nothing(kind: str, before: in
     ranks = [build(kind, 0, before, rank) for rank in range(before)]
     iterators = [iter(loader) for loader in ranks]
     seen: list[int] = []
-    for _ in range(1):
-        for loader, iterator in zip(ranks, iterators):
-            batch = next(iterator).tolist()
-            seen += batch[: loader.real_samples]
+    for loader, iterator in zip(ranks, iterators, strict=True):
+        batch = next(iterator).tolist()
+        seen += batch[: loader.real_samples]
     states = [loader.state_dict() for loader in ranks]
     assert {state["position"] for state in states} == {min(2 * before, LENGTH)}
     resumed = [build(kind, 0, after, rank) for rank in range(after)]

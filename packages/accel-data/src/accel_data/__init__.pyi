@@ -6,7 +6,6 @@ from .config import DataLoaderConfiguration as DataLoaderConfiguration
 from .dispatch import ReadError as ReadError
 from .dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
 from .iterable import IterableDatasetShard as IterableDatasetShard
-from .loader import DataLoaderStateMixin as DataLoaderStateMixin
 from .loader import PreparedLoader as PreparedLoader
 from .prepare import prepare_data_loader as prepare_data_loader
 from .samplers import SeedableRandomSampler as SeedableRandomSampler
@@ -15,3 +14,4 @@ from .samplers import get_sampler as get_sampler
 from .shard import DataLoaderShard as DataLoaderShard
 from .skip import SkipDataLoader as SkipDataLoader
 from .skip import skip_first_batches as skip_first_batches
+from .state_mixin import DataLoaderStateMixin as DataLoaderStateMixin

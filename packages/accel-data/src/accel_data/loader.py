@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from accel_state.enums import RNGType
 from accel_state.errors import ConfigurationError
-from accel_state.operations import send_to_device
 from accel_state.random import synchronize_rng_states
 from accel_state.state import GradientState, PartialState
 
@@ -22,43 +21,14 @@ from .batch_shard import BatchSamplerShard, EpochStart, ItemShard, ShardedStream
 from .epochs import EpochClock, Iteration, ResumePoint
 from .iterable import IterableDatasetShard, wants_epoch
 from .layout import LoaderLayout
+from .placement import placement
 from .randomness import GlobalRandomState, broadcast_generator, preserved_random_state
 from .samplers import get_sampler
+from .state_mixin import DataLoaderStateMixin
 from .steps import ReadAheadWatch, Step, announced_steps, read_ahead_steps, synchronized_steps, unannounced_steps
+from .streams import sharded_stream, stream_arguments
 
 Loader = TypeVar("Loader", bound="PreparedLoader")
-
-
-class DataLoaderStateMixin:
-    """What a loader tells the GradientState about its iteration.
-
-    Attributes:
-        end_of_dataloader: whether the batch handed out last is the last one.
-        remainder: samples in the last global step that are no padding; -1 where there is nothing to leave out after a gather.
-        ragged: whether batch sizes may differ between ranks in one step; the same on all ranks.
-        real_samples: samples of the batch handed out last that are no padding; None if it holds none.
-    """
-
-    end_of_dataloader: bool = False
-    remainder: int = -1
-    ragged: bool = False
-    real_samples: int | None = None
-    gradient_state: GradientState
-
-    def reset(self) -> None:
-        """Forget about the latest iteration."""
-        self.end_of_dataloader = False
-        self.remainder = -1
-        self.real_samples = None
-
-    def begin(self) -> None:
-        """An iteration begins."""
-        self.reset()
-        self.gradient_state._add_dataloader(self)
-
-    def end(self) -> None:
-        """An iteration ended or was abandoned."""
-        self.gradient_state._remove_dataloader(self)
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -299,7 +269,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
         try:
             self._pass_on_epoch(iteration.epoch)
-            place, activate = self._placement(), self.gradient_state._activate
+            place, activate = placement(self.device, self._non_blocking), self.gradient_state._activate
             # Attributes are set through __dict__: torch's loaders check every assignment, which costs more than the rest of this loop.
             for batch, last, real, remainder in self._steps(iteration, skip):
                 iteration.steps += 1
@@ -421,49 +391,3 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _synchronized(self, steps: Iterator[Step]) -> Iterator[Step]:
         return synchronized_steps(steps, PartialState().collectives) if self.layout.synchronize_steps else steps
-
-    def _placement(self) -> Callable[[Any], Any]:
-        """What moves a batch to the device."""
-        device, non_blocking = self.device, self._non_blocking
-        if device is None:
-            return _leave
-
-        def place(batch: Any) -> Any:
-            return batch if _is_on(batch, device) else send_to_device(batch, device, non_blocking=non_blocking)
-
-        return place
-
-
-def _leave(batch: Any) -> Any:
-    return batch
-
-
-_PLAIN = (int, float, str, bytes, bool, type(None))
-
-
-def _is_on(batch: Any, device: torch.device) -> bool:
-    """Whether the batch is known to need no move. Quick, and False in doubt."""
-    kind = type(batch)
-    if kind is torch.Tensor:
-        return bool(batch.device == device)
-    if kind is list or kind is tuple:
-        return all([_is_on(value, device) for value in batch])
-    if kind is dict:
-        return all([_is_on(value, device) for value in batch.values()])
-    return kind in _PLAIN
-
-
-def sharded_stream(dataloader: DataLoader[Any]) -> ShardedStream | None:
-    """The sharded sampler of a torch loader, or None if it has another kind of sampler."""
-    stream = dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
-    return stream if isinstance(stream, ShardedStream) else None
-
-
-def stream_arguments(
-    dataloader: DataLoader[Any], num_processes: int = 1, process_index: int = 0, split_batches: bool = False, even_batches: bool = False
-) -> dict[str, Any]:
-    """The arguments that make a loader of map-style data read this rank's share: a batch sampler, or a sampler and no batching."""
-    if dataloader.batch_sampler is None:
-        return {"batch_size": None, "sampler": ItemShard(dataloader.sampler, num_processes, process_index, even_batches)}
-    batch_sampler: Any = dataloader.batch_sampler
-    return {"batch_sampler": BatchSamplerShard(batch_sampler, num_processes, process_index, split_batches, even_batches)}

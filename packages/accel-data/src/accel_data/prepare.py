@@ -26,9 +26,10 @@ from .iterable import (
     shard_at_source,
 )
 from .layout import LoaderLayout, data_ranks, layout_of_distributed_sampler
-from .loader import PreparedLoader, stream_arguments
+from .loader import PreparedLoader
 from .samplers import SeedableRandomSampler, innermost_sampler
 from .shard import DataLoaderShard
+from .streams import stream_arguments
 
 
 @dataclass

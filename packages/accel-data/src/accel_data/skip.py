@@ -11,8 +11,9 @@ from accel_state.errors import ConfigurationError
 
 from .adapter import loader_settings, stateful_dataloader_class
 from .epochs import Iteration
-from .loader import PreparedLoader, stream_arguments
+from .loader import PreparedLoader
 from .steps import Step
+from .streams import stream_arguments
 
 
 class SkipDataLoader(PreparedLoader):

@@ -1,0 +1,118 @@
+"""Dealing batches, without processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_data.dispatch import Dealer
+from accel_data.rows import count_rows, join_rows, slice_rows
+from accel_data.steps import Step
+
+flags = st.booleans()
+
+
+def batch_of(samples: list[int]) -> dict[str, Any]:
+    return {
+        "x": torch.tensor(samples),
+        "names": [f"sample {i}" for i in samples],
+        "pair": (torch.tensor([[i, i] for i in samples]).view(-1, 2), np.array(samples)),
+        "records": [{"id": i} for i in samples],
+        "scale": torch.tensor(2.0),
+        "title": "all of it",
+    }
+
+
+def ids(batch: Any) -> list[int]:
+    samples = batch["x"].tolist()
+    assert batch["names"] == [f"sample {i}" for i in samples]
+    assert batch["pair"][0].tolist() == [[i, i] for i in samples]
+    assert batch["pair"][1].tolist() == samples
+    assert [record["id"] for record in batch["records"]] == samples
+    assert (batch["scale"].item(), batch["title"]) == (2.0, "all of it")
+    return samples
+
+
+def steps_of(sizes: list[int]) -> list[Step]:
+    bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return [(batch_of(list(range(bounds[i], bounds[i + 1]))), i == len(sizes) - 1, None, -1) for i in range(len(sizes))]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), max_size=9),
+    fixed=flags,
+    world=st.integers(1, 4),
+    split=flags,
+    even=flags,
+    sliced=flags,
+)
+def test_rounds_put_together_are_what_was_read(sizes: list[int], fixed: bool, world: int, split: bool, even: bool, sliced: bool) -> None:
+    if fixed:
+        sizes = [4 * world] * (len(sizes) - 1) + sizes[-1:]
+    dealer = Dealer(world, split, 4 * world if fixed else None, even_batches=even, slice_fn=by_hand if sliced else None)
+    seen: list[int] = []
+    first: Any = None
+    ends = []
+    for batches, padding, last in dealer.rounds(iter(steps_of(sizes))):
+        first = batches[0] if first is None else first
+        round_ = dealer.deal(batches, padding, first)
+        lengths = [len(ids(part)) for part in round_.parts]
+        assert len(lengths) == world
+        assert all(lengths)
+        if not round_.ragged:
+            assert len(set(lengths)) == 1
+            together = [i for part in round_.parts for i in ids(part)]
+            assert round_.remainder == -1 or last
+            seen += together if round_.remainder < 0 else together[: round_.remainder]
+        else:
+            for part, real in zip(round_.parts, round_.real, strict=True):
+                seen += ids(part)[:real]
+        if fixed and even:
+            assert not round_.ragged
+        ends.append(last)
+    assert seen == list(range(sum(sizes)))
+    assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
+
+
+def by_hand(batch: Any, piece: slice, process_index: int, num_processes: int) -> Any:
+    assert 0 <= process_index < num_processes
+    return slice_rows(batch, piece.start, piece.stop)
+
+
+@given(count=st.integers(0, 9), world=st.integers(1, 4))
+def test_dropping_what_does_not_fill_a_round(count: int, world: int) -> None:
+    dealer = Dealer(world, batch_size=2, drop_last=True)
+    rounds = list(dealer.rounds(iter(steps_of([2] * count))))
+    assert [len(batches) for batches, _, _ in rounds] == [world] * (count // world)
+    assert [last for _, _, last in rounds] == [False] * (count // world - 1) + [True] * bool(count // world)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+def test_joining_and_slicing_are_inverse(sizes: list[int]) -> None:
+    bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    batches = [batch_of(list(range(bounds[i], bounds[i + 1]))) for i in range(len(sizes))]
+    joined = join_rows(batches)
+    assert ids(joined) == list(range(bounds[-1]))
+    for i in range(len(sizes)):
+        assert ids(slice_rows(joined, bounds[i], bounds[i + 1])) == list(range(bounds[i], bounds[i + 1]))
+
+
+def test_rows_of_batches_without_arrays() -> None:
+    assert count_rows(["a", "b", "c"]) == 3
+    assert count_rows({"text": ["a", "b"], "n": 1}) == 2
+    assert count_rows(torch.tensor(1.0)) is None
+    assert count_rows("text") is None
+    assert slice_rows(["a", "b", "c"], 1, 3) == ["b", "c"]
+    assert join_rows([["a"], ["b", "c"]]) == ["a", "b", "c"]
+
+
+def test_what_cannot_be_joined() -> None:
+    with pytest.raises(ValueError, match="cannot be joined along their first dimension"):
+        join_rows([torch.zeros(2, 3), torch.zeros(2, 4)])
+    with pytest.raises(ValueError, match="different structures"):
+        join_rows([torch.zeros(2), [1, 2]])

@@ -1,0 +1,118 @@
+"""What preparing accepts and refuses, and the names and defaults that scripts rely on."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+import accel_data
+from accel_data import DataLoaderConfiguration, DataLoaderDispatcher, DataLoaderShard, prepare_data_loader, skip_first_batches
+from accel_data.layout import data_ranks
+from accel_state.errors import ConfigurationError
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+# Names, parameters and defaults of the reference library, 1.15.
+FACTS = {
+    "BatchSamplerShard": "batch_sampler, num_processes=1, process_index=0, split_batches=False, even_batches=True",
+    "DataLoaderAdapter": "dataset, use_stateful_dataloader=False, batch_sampler=None, **kwargs",
+    "DataLoaderDispatcher": "dataset, split_batches=False, skip_batches=0, use_stateful_dataloader=False, _drop_last=False, "
+    "_non_blocking=False, slice_fn=None, torch_device_mesh=None, iteration=0, **kwargs",
+    "DataLoaderShard": "dataset, device=None, rng_types=None, synchronized_generator=None, skip_batches=0, use_stateful_dataloader=False, "
+    "_drop_last=False, _non_blocking=False, torch_device_mesh=None, iteration=0, **kwargs",
+    "IterableDatasetShard": "dataset, batch_size=1, drop_last=False, num_processes=1, process_index=0, split_batches=False",
+    "SeedableRandomSampler": "*args, **kwargs",
+    "SkipBatchSampler": "batch_sampler, skip_batches=0",
+    "SkipDataLoader": "dataset, skip_batches=0, use_stateful_dataloader=False, **kwargs",
+    "get_sampler": "dataloader",
+    "skip_first_batches": "dataloader, num_batches=0",
+    "prepare_data_loader": "dataloader, device=None, num_processes=None, process_index=None, split_batches=False, put_on_device=False, "
+    "rng_types=None, dispatch_batches=None, even_batches=True, slice_fn_for_dispatch=None, use_seedable_sampler=False, data_seed=None, "
+    "non_blocking=False, use_stateful_dataloader=False, torch_device_mesh=None, already_sharded=False",
+}
+
+
+@pytest.mark.parametrize("name", list(FACTS))
+def test_parameters_and_defaults(name: str) -> None:
+    parameters = inspect.signature(getattr(accel_data, name)).parameters.values()
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    assert ", ".join(map(str, plain)) == FACTS[name]
+
+
+def test_defaults_of_the_configuration() -> None:
+    assert dataclasses.asdict(DataLoaderConfiguration()) == {
+        "split_batches": False,
+        "dispatch_batches": None,
+        "even_batches": True,
+        "use_seedable_sampler": False,
+        "data_seed": None,
+        "non_blocking": False,
+        "use_stateful_dataloader": False,
+        "already_sharded": False,
+    }
+
+
+@pytest.mark.parametrize("name", ["begin", "end", "reset", "state_dict", "load_state_dict", "set_epoch", "get_sampler", "set_sampler"])
+def test_methods_of_loaders(name: str) -> None:
+    assert callable(getattr(DataLoaderShard, name))
+    assert callable(getattr(DataLoaderDispatcher, name))
+
+
+def test_a_prepared_loader_is_not_prepared_again() -> None:
+    loader = prepare_data_loader(DataLoader(range(4)))
+    assert prepare_data_loader(loader) is loader
+
+
+def test_contradictions_are_named() -> None:
+    with pytest.raises(ConfigurationError, match="batch size of 3 cannot be divided among 2 processes. Use a batch size of 2 or 4"):
+        prepare_data_loader(DataLoader(range(9), batch_size=3), num_processes=2, process_index=0, split_batches=True)
+    with pytest.raises(ConfigurationError, match=r"process_index=5 is not a rank of 2 processes"):
+        prepare_data_loader(DataLoader(range(9)), num_processes=2, process_index=5)
+    with pytest.raises(ConfigurationError, match="dispatch_batches=True reads on rank 0 only"):
+        prepare_data_loader(DataLoader(Stream()), dispatch_batches=True, already_sharded=True)
+    with pytest.raises(ConfigurationError, match="it cannot serve rank 1 of 2"):
+        prepare_data_loader(DataLoader(Stream()), num_processes=2, process_index=1, dispatch_batches=True)
+    sampler = DistributedSampler(range(9), num_replicas=4, rank=1)
+    with pytest.raises(ConfigurationError, match="DistributedSampler is for rank 1 of 4, and this process is rank 0 of 2"):
+        prepare_data_loader(DataLoader(range(9), sampler=sampler), num_processes=2, process_index=0)
+    with pytest.raises(ConfigurationError, match="num_batches=-1 is not a number of batches"):
+        skip_first_batches(DataLoader(range(3)), -1)
+    with pytest.raises(ConfigurationError, match="total_batch_size is not known"):
+        _ = prepare_data_loader(DataLoader(range(3), batch_sampler=[[0], [1, 2]])).total_batch_size
+    with pytest.raises(ConfigurationError, match="the sampler of this loader cannot be replaced"):
+        prepare_data_loader(DataLoader(range(3), batch_sampler=[[0], [1, 2]])).set_sampler([1])
+
+
+class Mesh:
+    """The part of a torch DeviceMesh that is asked for."""
+
+    mesh_dim_names = ("dp_replicate", "dp_shard", "tp")
+
+    def size(self, axis: int) -> int:
+        return (2, 3, 4)[axis]
+
+    def get_local_rank(self, axis: int) -> int:
+        return (1, 2, 3)[axis]
+
+
+def test_ranks_that_share_a_model_share_their_data() -> None:
+    assert data_ranks(None, None, Mesh()) == (6, 5)
+    loader = prepare_data_loader(DataLoader(range(12), batch_size=2), torch_device_mesh=Mesh())
+    assert [batch.tolist() for batch in loader] == [[10, 11]]
+
+
+def test_batches_are_moved_only_if_asked() -> None:
+    meta = torch.device("meta")
+    plain = DataLoader(torch.arange(4), batch_size=2)
+    assert {batch.device.type for batch in prepare_data_loader(plain, device=meta, put_on_device=True)} == {"meta"}
+    assert {batch.device.type for batch in prepare_data_loader(plain, device=meta)} == {"cpu"}
+    assert {batch.device.type for batch in prepare_data_loader(plain, put_on_device=True)} == {"cpu"}

@@ -1,0 +1,207 @@
+"""The rest of the Accelerator: metrics, compilation, profiling, memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+
+from accel import Accelerator, DataLoaderConfiguration, DistributedType, ProfileKwargs, TorchDynamoPlugin
+from accel.compilation import compile_regions, has_compiled_regions, has_repeated_blocks, is_repeated_blocks
+from accel.utils import get_grad_scaler, get_mixed_precision_context_manager, is_compiled_module
+from accel_state import AcceleratorState, ConfigurationError
+from accel_state.env import patch_environment
+from accel_state.testing import run_world
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Any:
+        yield from (torch.tensor(i) for i in range(self.length))
+
+
+class Uneven(BatchSampler):
+    """Batches of 1, 2, 3, ... samples."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.batch_size = None  # type: ignore[assignment]
+        self.drop_last = False
+
+    def __iter__(self) -> Any:
+        start, size = 0, 1
+        while start < self.length:
+            yield list(range(start, min(start + size, self.length)))
+            start, size = start + size, size + 1
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def loaders(length: int, batch: int) -> dict[str, tuple[Any, DataLoaderConfiguration]]:
+    samples = torch.arange(length)
+    return {
+        "map": (DataLoader(samples, batch_size=batch), DataLoaderConfiguration()),
+        "dispatched": (DataLoader(samples, batch_size=batch), DataLoaderConfiguration(dispatch_batches=True)),
+        "stream": (DataLoader(Stream(length), batch_size=batch), DataLoaderConfiguration(dispatch_batches=False)),
+        "dispatched stream": (DataLoader(Stream(length), batch_size=batch), DataLoaderConfiguration()),
+        "dynamic": (DataLoader(samples, batch_sampler=Uneven(length)), DataLoaderConfiguration()),
+    }
+
+
+def collect(lengths: list[int], batch: int) -> None:
+    for length in lengths:
+        for name, (loader, config) in loaders(length, batch).items():
+            if length < 4 and "stream" in name:
+                continue
+            accelerator = Accelerator(cpu=True, dataloader_config=config)
+            prepared = accelerator.prepare(loader)
+            numbers, pairs, objects = [], [], []
+            for x in prepared:
+                numbers.append(accelerator.gather_for_metrics(x))
+                gathered = accelerator.gather_for_metrics({"x": x * 2, "loss": x.float().mean(), "two": [torch.stack([x, x], 1)]})
+                pairs.append(gathered["two"][0])
+                objects += accelerator.gather_for_metrics([f"s{i}" for i in x.tolist()], use_gather_object=True)
+            expected = list(range(length))
+            assert torch.cat(numbers).tolist() == expected, (name, length, torch.cat(numbers).tolist())
+            assert torch.cat(pairs).tolist() == [[i, i] for i in expected], (name, length)
+            assert objects == [f"s{i}" for i in expected], (name, length, objects)
+
+
+def test_gathered_metrics_are_the_data_set_in_one_process() -> None:
+    collect([1, 7, 16, 23], 4)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathered_metrics_are_the_data_set_on_several_ranks(world: int) -> None:
+    run_world(collect, world, [1, 3, 5, 8, 16, 17, 23, 30, 32, 33], 4, timeout=120)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 2)})
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x).relu()
+        out: torch.Tensor = self.heads["a"](x)
+        return out
+
+
+def test_repeated_blocks_are_compiled_on_their_own() -> None:
+    torch.manual_seed(0)
+    model = Blocks()
+    expected = model(torch.arange(8))
+    assert has_repeated_blocks(model) and is_repeated_blocks(model.layers) and not is_repeated_blocks(model.heads)
+    assert compile_regions(model, backend="eager") is model
+    assert has_compiled_regions(model) and not is_compiled_module(model)
+    assert all(is_compiled_module(layer) for layer in model.layers) and is_compiled_module(model.embedding)
+    assert torch.allclose(model(torch.arange(8)), expected) and set(model.state_dict()) == set(Blocks().state_dict())
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_compiled_models_train_like_others(regional: bool) -> None:
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)  # type: ignore[arg-type]
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin, mixed_precision="bf16")
+    torch.manual_seed(0)
+    model, plain = Blocks(), Blocks()
+    plain.load_state_dict(model.state_dict())
+    prepared = accelerator.prepare(model)
+    assert is_compiled_module(prepared) != regional and has_compiled_regions(prepared) == regional
+    accelerator.backward(prepared(torch.arange(8)).square().mean())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = plain(torch.arange(8))
+    out.float().square().mean().backward()
+    for a, b in zip(prepared.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, atol=1e-2)
+
+
+def test_compilation_settings() -> None:
+    with patch_environment(ACCELERATE_DYNAMO_BACKEND="INDUCTOR", ACCELERATE_DYNAMO_MODE="reduce-overhead", ACCELERATE_DYNAMO_USE_DYNAMIC="1"):
+        plugin = TorchDynamoPlugin()
+        assert plugin.to_kwargs() == {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": False, "dynamic": True, "disable": False}
+        assert plugin.compiles and TorchDynamoPlugin(mode="default").mode == "default"
+        assert "mode" not in TorchDynamoPlugin(options={"x": 1}).to_kwargs()
+    assert not TorchDynamoPlugin().compiles and not TorchDynamoPlugin(backend="eager", disable=True).compiles  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="mode='fast'"):
+        TorchDynamoPlugin(mode="fast")
+    with pytest.raises(ConfigurationError, match="not a DynamoBackend"):
+        TorchDynamoPlugin(backend="nope")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="both given"):
+        Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
+
+
+def test_profiles_are_written_for_each_rank(tmp_path: Path) -> None:
+    ready: list[int] = []
+    handler = ProfileKwargs(
+        activities=["cpu"],
+        schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 1},
+        on_trace_ready=lambda p: ready.append(p.step_num),
+        record_shapes=True,
+        output_trace_dir=str(tmp_path / "traces"),
+    )
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    with accelerator.profile() as profiler:
+        for _ in range(4):
+            torch.ones(3, 3) @ torch.ones(3, 3)
+            profiler.step()
+    assert ready == [3]
+    assert "traceEvents" in json.loads((tmp_path / "traces" / "profile_0.json").read_text())
+    with accelerator.profile(ProfileKwargs(activities=["cpu"], with_flops=True)) as profiler:
+        torch.ones(3, 3) @ torch.ones(3, 3)
+    assert any(event.flops for event in profiler.key_averages())
+    with pytest.raises(ConfigurationError, match="'tpu' is not a profiler activity"):
+        ProfileKwargs(activities=["tpu"]).build()  # type: ignore[list-item]
+    with pytest.raises(ConfigurationError, match=r"unknown keys \['active_steps'\]"):
+        ProfileKwargs(schedule_option={"active_steps": 1}).build()
+
+
+def test_memory_is_given_back() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, loader = accelerator.prepare(nn.Linear(2, 2), DataLoader(TensorDataset(torch.ones(4, 2))))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(next(iter(loader))[0]).sum())
+    model_ref, loader_ref = weakref.ref(model), weakref.ref(loader)
+    model, loader = accelerator.free_memory(model, loader)
+    assert model is None and loader is None
+    gc.collect()
+    assert model_ref() is None and loader_ref() is None and not accelerator._models and not accelerator._dataloaders
+    assert accelerator.clear() == []
+
+
+def test_what_an_accelerator_says_of_itself() -> None:
+    accelerator = Accelerator(cpu=True, rng_types=["torch", "numpy"])
+    assert accelerator.distributed_type == DistributedType.NO and accelerator.device == torch.device("cpu")
+    assert (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index) == (1, 0, 0)
+    assert accelerator.is_main_process and accelerator.is_local_main_process and accelerator.is_last_process
+    assert not accelerator.use_distributed and not accelerator.multi_device and not accelerator.native_amp
+    assert accelerator.even_batches and not accelerator.split_batches and accelerator.dispatch_batches is None
+    assert not accelerator.use_seedable_sampler and not accelerator.non_blocking and not accelerator.use_stateful_dataloader
+    assert accelerator.sync_gradients and accelerator.step == 0 and not accelerator.optimizer_step_was_skipped
+    assert accelerator.save_iteration == 0 and accelerator.should_save_model and accelerator.logging_dir is None
+    assert [str(kind) for kind in accelerator.rng_types] == ["torch", "numpy"]
+    with pytest.raises(ConfigurationError, match="not a RNGType"):
+        Accelerator(cpu=True, rng_types=["dice"])
+    assert not accelerator.verify_device_map(nn.Linear(1, 1))
+
+
+def test_helpers_without_an_accelerator() -> None:
+    AcceleratorState(mixed_precision="bf16", cpu=True)
+    with get_mixed_precision_context_manager(native_amp=True):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    with get_mixed_precision_context_manager():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    assert get_grad_scaler(init_scale=4.0).scale(torch.ones(())) == 4
