@@ -19,9 +19,9 @@ flags = st.booleans()
 
 def batch_of(samples: list[int]) -> dict[str, Any]:
     return {
-        "x": torch.tensor(samples),
+        "x": torch.tensor(samples, dtype=torch.int64),
         "names": [f"sample {i}" for i in samples],
-        "pair": (torch.tensor([[i, i] for i in samples]).view(-1, 2), np.array(samples)),
+        "pair": (torch.tensor([[i, i] for i in samples], dtype=torch.int64).view(-1, 2), np.array(samples, dtype=np.int64)),
         "records": [{"id": i} for i in samples],
         "scale": torch.tensor(2.0),
         "title": "all of it",

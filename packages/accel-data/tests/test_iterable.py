@@ -31,6 +31,7 @@ class Sources(Stream):
     """Sources that are dealt to the ranks, each read once."""
 
     def __init__(self, sources: list[list[int]], count: str = "num_shards") -> None:
+        super().__init__(sum(map(len, sources)))
         self.sources = sources
         setattr(self, count, len(sources))
         self.reads = 0

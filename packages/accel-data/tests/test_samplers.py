@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -54,7 +56,8 @@ def test_skipping_batches_of_a_sampler() -> None:
 
 def test_finding_the_sampler_of_a_loader() -> None:
     class Stream(IterableDataset):
-        pass
+        def __iter__(self) -> Any:
+            return iter([])
 
     random = RandomSampler(range(4))
     loader = DataLoader(range(4), sampler=random, batch_size=2)

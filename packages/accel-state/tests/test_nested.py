@@ -48,11 +48,13 @@ def nested_data() -> st.SearchStrategy[Any]:
     leaves = tensors() | st.text(max_size=2) | st.none() | st.integers()
     return st.recursive(
         leaves,
-        lambda inner: st.lists(inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
-        | st.builds(Point, inner, inner)
-        | st.builds(Frozen, inner),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.tuples(inner, inner)
+            | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+            | st.builds(Point, inner, inner)
+            | st.builds(Frozen, inner)
+        ),
         max_leaves=8,
     )
 

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from accel_state import AcceleratorState, ConfigurationError, DistributedType, GradientAccumulationPlugin, GradientState, PartialState, context
+from accel_state import (
+    AcceleratorState,
+    ConfigurationError,
+    DistributedType,
+    GradientAccumulationPlugin,
+    GradientState,
+    PartialState,
+    context,
+)
 from accel_state.env import patch_environment
 from accel_state.state import do_nothing, is_initialized
 from accel_state.testing import run_world
@@ -188,9 +196,20 @@ def test_a_script_that_just_ends_ends_well() -> None:
     import os
 
     for _ in range(3):
-        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port()), "OMP_NUM_THREADS": "1"}
+        shared = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(get_free_port()),
+            "OMP_NUM_THREADS": "1",
+        }
         ranks = [
-            subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)}, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, "-c", script],
+                env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             for r in range(2)
         ]
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]

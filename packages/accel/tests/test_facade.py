@@ -130,9 +130,17 @@ def test_compiled_models_train_like_others(regional: bool) -> None:
 
 
 def test_compilation_settings() -> None:
-    with patch_environment(ACCELERATE_DYNAMO_BACKEND="INDUCTOR", ACCELERATE_DYNAMO_MODE="reduce-overhead", ACCELERATE_DYNAMO_USE_DYNAMIC="1"):
+    with patch_environment(
+        ACCELERATE_DYNAMO_BACKEND="INDUCTOR", ACCELERATE_DYNAMO_MODE="reduce-overhead", ACCELERATE_DYNAMO_USE_DYNAMIC="1"
+    ):
         plugin = TorchDynamoPlugin()
-        assert plugin.to_kwargs() == {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": False, "dynamic": True, "disable": False}
+        assert plugin.to_kwargs() == {
+            "backend": "inductor",
+            "mode": "reduce-overhead",
+            "fullgraph": False,
+            "dynamic": True,
+            "disable": False,
+        }
         assert plugin.compiles and TorchDynamoPlugin(mode="default").mode == "default"
         assert "mode" not in TorchDynamoPlugin(options={"x": 1}).to_kwargs()
     assert not TorchDynamoPlugin().compiles and not TorchDynamoPlugin(backend="eager", disable=True).compiles  # type: ignore[arg-type]

@@ -54,7 +54,9 @@ def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
 
 
-def plain_loop(batch: int = 16, epochs: int = 2, clip: float | None = None, autocast: torch.dtype | None = None) -> tuple[torch.Tensor, list[float]]:
+def plain_loop(
+    batch: int = 16, epochs: int = 2, clip: float | None = None, autocast: torch.dtype | None = None
+) -> tuple[torch.Tensor, list[float]]:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
@@ -151,7 +153,7 @@ def test_clipping_while_gradients_accumulate_only_measures() -> None:
 # -- mixed precision ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision,dtype", [("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16)])
 def test_mixed_precision_equals_autocast(precision: str, dtype: torch.dtype) -> None:
     model, _ = accelerated_loop(Accelerator(cpu=True, mixed_precision=precision))
     assert torch.equal(weights(model), plain_loop(autocast=dtype)[0])
@@ -263,7 +265,10 @@ def test_precision_that_is_not_known_is_refused() -> None:
 
 def schedule(split: bool, with_optimizer: bool) -> list[float]:
     accelerator = Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=split), step_scheduler_with_optimizer=with_optimizer, gradient_accumulation_steps=2
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(split_batches=split),
+        step_scheduler_with_optimizer=with_optimizer,
+        gradient_accumulation_steps=2,
     )
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -381,7 +386,7 @@ def with_hook(hook: str, wrapper: str, options: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "hook,wrapper,options,tolerance",
+    ("hook", "wrapper", "options", "tolerance"),
     [
         ("fp16", "no", {}, 5e-3),
         ("bf16", "no", {}, 2e-2),

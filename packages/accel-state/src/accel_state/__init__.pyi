@@ -19,6 +19,7 @@ from .device_checks import is_transformer_engine_mxfp8_available as is_transform
 from .device_checks import is_weights_only_available as is_weights_only_available
 from .device_checks import is_xccl_available as is_xccl_available
 from .device_checks import is_xpu_available as is_xpu_available
+from .dtypes import dtype_byte_size as dtype_byte_size
 from .enums import ComputeEnvironment as ComputeEnvironment
 from .enums import CustomDtype as CustomDtype
 from .enums import DistributedType as DistributedType
@@ -103,5 +104,6 @@ from .state import GradientState as GradientState
 from .state import PartialState as PartialState
 from .state import is_initialized as is_initialized
 from .units import convert_bytes as convert_bytes
+from .units import convert_file_size_to_int as convert_file_size_to_int
 from .versions import compare_versions as compare_versions
 from .versions import is_torch_version as is_torch_version

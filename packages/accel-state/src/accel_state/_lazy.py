@@ -49,7 +49,8 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
 def _read_exports(stub: Path, package: str) -> dict[str, tuple[str, str | None]]:
     """Map each exported name to (module, attribute); the attribute is None where the name is a submodule."""
     exports: dict[str, tuple[str, str | None]] = {}
-    parts = package.split(".")
+    # In a plain module one dot means its package; in a package, the package itself.
+    parts = package.split(".") if stub.stem == "__init__" else package.split(".")[:-1]
     for node in ast.parse(stub.read_text(encoding="utf-8"), str(stub)).body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # the docstring

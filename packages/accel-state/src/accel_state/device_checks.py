@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from typing import Any
 
 import torch
 import torch.distributed
@@ -138,6 +139,11 @@ def is_transformer_engine_mxfp8_available() -> bool:
 def is_torch_distributed_available() -> bool:
     """Whether torch is built with torch.distributed."""
     return torch.distributed.is_available()
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Whether an object is a tensor on an Intel GPU."""
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
 def is_xccl_available() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from .errors import ConfigurationError
@@ -25,7 +24,7 @@ class Registry(Generic[T]):
         self.kind = kind
         self.entry_point_group = entry_point_group
         self._targets: dict[str, str] = {}
-        self._searched_entry_points = entry_point_group is None
+        self._searched_entry_points = False
         for name, target in builtin.items():
             self.register(name, target)
 
@@ -37,9 +36,7 @@ class Registry(Generic[T]):
         """
         known = self._targets.get(name)
         if known is not None and known != target:
-            raise ConfigurationError(
-                f"the {self.kind} {name!r} is registered twice: as {known} and as {target}. Rename one of them."
-            )
+            raise ConfigurationError(f"the {self.kind} {name!r} is registered twice: as {known} and as {target}. Rename one of them.")
         self._targets[name] = target
 
     def names(self) -> list[str]:
@@ -81,8 +78,11 @@ class Registry(Generic[T]):
 
     def _search_entry_points(self) -> None:
         # Reading the metadata of every installed distribution costs milliseconds, so only when a built-in did not match.
-        if self._searched_entry_points:
+        if self._searched_entry_points or self.entry_point_group is None:
             return
         self._searched_entry_points = True
+        # Importing it takes longer than all the rest of a command line.
+        from importlib.metadata import entry_points
+
         for entry in entry_points(group=self.entry_point_group):
             self.register(entry.name, entry.value)

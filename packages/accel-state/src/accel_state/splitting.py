@@ -62,7 +62,9 @@ def _take(inputs: Any, start: int, end: int, padding: int) -> Any:
         return torch.cat([inputs[start:end], inputs[-1:].expand(padding, *inputs.shape[1:])]) if padding else inputs[start:end]
     if isinstance(inputs, np.ndarray):
         return np.concatenate([inputs[start:end], inputs[-1:].repeat(padding, axis=0)]) if padding else inputs[start:end]
-    if isinstance(inputs, (list, tuple)):
+    if isinstance(inputs, list):
+        return inputs[start:end] + inputs[-1:] * padding
+    if isinstance(inputs, tuple):
         return inputs[start:end] + inputs[-1:] * padding
     return _take_items(inputs, [*range(start, end), *[len(inputs) - 1] * padding])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 def convert_bytes(size: float) -> str:
     """A number of bytes in the largest unit that leaves at least one before the point: ``"1.21 GB"``; 1 KB is 1024 bytes.
@@ -14,3 +16,27 @@ def convert_bytes(size: float) -> str:
             return f"{round(size, 2)} {unit}"
         size /= 1024.0
     return f"{round(size, 2)} PB"
+
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)(B|b)\s*", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """A size in bytes.
+
+    Args:
+        size: bytes, or text such as "5GB" (10**9 bytes), "5GiB" (2**30 bytes) or "5Gb" (10**9 bits).
+
+    Raises:
+        ValueError: text of another form.
+    """
+    if isinstance(size, int):
+        return size
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise ValueError(f"{size!r} is not a size. Give a number of bytes, or a number with a unit: '500MB', '5GB', '5GiB'.")
+    number, prefix, binary, unit = match.groups()
+    factor = (1024 if binary else 1000) ** _POWERS[prefix.upper()]
+    bytes_ = int(float(number) * factor)
+    return bytes_ // 8 if unit == "b" else bytes_

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from .kwargs.autocast import AutocastKwargs
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.profile import ProfileKwargs
 from .optimizer import AcceleratedOptimizer
+from .precision.scaler import SharedGradScaler
 from .preparation import Preparation
 from .project import ProjectConfiguration
 from .properties import SettingsView
@@ -226,10 +227,7 @@ class Accelerator(SettingsView, ProcessControl):
         Raises:
             ConfigurationError: only some losses of a window have ``num_items``.
         """
-        if num_items is None:
-            loss = self._accumulation.weigh(loss)
-        else:
-            loss = self._accumulation.weigh_items(loss, num_items, reduction)
+        loss = self._accumulation.weigh(loss) if num_items is None else self._accumulation.weigh_items(loss, num_items, reduction)
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward(**kwargs)
@@ -255,9 +253,7 @@ class Accelerator(SettingsView, ProcessControl):
         for one in chosen:
             self.scaler.unscale_(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
-    def clip_grad_norm_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip the norm of all gradients together.
 
         While gradients accumulate they are incomplete, so they are measured and left as they are.
@@ -416,7 +412,7 @@ class Accelerator(SettingsView, ProcessControl):
         """
         self.prepared.forget()
         self._accumulation.forget()
-        if hasattr(self.scaler, "forget"):
+        if isinstance(self.scaler, SharedGradScaler):
             self.scaler.forget()
         return release_memory(*objects)
 

@@ -12,7 +12,13 @@ from accel_data import SkipDataLoader as SkipDataLoader
 from accel_data import get_sampler as get_sampler
 from accel_data import prepare_data_loader as prepare_data_loader
 from accel_data import skip_first_batches as skip_first_batches
+from accel_state import AcceleratorState as AcceleratorState
+from accel_state import DistributedType as DistributedType
+from accel_state import GradientState as GradientState
+from accel_state import PartialState as PartialState
 from accel_state import RNGType as RNGType
+from accel_state.imports import is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available
+from accel_state.logging import get_logger as get_logger
 from accel_state.operations import broadcast as broadcast
 from accel_state.operations import broadcast_object_list as broadcast_object_list
 from accel_state.operations import concatenate as concatenate
@@ -21,12 +27,6 @@ from accel_state.operations import get_data_structure as get_data_structure
 from accel_state.operations import initialize_tensors as initialize_tensors
 from accel_state.operations import send_to_device as send_to_device
 from accel_state.operations import slice_tensors as slice_tensors
+from accel_state.random import synchronize_rng_states as synchronize_rng_states
 from accel_state.versions import compare_versions as compare_versions
 from accel_state.versions import is_torch_version as is_torch_version
-from accel_state.logging import get_logger as get_logger
-from accel_state.imports import is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available
-from accel_state.random import synchronize_rng_states as synchronize_rng_states
-from accel_state import AcceleratorState as AcceleratorState
-from accel_state import DistributedType as DistributedType
-from accel_state import GradientState as GradientState
-from accel_state import PartialState as PartialState

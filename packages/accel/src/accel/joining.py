@@ -31,12 +31,12 @@ def _override_even_batches(loaders: list[Any], even_batches: bool | None) -> Ite
     if even_batches is None:
         yield
         return
-    samplers = [getattr(loader, "batch_sampler", None) for loader in loaders]
+    samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in loaders]
     shards = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
     if len(shards) < len(loaders):
         warnings.warn(
-            f"even_batches={even_batches} has no effect on {len(loaders) - len(shards)} of {len(loaders)} loaders: it is for map-style data "
-            "that each process reads for itself.",
+            f"even_batches={even_batches} has no effect on {len(loaders) - len(shards)} of {len(loaders)} loaders: it is for map-style "
+            "data that each process reads for itself.",
             stacklevel=5,
         )
     before = [shard.even_batches for shard in shards]

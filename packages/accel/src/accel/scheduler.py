@@ -35,7 +35,7 @@ class AcceleratedScheduler:
         split_batches: bool = False,
     ) -> None:
         self.scheduler = scheduler
-        self.optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else list(optimizers)
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self.gradient_state = GradientState()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 from accel_state.errors import ConfigurationError
 from accel_state.registry import Registry
 
 from ..plan import Plan
 from .base import Launcher
 
+_BUILT_IN = {"single": "accel_launch.launchers.single:SingleLauncher", "elastic": "accel_launch.launchers.elastic:ElasticLauncher"}
+
 LAUNCHERS: Registry[type[Launcher]] = Registry(
     "launcher",
-    {"single": "accel_launch.launchers.single:SingleLauncher", "elastic": "accel_launch.launchers.elastic:ElasticLauncher"},
+    _BUILT_IN,
     "accel.launchers",
 )
 
@@ -21,7 +25,8 @@ def choose_launcher(plan: Plan) -> Launcher:
     Raises:
         ConfigurationError: there is none.
     """
-    for name in LAUNCHERS:
+    # The metadata of installed packages is searched only for a plan that none of our own takes.
+    for name in itertools.chain(_BUILT_IN, LAUNCHERS):
         launcher = LAUNCHERS.load(name)()
         if launcher.accepts(plan):
             return launcher

@@ -38,7 +38,11 @@ def caller_location() -> str:
 
 def _is_internal(file: str, ours: str) -> bool:
     parts = Path(file).parts
-    return file.startswith(ours) or any(part == "accel" or part.startswith("accel_") or part == "torch" for part in parts) or "contextlib" in file
+    return (
+        file.startswith(ours)
+        or any(part == "accel" or part.startswith("accel_") or part == "torch" for part in parts)
+        or "contextlib" in file
+    )
 
 
 def _describe(frame: FrameType) -> str:

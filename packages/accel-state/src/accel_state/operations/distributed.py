@@ -36,7 +36,6 @@ def gather(tensor: Any) -> Any:
     return replace_leaves(tensor, (value if value.ndim == 1 else value.flatten(0, 1) for value in gathered))
 
 
-
 def gather_object(object: Any) -> list[Any]:
     """Collect picklable objects from all ranks.
 

@@ -43,7 +43,6 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     return replace_leaves(tensor, (_pad(leaf, dim, size, pad_index, pad_first) for leaf, size in zip(found, longest, strict=True)))
 
 
-
 def _length(tensor: torch.Tensor, dim: int) -> int:
     if tensor.is_nested:
         warnings.warn("pad_across_processes leaves nested tensors as they are", CannotPadNestedTensorWarning, stacklevel=3)

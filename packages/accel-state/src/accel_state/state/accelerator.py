@@ -88,17 +88,17 @@ class AcceleratorState(ProcessControl, SharedState):
         return PartialState()
 
     @property
-    def num_processes(self) -> int:  # type: ignore[override]
+    def num_processes(self) -> int:
         """The world size."""
         return self._partial.num_processes
 
     @property
-    def process_index(self) -> int:  # type: ignore[override]
+    def process_index(self) -> int:
         """The rank."""
         return self._partial.process_index
 
     @property
-    def local_process_index(self) -> int:  # type: ignore[override]
+    def local_process_index(self) -> int:
         """The rank among the processes of this node."""
         return self._partial.local_process_index
 

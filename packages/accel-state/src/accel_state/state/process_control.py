@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..splitting import share_of
 
@@ -29,9 +29,14 @@ def skipped(function: Callable[..., Any]) -> Callable[..., None]:
 class ProcessControl:
     """Everything that follows from a rank and a world size; PartialState, AcceleratorState and Accelerator share it."""
 
-    num_processes: int
-    process_index: int
-    local_process_index: int
+    if TYPE_CHECKING:
+        # Attributes in some of the classes, properties in others.
+        @property
+        def num_processes(self) -> int: ...
+        @property
+        def process_index(self) -> int: ...
+        @property
+        def local_process_index(self) -> int: ...
 
     def wait_for_everyone(self) -> None:
         """Return when every process has come here; at once in a single process."""

@@ -53,9 +53,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
-    comm_wrapper: Literal[
-        DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16
-    ] = DDPCommunicationHookType.NO
+    comm_wrapper: Literal[DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16] = (
+        DDPCommunicationHookType.NO
+    )
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         wrapper = DDPCommunicationHookType(self.comm_wrapper)
         if wrapper not in (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16):
             raise ConfigurationError(f"comm_wrapper={wrapper.value!r} is not one of no, fp16, bf16.")
-        self.comm_wrapper = wrapper  # type: ignore[assignment]
+        self.comm_wrapper = wrapper
 
     def to_dict(self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")) -> dict[str, Any]:
         """All settings but those of the communication hook, which are no arguments of DDP."""

@@ -1,5 +1,24 @@
 """What is installed, under the module path that other libraries know."""
 
+from accel_state.device_checks import is_bf16_available as is_bf16_available
+from accel_state.device_checks import is_cuda_available as is_cuda_available
+from accel_state.device_checks import is_fp16_available as is_fp16_available
+from accel_state.device_checks import is_habana_gaudi1 as is_habana_gaudi1
+from accel_state.device_checks import is_hpu_available as is_hpu_available
+from accel_state.device_checks import is_mlu_available as is_mlu_available
+from accel_state.device_checks import is_mps_available as is_mps_available
+from accel_state.device_checks import is_musa_available as is_musa_available
+from accel_state.device_checks import is_npu_available as is_npu_available
+from accel_state.device_checks import is_pippy_available as is_pippy_available
+from accel_state.device_checks import is_rocm_available as is_rocm_available
+from accel_state.device_checks import is_sdaa_available as is_sdaa_available
+from accel_state.device_checks import is_torch_distributed_available as is_torch_distributed_available
+from accel_state.device_checks import is_torch_xla_available as is_torch_xla_available
+from accel_state.device_checks import is_torch_xpu_tensor as is_torch_xpu_tensor
+from accel_state.device_checks import is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available
+from accel_state.device_checks import is_weights_only_available as is_weights_only_available
+from accel_state.device_checks import is_xccl_available as is_xccl_available
+from accel_state.device_checks import is_xpu_available as is_xpu_available
 from accel_state.imports import is_4bit_bnb_available as is_4bit_bnb_available
 from accel_state.imports import is_8bit_bnb_available as is_8bit_bnb_available
 from accel_state.imports import is_aim_available as is_aim_available
@@ -42,21 +61,3 @@ from accel_state.imports import is_transformer_engine_available as is_transforme
 from accel_state.imports import is_transformers_available as is_transformers_available
 from accel_state.imports import is_triton_available as is_triton_available
 from accel_state.imports import is_wandb_available as is_wandb_available
-from accel_state.device_checks import is_bf16_available as is_bf16_available
-from accel_state.device_checks import is_cuda_available as is_cuda_available
-from accel_state.device_checks import is_fp16_available as is_fp16_available
-from accel_state.device_checks import is_habana_gaudi1 as is_habana_gaudi1
-from accel_state.device_checks import is_hpu_available as is_hpu_available
-from accel_state.device_checks import is_mlu_available as is_mlu_available
-from accel_state.device_checks import is_mps_available as is_mps_available
-from accel_state.device_checks import is_musa_available as is_musa_available
-from accel_state.device_checks import is_npu_available as is_npu_available
-from accel_state.device_checks import is_pippy_available as is_pippy_available
-from accel_state.device_checks import is_rocm_available as is_rocm_available
-from accel_state.device_checks import is_sdaa_available as is_sdaa_available
-from accel_state.device_checks import is_torch_distributed_available as is_torch_distributed_available
-from accel_state.device_checks import is_torch_xla_available as is_torch_xla_available
-from accel_state.device_checks import is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available
-from accel_state.device_checks import is_weights_only_available as is_weights_only_available
-from accel_state.device_checks import is_xccl_available as is_xccl_available
-from accel_state.device_checks import is_xpu_available as is_xpu_available

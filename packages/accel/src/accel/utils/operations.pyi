@@ -1,5 +1,8 @@
 """Operations on nested data, under the module path that other libraries know."""
 
+from accel_state import DistributedOperationException as DistributedOperationException
+from accel_state.device_checks import is_torch_distributed_available as is_torch_distributed_available
+from accel_state.device_checks import is_torch_xpu_tensor as is_torch_xpu_tensor
 from accel_state.operations import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accel_state.operations import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from accel_state.operations import TensorInformation as TensorInformation
@@ -31,4 +34,3 @@ from accel_state.operations import reduce as reduce
 from accel_state.operations import send_to_device as send_to_device
 from accel_state.operations import slice_tensors as slice_tensors
 from accel_state.operations import verify_operation as verify_operation
-from accel_state import DistributedOperationException as DistributedOperationException

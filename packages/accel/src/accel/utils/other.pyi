@@ -1,7 +1,17 @@
 """Helpers for models and files, under the module path that other libraries know."""
 
-from ..unwrapping import extract_model_from_parallel as extract_model_from_parallel
-from ..unwrapping import is_compiled_module as is_compiled_module
+from accel_state.env import clear_environment as clear_environment
+from accel_state.env import convert_dict_to_env_variables as convert_dict_to_env_variables
+from accel_state.env import patch_environment as patch_environment
+from accel_state.hardware import check_os_kernel as check_os_kernel
+from accel_state.imports import is_numpy_available as is_numpy_available
+from accel_state.nested_access import merge_dicts as merge_dicts
+from accel_state.nested_access import recursive_getattr as recursive_getattr
+from accel_state.net import get_free_port as get_free_port
+from accel_state.net import is_port_in_use as is_port_in_use
+from accel_state.state.functions import wait_for_everyone as wait_for_everyone
+from accel_state.units import convert_bytes as convert_bytes
+
 from ..compilation import compile_regions as compile_regions
 from ..compilation import has_compiled_regions as has_compiled_regions
 from ..compilation import has_repeated_blocks as has_repeated_blocks
@@ -9,14 +19,5 @@ from ..compilation import is_repeated_blocks as is_repeated_blocks
 from ..saving import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from ..saving import load as load
 from ..saving import save as save
-from accel_state.env import clear_environment as clear_environment
-from accel_state.env import convert_dict_to_env_variables as convert_dict_to_env_variables
-from accel_state.env import patch_environment as patch_environment
-from accel_state.net import get_free_port as get_free_port
-from accel_state.net import is_port_in_use as is_port_in_use
-from accel_state.hardware import check_os_kernel as check_os_kernel
-from accel_state.nested_access import merge_dicts as merge_dicts
-from accel_state.nested_access import recursive_getattr as recursive_getattr
-from accel_state.units import convert_bytes as convert_bytes
-from accel_state.imports import is_numpy_available as is_numpy_available
-from accel_state.state.functions import wait_for_everyone as wait_for_everyone
+from ..unwrapping import extract_model_from_parallel as extract_model_from_parallel
+from ..unwrapping import is_compiled_module as is_compiled_module

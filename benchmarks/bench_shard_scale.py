@@ -1,0 +1,78 @@
+"""What a rank's share of 100 million samples costs, on worlds of 1 to 16,384 ranks. No process is started.
+
+    python benchmarks/bench_shard_scale.py [--length N] [--batch-size B] [--batches K]
+
+For each world size the last rank, which has the most to get past, draws batches of indices. Printed are microseconds a batch, the time to
+the first batch from the middle of the epoch (what resuming costs), and the peak of memory that Python allocated. A shuffled epoch adds the
+permutation itself, 8 bytes a sample in one tensor, drawn once an epoch; its cost is shown apart and does not depend on the world either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from accel_data import BatchSamplerShard, SeedableRandomSampler
+from accel_data.batch_shard import EpochStart
+
+WORLDS = (1, 2, 8, 64, 512, 4096, 16_384)
+
+
+def shard_of_last_rank(sampler: Any, batch_size: int, world: int) -> BatchSamplerShard:
+    """The share of the rank that has the most other ranks before it."""
+    return BatchSamplerShard(BatchSampler(sampler, batch_size, False), world, world - 1)
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """How long a call takes."""
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def draw(batches: Iterator[Any], count: int) -> int:
+    """Draw some batches; returns how many there were."""
+    return sum(1 for _ in islice(batches, count))
+
+
+def measure(sampler: Any, length: int, batch_size: int, count: int, world: int) -> tuple[float, float, float, int]:
+    """Microseconds a batch, milliseconds to the first batch from the middle and from the start, and peak memory in bytes."""
+    shard = shard_of_last_rank(sampler, batch_size, world)
+    batches = iter(shard)
+    first = seconds(lambda: next(batches))
+    count = min(count, len(shard) - 1)
+    per_batch = min(seconds(lambda: draw(batches, count // 5)) / (count // 5) for _ in range(4))
+    middle = length // 2 // shard.step_size * shard.step_size
+    shard.begin_at(EpochStart(middle))
+    resumed = seconds(lambda: next(iter(shard)))
+    tracemalloc.start()
+    draw(iter(shard_of_last_rank(sampler, batch_size, world)), min(count, 200))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return per_batch * 1e6, resumed * 1e3, first * 1e3, peak
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=100_000_000, help="samples in the data set")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples a rank gets in a step")
+    parser.add_argument("--batches", type=int, default=2000, help="batches to draw for a figure")
+    options = parser.parse_args()
+    data = range(options.length)
+    print(f"{options.length:,} samples, batch size {options.batch_size}, last rank of each world")
+    print(f"{'sampler':<12}{'world size':>12}{'us/batch':>12}{'resume ms':>12}{'first ms':>12}{'Python peak KiB':>18}")
+    for name, sampler in (("sequential", SequentialSampler(data)), ("seedable", SeedableRandomSampler(data, data_seed=0))):
+        for world in WORLDS:
+            per_batch, resumed, first, peak = measure(sampler, options.length, options.batch_size, options.batches, world)
+            print(f"{name:<12}{world:>12,}{per_batch:>12.2f}{resumed:>12.2f}{first:>12.2f}{peak / 1024:>18.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

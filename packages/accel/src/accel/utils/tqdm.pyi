@@ -1,3 +1,0 @@
-"""Progress bars, under the module path that other libraries know."""
-
-from accel_state.progress import tqdm as tqdm
