@@ -27,7 +27,7 @@ TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
 SETTINGS = "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\nmarkers =\n    slow\n    gpu\ntimeout = 120\n"
 
 
-def _run(*command: object, folder: Path, seconds: int = 300, **variables: str) -> str:
+def _run(*command: object, folder: Path, seconds: int = 400, **variables: str) -> str:
     """Standard output of a command; the test fails with all that it said when it fails."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | variables
     done = subprocess.run([*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
@@ -113,7 +113,7 @@ def test_wheel_holds_the_package_its_types_and_its_licence(project: Path, wheels
     assert {name.split("/")[0] for name in names} == {package, f"{package}-{version}.dist-info"}
 
 
-@pytest.mark.timeout(300)  # the first to come installs torch and the test tools, and a package's own tests start many processes
+@pytest.mark.timeout(480)  # the first to come installs torch and the test tools, and a package's own tests start many processes
 @pytest.mark.parametrize(
     ("distribution", "together"),
     [

@@ -57,13 +57,13 @@ def test_unknown_command(shell) -> None:
     assert result.stderr == "accel: error: 'lauch' is not a command. Did you mean launch? `accel --help` lists them.\n"
 
 
-def install_command(shell, name: str, module: str, text: str) -> None:
+def install_command(shell, name: str, module: str, text: str, group: str = "accel.commands", attribute: str = "COMMAND") -> None:
     """What pip leaves behind of a package with an entry point."""
     shell.write(f"{module}.py", text)
     info = shell.folder / f"{module}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[accel.commands]\n{name} = {module}:COMMAND\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}:{attribute}\n")
 
 
 def test_other_packages_add_commands_and_a_broken_one_spoils_nothing(shell) -> None:
@@ -89,3 +89,20 @@ def test_other_packages_add_commands_and_a_broken_one_spoils_nothing(shell) -> N
     assert (result.stdout, result.returncode) == ("hello you\n", 3)
     result = shell.accel("greet", "bad")
     assert (result.stderr, result.returncode) == ("accel greet: error: no such greeting: bad\n", 2)
+
+
+def test_other_packages_add_launchers(shell) -> None:
+    text = """
+        from accel_launch.launchers.base import Launcher
+        class Printer(Launcher):
+            def accepts(self, plan):
+                return plan.num_processes == 3
+            def run(self, plan):
+                print("would start", plan.target.command(["python"]), plan.environment["ACCELERATE_USE_CPU"])
+                return 4
+    """
+    install_command(shell, "printer", "printers", text, "accel.launchers", "Printer")
+    shell.write("s.py", "print('ran')")
+    result = shell.accel("launch", "--cpu", "--num_processes", "3", "s.py", "x")
+    assert (result.stdout, result.returncode) == ("would start ['python', 's.py', 'x'] true\n", 4), result.stderr
+    assert shell.accel("launch", "--cpu", "--num_processes", "1", "s.py").stdout == "ran\n"

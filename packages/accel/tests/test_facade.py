@@ -213,3 +213,48 @@ def test_helpers_without_an_accelerator() -> None:
     with get_mixed_precision_context_manager():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
     assert get_grad_scaler(init_scale=4.0).scale(torch.ones(())) == 4
+
+
+class Fused(torch.optim.SGD):
+    """An optimizer that updates in the backward pass, in the form of lomo-optim's."""
+
+    def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
+        loss.backward()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= lr * parameter.grad
+
+
+def test_optimizers_that_update_in_the_backward_pass() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+    with pytest.raises(ConfigurationError, match="no prepared optimizer updates weights"):
+        accelerator.backward(model(torch.ones(1, 2)).sum(), learning_rate=0.5)
+    model, _ = accelerator.prepare(model, Fused(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.ones(1, 2)).sum(), learning_rate=0.5)
+    assert torch.equal(model.weight, before - 0.5)
+    with pytest.raises(ConfigurationError, match="Fused needs the learning rate"):
+        accelerator.backward(model(torch.ones(1, 2)).sum(), learning_rate=None)
+
+
+def coordinates() -> tuple[int, ...]:
+    accelerator = Accelerator(cpu=True)
+    with accelerator.maybe_context_parallel(buffers=[torch.ones(2)], buffer_seq_dims=[0]):
+        pass
+    return (
+        accelerator.data_parallel_rank,
+        accelerator.data_parallel_shard_rank,
+        accelerator.tensor_parallel_rank,
+        accelerator.context_parallel_rank,
+        accelerator.pipeline_parallel_rank,
+    )
+
+
+def test_data_parallel_ranks_have_coordinates_on_one_axis() -> None:
+    assert run_world(coordinates, 2) == [(0, 0, 0, 0, 0), (1, 0, 0, 0, 0)]
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.torch_device_mesh is None and accelerator.parallelism_config is None and accelerator.fp8_backend is None
+    assert not accelerator.is_composable_parallelism_enabled and not accelerator.is_fsdp2 and accelerator.deepspeed_plugin is None
+    with pytest.raises(ConfigurationError, match="no DeepSpeed plugin 'student'. Known: none"):
+        accelerator.state.select_deepspeed_plugin("student")

@@ -107,7 +107,7 @@ def prepare_data_loader(
     Args:
         dataloader: any torch loader. A prepared one is returned as it is.
         device: where batches are moved, with ``put_on_device``; None takes this process's device.
-        num_processes: number of ranks that share the data; None takes the run's.
+        num_processes: number of ranks that share the data; None takes the run's. A mesh decides on both.
         process_index: this rank among them; None takes the run's.
         split_batches: the loader's batch size is that of all processes together. Otherwise it is that of each process.
         put_on_device: move batches to the device.
@@ -132,10 +132,7 @@ def prepare_data_loader(
     if isinstance(dataloader, PreparedLoader):
         return dataloader
     warn_about_lost_iteration(dataloader)
-    if num_processes is None and process_index is None:
-        size, rank = data_ranks(None, None, torch_device_mesh)
-    else:
-        size, rank = data_ranks(num_processes, process_index)
+    size, rank = data_ranks(num_processes, process_index, torch_device_mesh)
     check_rank(size, rank)
     if use_seedable_sampler:
         dataloader = _seedable(dataloader, data_seed)

@@ -25,7 +25,7 @@ from accel_state import (
 from accel_state.memory import release_memory
 from accel_state.state.process_control import ProcessControl
 
-from . import metrics, saving, setup
+from . import lomo, metrics, saving, setup, trackers
 from .accumulation import Accumulation, ItemReduction
 from .compilation import TorchDynamoPlugin
 from .joining import join_uneven_inputs
@@ -43,7 +43,7 @@ from .strategies.ddp import sync_in_backward
 from .unwrapping import extract_model_from_parallel
 
 
-class Accelerator(SettingsView, ProcessControl):
+class Accelerator(SettingsView, trackers.Tracking, ProcessControl):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -58,7 +58,7 @@ class Accelerator(SettingsView, ProcessControl):
         torch_tp_plugin: settings of tensor parallelism.
         megatron_lm_plugin: settings of Megatron-LM.
         rng_types: generators that loaders synchronise over ranks at each epoch; by default the sampler's own ("generator").
-        log_with: experiment trackers.
+        log_with: experiment trackers: names of installed ones, "all", objects, or a list of those.
         project_dir: the folder of everything that is saved.
         project_config: folders and checkpoint naming.
         gradient_accumulation_plugin: all settings of gradient accumulation.
@@ -99,9 +99,9 @@ class Accelerator(SettingsView, ProcessControl):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        if log_with is not None:
-            raise ConfigurationError(f"log_with={log_with!r}: this version has no trackers. Leave it out and log in the script.")
         self.project_configuration = setup.project_settings(project_dir, project_config)
+        self.log_with = trackers.resolve(log_with, self.project_configuration.logging_dir)
+        self.trackers: list[Any] = []
         self.dataloader_config = setup.loader_settings(dataloader_config, split_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -190,6 +190,15 @@ class Accelerator(SettingsView, ProcessControl):
         """A loader like the given one whose first epoch starts ``num_batches`` later; map-style data is not read to get there."""
         return skip_first_batches(dataloader, num_batches=num_batches)
 
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+        """The loader that DeepSpeed's sequence parallelism (Ulysses) reads from; the given one where sequences are not shared.
+
+        Args:
+            dl: a prepared loader.
+            model: the prepared model.
+        """
+        return self.strategy.sequence_parallel_loader(dl, model)
+
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
         """The model that was prepared.
 
@@ -222,15 +231,41 @@ class Accelerator(SettingsView, ProcessControl):
                 batch counts the same.
             reduction: whether ``loss`` is the "mean" or the "sum" of the ``num_items`` items; use "sum" where a micro batch may
                 have none.
-            **kwargs: for ``torch.Tensor.backward``.
+            **kwargs: for ``torch.Tensor.backward``; or ``learning_rate``, for optimizers that update in the backward pass.
 
         Raises:
             ConfigurationError: only some losses of a window have ``num_items``.
         """
         loss = self._accumulation.weigh(loss) if num_items is None else self._accumulation.weigh_items(loss, num_items, reduction)
+        if "learning_rate" in kwargs:
+            self.lomo_backward(loss, kwargs["learning_rate"])
+            return
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward(**kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Compute gradients and update weights in one pass, with the prepared Lomo or AdaLomo optimizers.
+
+        Raises:
+            ConfigurationError: no prepared optimizer does so.
+        """
+        lomo.fused_backward(self.prepared.optimizers, loss, learning_rate)
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """A block in which sequences are shared by the processes of the context-parallel axis; whole sequences without one.
+
+        Args:
+            buffers: the tensors to split along their sequence dimension.
+            buffer_seq_dims: that dimension of each of them.
+            no_restore_buffers: those of them that need not be whole again afterwards.
+        """
+        return self.strategy.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block in which backward passes do not synchronise the model's gradients; nothing to skip in a single process."""
@@ -440,7 +475,8 @@ class Accelerator(SettingsView, ProcessControl):
             self.wait_for_everyone()
 
     def end_training(self) -> None:
-        """Let go of the process group and of the shared state. Call it at the end of the script, on every rank."""
+        """Finish the trackers, and let go of the process group and of the shared state. Call it at the end of the script, on every rank."""
+        self._finish_trackers()
         self.free_memory()
         setup.release_state(self)
         self.process_state.destroy_process_group()

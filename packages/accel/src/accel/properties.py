@@ -13,6 +13,7 @@ from .accumulation import Accumulation
 from .precision.full import Precision
 from .preparation import Preparation
 from .project import ProjectConfiguration
+from .strategies.base import Strategy
 
 
 class SettingsView:
@@ -22,6 +23,7 @@ class SettingsView:
     process_state: PartialState
     gradient_state: GradientState
     precision: Precision
+    strategy: Strategy
     prepared: Preparation
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
@@ -143,6 +145,61 @@ class SettingsView:
     def should_save_model(self) -> bool:
         """Whether this process is the one that writes a whole model."""
         return self.process_state.is_main_process
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The coordinate among replicas of the model."""
+        return self.strategy.axis_rank("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The coordinate among the shards of a replica; 0 where models are whole."""
+        return self.strategy.axis_rank("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The coordinate among the processes that share each layer; 0 where layers are whole."""
+        return self.strategy.axis_rank("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """The coordinate among the processes that share each sequence; 0 where sequences are whole."""
+        return self.strategy.axis_rank("cp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """The stage of the pipeline; 0 where models are whole."""
+        return self.strategy.axis_rank("pp")
+
+    @property
+    def parallelism_config(self) -> Any:
+        """Sizes of the mesh axes; None where there is no mesh."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The device mesh; None where there is none."""
+        return getattr(self.strategy, "mesh", None)
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether several kinds of parallelism share a mesh."""
+        return self.torch_device_mesh is not None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by version 2 of FSDP."""
+        return self.state.is_fsdp2
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed settings in use; None without DeepSpeed."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def fp8_backend(self) -> str | None:
+        """What computes in 8 bits; None in other precisions."""
+        return getattr(self.precision, "backend", None)
 
     @property
     def _models(self) -> list[Any]:

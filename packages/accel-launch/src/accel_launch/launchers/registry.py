@@ -1,8 +1,6 @@
-"""Every launcher, the more special ones first; other packages add theirs through the entry point group ``accel.launchers``."""
+"""Every launcher; other packages add theirs through the entry point group ``accel.launchers``, and are asked before ours."""
 
 from __future__ import annotations
-
-import itertools
 
 from accel_state.errors import ConfigurationError
 from accel_state.registry import Registry
@@ -25,8 +23,8 @@ def choose_launcher(plan: Plan) -> Launcher:
     Raises:
         ConfigurationError: there is none.
     """
-    # The metadata of installed packages is searched only for a plan that none of our own takes.
-    for name in itertools.chain(_BUILT_IN, LAUNCHERS):
+    # Between them, ours take every plan: what somebody installed beside them is meant to come first.
+    for name in sorted(LAUNCHERS, key=lambda name: name in _BUILT_IN):
         launcher = LAUNCHERS.load(name)()
         if launcher.accepts(plan):
             return launcher

@@ -142,6 +142,43 @@ class AcceleratorState(ProcessControl, SharedState):
         """The precision of computation: "no", "fp16", "bf16" or "fp8"."""
         return self._mixed_precision
 
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by version 2 of FSDP."""
+        return getattr(self.fsdp_plugin, "fsdp_version", None) == 2
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed settings in use; None without DeepSpeed."""
+        plugins = self.deepspeed_plugins
+        if not isinstance(plugins, dict):
+            return plugins
+        return next((plugin for plugin in plugins.values() if plugin.selected), None)
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """The DeepSpeed settings of a name.
+
+        Raises:
+            ConfigurationError: there are none of that name.
+        """
+        plugins = self.deepspeed_plugins if isinstance(self.deepspeed_plugins, dict) else {}
+        if name not in plugins:
+            raise ConfigurationError(
+                f"there is no DeepSpeed plugin {name!r}. Known: {', '.join(plugins) or 'none'}. Pass a dictionary of them as deepspeed_plugins."
+            )
+        return plugins[name]
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Put the DeepSpeed settings of a name in force for what is prepared next.
+
+        Raises:
+            ConfigurationError: there are none of that name.
+        """
+        chosen = self.get_deepspeed_plugin(str(name))
+        for plugin in self.deepspeed_plugins.values():
+            plugin._unselect()
+        chosen.select(_from_accelerator_state=True)
+
     def wait_for_everyone(self) -> None:
         """Return when every process has come here; at once in a single process."""
         self._partial.wait_for_everyone()

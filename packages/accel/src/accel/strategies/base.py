@@ -51,6 +51,10 @@ class Strategy:
         self.state = state
         self.handlers = handlers
 
+    def axis_rank(self, axis: str) -> int:
+        """This process's coordinate on a mesh axis ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp"); 0 on an axis of size 1."""
+        return 0
+
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that this strategy cannot train."""
 
@@ -69,6 +73,19 @@ class Strategy:
     def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
         """The user's model inside."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None,
+        buffer_seq_dims: list[int] | None,
+        no_restore_buffers: set[torch.Tensor] | None,
+    ) -> AbstractContextManager[None]:
+        """A block in which sequences are shared between processes; here each process has whole sequences."""
+        return nullcontext()
+
+    def sequence_parallel_loader(self, loader: Any, model: nn.Module) -> Any:
+        """A loader whose sequences are split between processes; here each process has whole sequences."""
+        return loader
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients accumulated so far, in place."""

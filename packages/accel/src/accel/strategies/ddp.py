@@ -19,6 +19,9 @@ from .base import Strategy
 class DDPStrategy(Strategy):
     """``torch.nn.parallel.DistributedDataParallel`` around each model that has something to train."""
 
+    def axis_rank(self, axis: str) -> int:
+        return self.state.process_index if axis == "dp_replicate" else 0
+
     def check_model(self, model: nn.Module) -> None:
         placed = set(map(str, getattr(model, "hf_device_map", {}).values()))
         if len(placed) > 1:
