@@ -122,18 +122,20 @@ def train(arguments: argparse.Namespace) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(PACKAGES))
+    # Half of the weights are word embeddings, and a few hundred sentences hold few of the words.
+    model.base_model.embeddings.requires_grad_(False)
     collate = collator(tokenizer)
     train_set, test_set = examples(arguments.sentences)
     train_loader = DataLoader(train_set, batch_size=arguments.batch_size, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
     test_loader = DataLoader(test_set, batch_size=arguments.batch_size, collate_fn=collate)  # type: ignore[arg-type]
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=arguments.lr, weight_decay=0.01)
     # Written for the loader of one process: on n processes the prepared schedule advances n steps at a time.
     scheduler = linear_decay(optimizer, arguments.epochs * -(-len(train_loader) // accelerator.gradient_accumulation_steps))
 
     model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(model, optimizer, scheduler, train_loader, test_loader)
     progress = tqdm(total=arguments.epochs * len(train_loader), desc="fine-tuning", unit="batch")  # on the main process
-    for epoch in range(arguments.epochs):
+    for _ in range(arguments.epochs):
         model.train()
         for batch in train_loader:
             with accelerator.accumulate(model):
@@ -146,7 +148,7 @@ def train(arguments: argparse.Namespace) -> None:
             progress.update()
         mean_loss = accelerator.reduce(loss.detach(), reduction="mean").item()
         accuracy, total = evaluate(accelerator, model, test_loader)
-        accelerator.print(f"epoch {epoch + 1}: loss of the last batch {mean_loss:.4f}, accuracy {accuracy:.3f}")
+        progress.set_postfix(loss=f"{mean_loss:.4f}", accuracy=f"{accuracy:.3f}")
     progress.close()
 
     if arguments.output_dir:

@@ -25,7 +25,7 @@ from accel_state import (
 from accel_state.memory import release_memory
 from accel_state.state.process_control import ProcessControl
 
-from . import lomo, metrics, saving, setup, trackers
+from . import lomo, metrics, setup, trackers
 from .accumulation import Accumulation, ItemReduction
 from .compilation import TorchDynamoPlugin
 from .joining import join_uneven_inputs
@@ -37,13 +37,14 @@ from .precision.scaler import SharedGradScaler
 from .preparation import Preparation
 from .project import ProjectConfiguration
 from .properties import SettingsView
+from .saving_methods import Saving
 from .scheduler import AcceleratedScheduler
 from .strategies.base import no_sync_context
 from .strategies.ddp import sync_in_backward
 from .unwrapping import extract_model_from_parallel
 
 
-class Accelerator(SettingsView, trackers.Tracking, ProcessControl):
+class Accelerator(SettingsView, Saving, trackers.Tracking, ProcessControl):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -372,67 +373,6 @@ class Accelerator(SettingsView, trackers.Tracking, ProcessControl):
 
     set_breakpoint = set_trigger
     check_breakpoint = check_trigger
-
-    # -- saving ------------------------------------------------------------------------------------------------------
-
-    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Save an object once, on the main process; see :func:`accel.utils.save`."""
-        saving.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
-
-    def load(self, f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-        """Load what :meth:`save` wrote, without running code from the file; see :func:`accel.utils.load`."""
-        return saving.load(f, map_location, **kwargs)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The weights of a prepared model, under the names of the model that was prepared.
-
-        Args:
-            model: a prepared model.
-            unwrap: whether to leave out what wrapping and compiling put around the names.
-        """
-        return self.strategy.state_dict(model, unwrap)
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Save a model's weights, from which it can be loaded without accel.
-
-        Args:
-            model: a prepared model.
-            save_directory: the folder; it is made if needed.
-            max_shard_size: largest file, in bytes or as text such as "5GB"; larger models are split, with an index.
-            safe_serialization: the safetensors format rather than torch's.
-
-        Raises:
-            ConfigurationError: the folder is a file, or a weight has no values.
-        """
-        folder = Path(save_directory)
-        if folder.is_file():
-            raise ConfigurationError(f"save_directory={str(folder)!r} is a file. Give a folder to put the weights into.")
-        state_dict = self.get_state_dict(model)
-        saving.refuse_unsavable(model, state_dict)
-        each_node = self.project_configuration.save_on_each_node
-        if self.is_local_main_process if each_node else self.is_main_process:
-            folder.mkdir(parents=True, exist_ok=True)
-            saving.save_model_weights(state_dict, folder, max_shard_size, safe_serialization)
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Include objects in saved states.
-
-        Raises:
-            ConfigurationError: one has no ``state_dict`` and ``load_state_dict``; none is registered then.
-        """
-        wrong = [obj for obj in objects if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))]
-        if wrong:
-            raise ConfigurationError(
-                f"{', '.join(repr(obj) for obj in wrong)} cannot be part of a checkpoint: objects need the methods state_dict and "
-                "load_state_dict. Register only such objects, or wrap these in one."
-            )
-        self._custom_objects.extend(objects)
 
     # -- memory, profiling, end --------------------------------------------------------------------------------------
 

@@ -66,8 +66,8 @@ def _check(tracker: Any, logging_dir: str | None) -> None:
     missing = [attribute for attribute in _REQUIRED if not hasattr(tracker, attribute)]
     if missing:
         raise ConfigurationError(
-            f"log_with={tracker!r} is no tracker: it lacks {', '.join(missing)}. Pass the name of one ({', '.join(TRACKERS.names()) or 'none is installed'}), "
-            "or an object with these."
+            f"log_with={tracker!r} is no tracker: it lacks {', '.join(missing)}. Pass an object with these, or the name of one that is "
+            f"installed ({', '.join(TRACKERS.names()) or 'none is'})."
         )
     if tracker.requires_logging_directory and logging_dir is None:
         raise ConfigurationError(

