@@ -186,7 +186,7 @@ class CountedBatch:
 
     def pin_memory(self, device: str | None = None) -> CountedBatch:
         """The same, with the batch in pinned memory."""
-        return CountedBatch(pin_memory(self.batch, device), self.real, self.tail)  # type: ignore[no-untyped-call]
+        return CountedBatch(pin_memory(self.batch, device), self.real, self.tail)
 
 
 class CountingCollate:

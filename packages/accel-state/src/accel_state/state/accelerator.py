@@ -164,7 +164,8 @@ class AcceleratorState(ProcessControl, SharedState):
         plugins = self.deepspeed_plugins if isinstance(self.deepspeed_plugins, dict) else {}
         if name not in plugins:
             raise ConfigurationError(
-                f"there is no DeepSpeed plugin {name!r}. Known: {', '.join(plugins) or 'none'}. Pass a dictionary of them as deepspeed_plugins."
+                f"there is no DeepSpeed plugin {name!r}. Known: {', '.join(plugins) or 'none'}. Pass a dictionary of them as "
+                "deepspeed_plugins."
             )
         return plugins[name]
 
