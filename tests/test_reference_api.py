@@ -114,7 +114,8 @@ def _check_member(path: str, owner: Any, name: str, fact: dict[str, Any]) -> lis
     if fact["kind"] == "property":
         value = inspect.getattr_static(owner, name, None)
         return [f"{path}.{name} is a method, not a property"] if inspect.isfunction(value) else []
-    return [f"{path}.{name}({difference})" for difference in _differences(getattr(owner, name), fact["parameters"])]
+    parameters = fact.get("parameters")
+    return [] if parameters is None else [f"{path}.{name}({difference})" for difference in _differences(getattr(owner, name), parameters)]
 
 
 @pytest.mark.parametrize("path", sorted(TABLE["names"]))

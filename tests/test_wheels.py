@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from workspace import ROOT, import_name, metadata, projects
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheels")]
+pytestmark = pytest.mark.slow
 
 # What pip must find beside a package to run its tests, and nothing of ours.
 TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]

@@ -36,7 +36,6 @@ PARALLEL = "meshes of several parallel axes"
 PIPELINE = "pipelined inference"
 QUANT = "quantization"
 TRACK = "trackers"
-NOT_KEPT = "an internal of the reference without a use of its own; nothing in accel needs it"
 
 # Modules of the reference that come whole with a later version.
 LATER_MODULES = {
@@ -63,19 +62,15 @@ LATER = {
     CHECKPOINT: """
         Accelerator.load_state Accelerator.save_state Accelerator.register_load_state_pre_hook Accelerator.register_save_state_pre_hook
         """,
-    DEEPSPEED: """
-        DeepSpeedPlugin Accelerator.deepspeed_plugin Accelerator.deepspeed_ulysses_dl_adapter AcceleratorState.deepspeed_plugin
-        AcceleratorState.get_deepspeed_plugin AcceleratorState.select_deepspeed_plugin deepspeed_required
-        GatheredParameters compile_regions_deepspeed prepare_deepspeed_cmd_env
-        """,
+    DEEPSPEED: "DeepSpeedPlugin deepspeed_required GatheredParameters compile_regions_deepspeed prepare_deepspeed_cmd_env",
     FSDP: """
-        FullyShardedDataParallelPlugin Accelerator.is_fsdp2 AcceleratorState.is_fsdp2 compile_regions_fsdp2
+        FullyShardedDataParallelPlugin compile_regions_fsdp2
         disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
         fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
         load_fsdp_model load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer
         """,
     FP8: """
-        Accelerator.fp8_backend AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap contextual_fp8_autocast
+        AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap contextual_fp8_autocast
         convert_model convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers has_transformer_engine_layers
         torchao_required
         """,
@@ -87,16 +82,9 @@ LATER = {
         AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMPlugin
         add_model_config_to_megatron_parser avg_losses_across_data_parallel_group
         """,
-    PARALLEL: """
-        ParallelismConfig TorchTensorParallelPlugin Accelerator.context_parallel_rank Accelerator.data_parallel_rank
-        Accelerator.data_parallel_shard_rank Accelerator.is_composable_parallelism_enabled Accelerator.maybe_context_parallel
-        Accelerator.parallelism_config Accelerator.pipeline_parallel_rank Accelerator.tensor_parallel_rank Accelerator.torch_device_mesh
-        get_model_tp_size
-        """,
+    PARALLEL: "ParallelismConfig TorchTensorParallelPlugin get_model_tp_size",
     PIPELINE: "prepare_pippy",
     QUANT: "BnbQuantizationConfig has_4bit_bnb_layers load_and_quantize_model",
-    TRACK: "Accelerator.get_tracker Accelerator.init_trackers Accelerator.log",
-    NOT_KEPT: "Accelerator.lomo_backward",
 }
 
 # Names that the reference merely passes on in the module that lists them; they live in accel.utils.
@@ -187,6 +175,8 @@ def _fact(found: re.Match[str]) -> dict[str, Any]:
     if found["signature"] is None:
         return {"kind": kind}
     parameters = [_parameter(text) for text in _split(found["signature"][1:-1])]
+    if [name for name, *_ in parameters] == ["*args", "**kwargs"]:
+        return {"kind": kind}  # what a decorator leaves of a signature says nothing about the parameters
     return {"kind": kind, "parameters": [parameter for parameter in parameters if parameter[0] != "self"]}
 
 

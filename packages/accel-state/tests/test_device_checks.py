@@ -12,8 +12,14 @@ from accel_state import device_checks, devices
 from accel_state.errors import ConfigurationError
 
 CHECKS = {
-    name: check for name, check in vars(device_checks).items() if name.startswith("is_") and check.__module__ == device_checks.__name__
+    name: check
+    for name, check in vars(device_checks).items()
+    if name.startswith("is_") and check.__module__ == device_checks.__name__ and name != "is_torch_xpu_tensor"
 }
+
+
+def test_tensors_are_told_from_others():
+    assert not device_checks.is_torch_xpu_tensor(torch.ones(1)) and not device_checks.is_torch_xpu_tensor("xpu")
 
 
 @pytest.mark.parametrize("name", CHECKS)

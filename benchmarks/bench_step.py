@@ -1,0 +1,140 @@
+"""What a training step costs more than in plain PyTorch: in one process, and with DDP on two.
+
+    python benchmarks/bench_step.py
+
+One process: a model so small that the step is nearly all overhead, in the loop that everybody writes: loader, accumulate, forward,
+backward, clip, optimizer, scheduler, zero_grad. Two processes: a model of a few milliseconds a step under DDP over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import _measure
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+MICROSECONDS_TARGET = 20.0
+DDP_TARGET = 1.03
+STEPS = 100
+ROUNDS = 40
+DDP_STEPS = 20
+DDP_ROUNDS = 30
+
+
+def parts(width: int, depth: int, batches: int, batch_size: int, sampler: Callable[[TensorDataset], Any] | None = None) -> tuple:
+    """A model, its optimizer, its scheduler and its loader; the same ones each time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())], nn.Linear(width, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    data = TensorDataset(torch.randn(batches * batch_size, width), torch.randint(4, (batches * batch_size,)))
+    loader = DataLoader(data, batch_size=batch_size, sampler=None if sampler is None else sampler(data))
+    return model, optimizer, scheduler, loader
+
+
+def plain_epoch(model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable) -> Callable[[], None]:
+    """One pass in plain PyTorch."""
+
+    def run() -> None:
+        for inputs, labels in loader:
+            loss = functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def prepared_epoch(accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable) -> Callable[[], None]:
+    """The same pass with prepared objects."""
+
+    def run() -> None:
+        for inputs, labels in loader:
+            with accelerator.accumulate(model):
+                loss = functional.cross_entropy(model(inputs), labels)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    return run
+
+
+def in_one_process(accelerator: Any) -> dict[str, float]:
+    """Microseconds a step."""
+    sizes = {"width": 4, "depth": 1, "batches": STEPS, "batch_size": 2}
+    variants = {
+        "raw": plain_epoch(*parts(**sizes)),
+        "prepared": prepared_epoch(accelerator, *accelerator.prepare(*parts(**sizes))),
+    }
+    times = _measure.in_turns(variants, ROUNDS)
+    scale = 1e6 / STEPS
+    return {
+        "raw": sorted(times["raw"])[ROUNDS // 2] * scale,
+        "extra": _measure.extra(times, "prepared") * scale,
+        "ratio": _measure.ratio(times, "prepared"),
+    }
+
+
+def in_two_processes(accelerator: Any) -> dict[str, float]:
+    """Microseconds a step under DDP, on rank 0; the process group is the Accelerator's."""
+    sizes = {"width": 256, "depth": 6, "batches": DDP_STEPS * 2, "batch_size": 64}
+    model, *others = parts(**sizes, sampler=lambda data: DistributedSampler(data, shuffle=False))
+    variants = {
+        "raw": plain_epoch(DistributedDataParallel(model), *others),
+        "prepared": prepared_epoch(accelerator, *accelerator.prepare(*parts(**sizes))),
+    }
+    times = _measure.in_turns(variants, DDP_ROUNDS)
+    scale = 1e6 / DDP_STEPS
+    return {
+        "raw": sorted(times["raw"])[DDP_ROUNDS // 2] * scale,
+        "extra": _measure.extra(times, "prepared") * scale,
+        "ratio": _measure.ratio(times, "prepared"),
+    }
+
+
+def work(library: str) -> None:
+    """Measure one library in this process."""
+    torch.set_num_threads(1)
+    accelerator = importlib.import_module(library).Accelerator(cpu=True)
+    if accelerator.num_processes == 1:
+        _measure.report(in_one_process(accelerator))
+    else:
+        figures = in_two_processes(accelerator)
+        if accelerator.is_main_process:
+            _measure.report(figures)
+    accelerator.end_training()
+
+
+def main() -> None:
+    """Print the table and the verdicts."""
+    found = _measure.libraries()
+    one = {label: _measure.worker(python, __file__, "--library", module) for label, (python, module) in found.items()}
+    two = {label: _measure.worker(python, __file__, "--library", module, processes=2) for label, (python, module) in found.items()}
+
+    _measure.heading("A step in one process")
+    _measure.row("raw PyTorch", f"{one['accel']['raw']:.0f} us")
+    for label, figures in one.items():
+        target = f"target: at most {MICROSECONDS_TARGET:.0f} us: {_measure.verdict(figures['extra'], MICROSECONDS_TARGET)}"
+        _measure.row(f"{label}, over raw", f"{figures['extra']:+.1f} us", target if label == "accel" else "")
+
+    _measure.heading("A step with DDP on two processes")
+    _measure.row("raw DDP", f"{two['accel']['raw']:.0f} us")
+    for label, figures in two.items():
+        target = f"target: at most {DDP_TARGET:.2f}: {_measure.verdict(figures['ratio'], DDP_TARGET)}"
+        _measure.row(f"{label}, of raw", f"{figures['ratio']:.3f} x", target if label == "accel" else "")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--library", help="measure this library in this process (what the benchmark starts itself with)")
+    chosen = parser.parse_args().library
+    work(chosen) if chosen else main()
