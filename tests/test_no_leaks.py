@@ -14,7 +14,7 @@ from workspace import ROOT
 FORBIDDEN = {
     "an absolute path of somebody's machine": r"(?<![\w.-])/(?:work|root|home/\w+|Users/\w+|opt/(?:pypi|wheels))(?![\w-])",
     "the address of a package index": r"https?://[\w.-]*(?:pypi|pythonhosted|wheel)[\w.-]*|--(?:extra-)?index-" + "url|file" + "://",
-    "a mark of unfinished work": r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b",
+    "a mark of unfinished work": r"\b(?:TEST_OUT" + r"PUT|TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b",
 }
 BINARY = {".png", ".jpg", ".ico", ".gz", ".zip", ".safetensors", ".pt", ".npy"}
 

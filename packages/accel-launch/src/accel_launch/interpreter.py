@@ -6,11 +6,8 @@ import subprocess
 import sys
 
 
-def python_command() -> list[str]:
-    """This interpreter with its options (``python -O -m accel_launch``), and with output that is not held back.
-
-    Through a pipe, Python would otherwise hand over what a script prints in blocks of 8 kB, long after the fact.
-    """
+def python_command(*options: str) -> list[str]:
+    """This interpreter with its options (``python -O -m accel_launch``), and further ones."""
     # What multiprocessing itself uses to start an interpreter like this one.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *flags, "-u"]
+    return [sys.executable, *flags, *options]

@@ -39,12 +39,13 @@ from .project import ProjectConfiguration
 from .properties import SettingsView
 from .saving_methods import Saving
 from .scheduler import AcceleratedScheduler
+from .state_saving import StateSaving
 from .strategies.base import no_sync_context
 from .strategies.ddp import sync_in_backward
 from .unwrapping import extract_model_from_parallel
 
 
-class Accelerator(SettingsView, Saving, trackers.Tracking, ProcessControl):
+class Accelerator(SettingsView, Saving, StateSaving, trackers.Tracking, ProcessControl):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -134,6 +135,7 @@ class Accelerator(SettingsView, Saving, trackers.Tracking, ProcessControl):
             parts.process, parts.gradient_state, parts.accumulation_plugin, parts.strategy, lambda: self.prepared.models
         )
         self._custom_objects: list[Any] = []
+        self._init_state_saving()
         self._trigger = False
 
     # -- preparing ---------------------------------------------------------------------------------------------------

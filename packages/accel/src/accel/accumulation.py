@@ -26,7 +26,11 @@ ItemReduction = Literal["mean", "sum"]
 Models = tuple[nn.Module, ...]
 
 
-@dataclass
+def _nothing() -> None:
+    """Stands for a loader that is gone."""
+
+
+@dataclass(slots=True)
 class Window:
     """One loader's (and one set of models') progress to the next optimizer step.
 
@@ -92,12 +96,15 @@ class Accumulation:
         self._prepared_models = prepared_models
         # The windows of a loader go with it.
         self._by_loader: weakref.WeakKeyDictionary[Any, dict[Models, Window]] = weakref.WeakKeyDictionary()
+        self._latest_loader: Callable[[], Any] = _nothing
+        self._latest_windows: dict[Models, Window] = {}
         self._without_loader: dict[Models, Window] = {}
         self.current: Window | None = None
 
     def forget(self) -> None:
         """Drop all windows, and with them the references to models."""
         self._by_loader.clear()
+        self._forget_latest()
         self._without_loader.clear()
         self.current = None
 
@@ -127,7 +134,10 @@ class Accumulation:
     def begin_step(self, models: Models) -> bool:
         """Count a micro batch, and say whether it ends its window."""
         loader = self.gradient_state.active_dataloader
-        windows = self._without_loader if loader is None else self._by_loader.setdefault(loader, {})
+        if loader is None:
+            windows = self._without_loader
+        else:
+            windows = self._latest_windows if self._latest_loader() is loader else self._windows_of(loader)
         window = windows.get(models)
         if window is None:
             window = windows[models] = Window(models, self.num_steps)
@@ -137,16 +147,25 @@ class Accumulation:
         sync = at_end or window.position >= window.divisor
         if sync:
             del windows[models]
-            self._close(window)
+            if window.position < window.divisor:
+                self._close_short(window)
         self.gradient_state.sync_gradients = sync
         return bool(sync)
 
-    def _close(self, window: Window) -> None:
+    def _windows_of(self, loader: Any) -> dict[Models, Window]:
+        """The windows of a loader, which is then the one that the next step finds without a search."""
+        self._latest_windows = self._by_loader.setdefault(loader, {})
+        self._latest_loader = weakref.ref(loader, self._forget_latest)
+        return self._latest_windows
+
+    def _forget_latest(self, _: Any = None) -> None:
+        self._latest_loader, self._latest_windows = _nothing, {}
+
+    def _close_short(self, window: Window) -> None:
         """Let the losses of a window that turns out short count more; those counted by items need no correction."""
-        if window.position < window.divisor:
-            if not window.by_items and window.position > 1:
-                self.strategy.scale_gradients(window.parameters, window.divisor / window.position)
-            window.divisor = window.position
+        if not window.by_items and window.position > 1:
+            self.strategy.scale_gradients(window.parameters, window.divisor / window.position)
+        window.divisor = window.position
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as it counts in its window.

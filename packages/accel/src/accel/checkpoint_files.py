@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pickle
 import re
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -85,7 +85,7 @@ def _plain_values() -> list[Any]:
         multiarray = importlib.import_module("numpy.core.multiarray")
     makers = [multiarray._reconstruct, multiarray.scalar]
     kinds = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in _NUMPY_NUMBERS}]
-    containers: list[Any] = [deque, defaultdict, list, dict, set, int, float, frozenset, range, slice]
+    containers: list[Any] = [defaultdict, list, dict, set, int, float, frozenset, range, slice]
     # numpy 1 and 2 give the same functions different names.
     names = ["numpy._core.multiarray", "numpy.core.multiarray"] if is_torch_version(">=", "2.7") else []
     renamed = [(maker, f"{name}.{maker.__name__}") for maker in makers for name in names]
@@ -139,10 +139,10 @@ def check_readable(path: Path, what: str) -> None:
 
 
 def _refused(error: pickle.UnpicklingError) -> str:
-    found = re.search(r"(?:GLOBAL|global|class) ([\w.]+\.[\w.]+)", str(error))
+    found = re.search(r"(?:GLOBAL|global|class) '?([\w.]+\.[\w.]+)", str(error))
     if found is None:
-        return f"it is damaged, or holds more than tensors and plain values ({str(error).splitlines()[0]})"
+        return "it is damaged, or holds more than tensors and plain values"
     return (
-        f"it holds {found[1]}, and reading that could run code. Keep to tensors, numbers, strings and containers of them in state_dict(), or "
-        "allow a class that you trust with torch.serialization.add_safe_globals"
+        f"it holds {found[1]}, and reading that could run code. Keep to tensors, numbers, strings and containers of them in state_dict(), "
+        "or allow a class that you trust with torch.serialization.add_safe_globals"
     )

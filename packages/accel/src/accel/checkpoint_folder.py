@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
@@ -76,6 +78,20 @@ class CheckpointFolder:
         else:
             os.rename(self.replaced, self.target)
 
+    @contextmanager
+    def explaining_write_errors(self) -> Iterator[None]:
+        """A block that writes; of what goes wrong in it with the disk, say how much space there is."""
+        try:
+            yield
+        except Exception as error:
+            if not _is_write_error(error):
+                raise
+            free = shutil.disk_usage(self.target.parent).free
+            raise CheckpointError(
+                f"the state could not be written to {self.target}, with {free / 2**20:.1f} MiB free there "
+                f"({type(error).__name__}: {error}). Make room, or save elsewhere; what was there before is unchanged."
+            ) from error
+
     def _clear_replaced(self) -> None:
         if not self.replaced.exists():
             return
@@ -83,6 +99,12 @@ class CheckpointFolder:
             if not (self.target / entry.name).exists():
                 os.rename(entry, self.target / entry.name)
         shutil.rmtree(self.replaced)
+
+
+def _is_write_error(error: Exception) -> bool:
+    """Whether an error is of the file system; torch and safetensors have their own kinds for that."""
+    of_a_writer = type(error).__name__ == "SafetensorError" or "inline_container" in str(error) or "PytorchStreamWriter" in str(error)
+    return isinstance(error, OSError) or of_a_writer
 
 
 def _foreign_entries(folder: Path) -> list[Path]:
@@ -125,7 +147,7 @@ def checkpoint_number(folder: Path) -> int | None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint is whole, as far as can be seen without reading it; of one without a manifest, whether it has what is written last."""
+    """Whether a checkpoint is whole, as far as can be seen without reading its files; without a manifest, whether it has generators."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError:

@@ -30,7 +30,7 @@ def capture(device: Device) -> dict[str, Any]:
 
 
 def _plain(numpy_state: Any) -> Any:
-    """numpy's state without arrays, which one version of numpy writes so that another cannot read them."""
+    """The state of numpy's generator without arrays, which one version of numpy writes so that another cannot read them."""
     return tuple(part.tolist() if isinstance(part, np.ndarray) else part for part in numpy_state)
 
 

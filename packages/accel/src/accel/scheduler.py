@@ -59,9 +59,12 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
+        if self._steps_a_call == 1:
+            self.scheduler.step(*args, **kwargs)
+            return
         for _ in range(self._steps_a_call):
             # A schedule of fixed length raises beyond its end, which the last of several steps at once may be.
-            if self._steps_a_call == 1 or not self._has_ended():
+            if not self._has_ended():
                 self.scheduler.step(*args, **kwargs)
 
     def _has_ended(self) -> bool:

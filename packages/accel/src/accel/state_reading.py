@@ -222,8 +222,8 @@ def plan_weights(model: nn.Module, weights: Any, path: Path, strict: bool = True
         missing = sorted(_missing(expected, weights))
         if unknown or missing:
             raise CheckpointError(
-                f"{path} does not fit {type(inner).__name__}: it lacks {_some(missing)} and has {_some(unknown)} that the model lacks. Load it "
-                "into the model that was saved, or pass strict=False to load what fits."
+                f"{path} does not fit {type(inner).__name__}: it lacks {_some(missing)} and has {_some(unknown)} that the model lacks. "
+                "Load it into the model that was saved, or pass strict=False to load what fits."
             )
     renamed = {name: weights[clean_name(name)] for name in expected if clean_name(name) in weights}
     return partial(inner.load_state_dict, renamed, strict=False, **kwargs)

@@ -19,6 +19,7 @@ def main() -> None:
     sys.argv = [target, *args]
     if mode == "executable":
         execute(target, args)
+    print_by_line()
     # Python put the folder of this file first, where python script.py has the script's folder and python -m the current one.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if mode == "module" else os.path.dirname(os.path.realpath(target))
@@ -35,6 +36,15 @@ def main() -> None:
         write_report(error, 1, with_traceback=True)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+
+
+def print_by_line() -> None:
+    """Hand over what the script prints at the end of each line, also through a pipe.
+
+    In blocks it would come long after the fact; unbuffered, a line is several writes, and those of two ranks mix.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def die_with_launcher(launcher_pid: int) -> None:

@@ -30,7 +30,8 @@ class SingleLauncher(Launcher):
 
     def run(self, plan: Plan) -> int:
         """Replace this process. On Windows, where that is not possible, run a child and return its exit code."""
-        command = plan.target.command(python_command())
+        # Through a pipe, Python would otherwise hand over what a script prints in blocks of 8 kB, long after the fact.
+        command = plan.target.command(python_command("-u"))
         environment = plan.full_environment()
         if sys.platform == "win32":
             return subprocess.call(command, env=environment)

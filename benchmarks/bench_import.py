@@ -1,0 +1,59 @@
+"""What importing costs: the Accelerator against torch alone, and the command line's help, which needs no torch.
+
+python benchmarks/bench_import.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+from collections.abc import Callable, Sequence
+
+import _measure
+
+IMPORT_TARGET = 1.10
+HELP_TARGET = 0.20
+
+
+def child_seconds() -> float:
+    """Processor time of all children so far: other processes on the machine hardly disturb it."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def runner(command: Sequence[str]) -> Callable[[], object]:
+    environment = _measure.environment()
+    return lambda: subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=120)
+
+
+def commands(python: str, module: str, cli: str) -> dict[str, Callable[[], object]]:
+    """What is timed of one library, in its interpreter."""
+    return {
+        "raw": runner([python, "-c", "import torch"]),
+        "import": runner([python, "-c", f"from {module} import Accelerator"]),
+        "help": runner([python, "-m", cli, "--help"]),
+    }
+
+
+def main() -> None:
+    """Print the table and the verdicts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7, help="timed runs of each command (default 7)")
+    rounds = parser.parse_args().rounds
+    _measure.heading("Importing, in processor time")
+    for label, (python, module) in _measure.libraries().items():
+        cli = "accel_launch" if label == "accel" else f"{module}.commands.accelerate_cli"
+        times = _measure.in_turns(commands(python, module, cli), rounds, warm_up=1, clock=child_seconds)
+        imported, helped = _measure.ratio(times, "import"), _measure.ratio(times, "help")
+        ours = label == "accel"
+        if ours:
+            _measure.row("import torch", f"{sorted(times['raw'])[rounds // 2] * 1e3:.0f} ms")
+        note = f"target: at most {IMPORT_TARGET:.2f}: {_measure.verdict(imported, IMPORT_TARGET)}" if ours else ""
+        _measure.row(f"{label}: import Accelerator, of import torch", f"{imported:.3f} x", note)
+        note = f"target: at most {HELP_TARGET:.2f}: {_measure.verdict(helped, HELP_TARGET)}" if ours else ""
+        _measure.row(f"{label}: --help, of import torch", f"{helped:.3f} x", note)
+
+
+if __name__ == "__main__":
+    main()
