@@ -26,7 +26,6 @@ from typing import Any
 TABLE = Path(__file__).with_name("reference_api.json")
 
 BIG_MODEL = "big models: dispatch, offload and device maps"
-CHECKPOINT = "checkpoints of the whole training state"
 DEEPSPEED = "DeepSpeed"
 FSDP = "fully sharded data parallel"
 FP8 = "8-bit floating point"
@@ -43,7 +42,6 @@ LATER_MODULES = {
     "accelerate.hooks": BIG_MODEL,
     "accelerate.tracking": TRACK,
     "accelerate.inference": PIPELINE,
-    "accelerate.checkpointing": CHECKPOINT,
     "accelerate.parallelism_config": PARALLEL,
     "accelerate.utils.deepspeed": DEEPSPEED,
     "accelerate.utils.megatron_lm": MEGATRON,
@@ -58,9 +56,6 @@ LATER = {
         check_tied_parameters_on_same_device compute_module_sizes get_max_layer_size get_max_memory get_module_children_bottom_up
         has_offloaded_params load_offloaded_weight load_offloaded_weights offload_weight save_offload_index load_state_dict
         is_peft_model
-        """,
-    CHECKPOINT: """
-        Accelerator.load_state Accelerator.save_state Accelerator.register_load_state_pre_hook Accelerator.register_save_state_pre_hook
         """,
     DEEPSPEED: "DeepSpeedPlugin deepspeed_required GatheredParameters compile_regions_deepspeed prepare_deepspeed_cmd_env",
     FSDP: """

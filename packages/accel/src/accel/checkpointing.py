@@ -10,6 +10,7 @@ import torch
 
 from accel_data import SeedableRandomSampler, get_sampler
 from accel_state import PartialState
+from accel_state.device_checks import is_cuda_available as is_cuda_available
 
 from . import rng_state, saving
 from .checkpoint_files import (
@@ -24,6 +25,8 @@ from .checkpoint_files import (
     read,
     rng_file,
 )
+from .saving import load as load
+from .saving import save as save
 from .state_reading import StateReader
 
 
