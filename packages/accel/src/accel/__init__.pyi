@@ -14,6 +14,7 @@ from accel_state.memory import find_executable_batch_size as find_executable_bat
 from accel_state.random import synchronize_rng_states as synchronize_rng_states
 
 from .accelerator import Accelerator as Accelerator
+from .checkpoint_files import CheckpointError as CheckpointError
 from .compilation import TorchDynamoPlugin as TorchDynamoPlugin
 from .kwargs.autocast import AutocastKwargs as AutocastKwargs
 from .kwargs.base import KwargsHandler as KwargsHandler

@@ -22,7 +22,7 @@ SCHEDULER_NAME = "scheduler"
 SAMPLER_NAME = "sampler"
 LOADER_NAME = "dl_state_dict"
 CUSTOM_NAME = "custom_checkpoint"
-SCALER_FILE = "scaler.pt"
+SCALER_NAME = "scaler.pt"
 RNG_STATE_NAME = "random_states"
 
 _NUMPY_NUMBERS = "?bhilqBHILQefdgFDSU"

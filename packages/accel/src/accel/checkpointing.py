@@ -17,7 +17,7 @@ from .checkpoint_files import (
     LOADER_NAME,
     OPTIMIZER_NAME,
     SAMPLER_NAME,
-    SCALER_FILE,
+    SCALER_NAME,
     SCHEDULER_NAME,
     check_readable,
     custom_file,
@@ -79,7 +79,7 @@ def save_accelerator_state(
             _save_checked(obj.state_dict(), folder / numbered(stem, index, "bin"), f"{stem} {index}", save_on_each_node)
     positions = _save_loaders(folder, dataloaders, save_on_each_node)
     if scaler is not None:
-        saving.save(scaler.state_dict(), folder / SCALER_FILE, save_on_each_node)
+        saving.save(scaler.state_dict(), folder / SCALER_NAME, save_on_each_node)
     # Beyond the position, a loader's state has generators, which are this rank's own; so each rank keeps all of it.
     own = {"step": step, **rng_state.capture(PartialState().device_backend), "dataloaders": positions}
     saving.write_atomically(folder / rng_file(process_index), lambda target: torch.save(own, target))

@@ -20,7 +20,7 @@ from .checkpoint_files import (
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
     SAMPLER_NAME,
-    SCALER_FILE,
+    SCALER_NAME,
     SCHEDULER_NAME,
     CheckpointError,
     custom_file,
@@ -105,8 +105,8 @@ class StateReader:
         self._read_objects(SCHEDULER_NAME, schedulers)
         self._read_loaders(dataloaders)
         if scaler is not None:
-            require_files(self.folder, [SCALER_FILE])
-            self._changes.append(partial(scaler.load_state_dict, self._read(SCALER_FILE)))
+            require_files(self.folder, [SCALER_NAME])
+            self._changes.append(partial(scaler.load_state_dict, self._read(SCALER_NAME)))
 
     def read_custom(self, objects: list[Any]) -> None:
         """Read the states of registered objects.

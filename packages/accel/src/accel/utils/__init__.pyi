@@ -134,6 +134,11 @@ from accel_state.units import convert_file_size_to_int as convert_file_size_to_i
 from accel_state.versions import compare_versions as compare_versions
 from accel_state.versions import is_torch_version as is_torch_version
 
+from ..checkpoint_files import OPTIMIZER_NAME as OPTIMIZER_NAME
+from ..checkpoint_files import RNG_STATE_NAME as RNG_STATE_NAME
+from ..checkpoint_files import SAMPLER_NAME as SAMPLER_NAME
+from ..checkpoint_files import SCALER_NAME as SCALER_NAME
+from ..checkpoint_files import SCHEDULER_NAME as SCHEDULER_NAME
 from ..compilation import TorchDynamoPlugin as TorchDynamoPlugin
 from ..compilation import compile_regions as compile_regions
 from ..compilation import has_compiled_regions as has_compiled_regions
