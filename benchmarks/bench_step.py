@@ -26,8 +26,8 @@ MICROSECONDS_TARGET = 20.0
 DDP_TARGET = 1.03
 STEPS = 500
 ROUNDS = 16
-DDP_STEPS = 10
-DDP_ROUNDS = 60
+DDP_STEPS = 20
+DDP_ROUNDS = 36
 
 
 def parts(width: int, depth: int, batches: int, batch_size: int, sampler: Callable[[TensorDataset], Any] | None = None) -> tuple:

@@ -128,6 +128,7 @@ def test_own_tests_pass_with_only_the_own_dependencies(
     python = install(distribution)
     assert _ours(python) == together
     shutil.copytree(ROOT / "packages" / distribution / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "packages" / distribution / "README.md", tmp_path)  # a test runs its examples
     tmp_path.joinpath("pytest.ini").write_text(SETTINGS)
     # Slow tests have run from the work tree already; what could differ here is what is installed.
     output = _run(python, "-m", "pytest", "-q", "-m", "not slow", "tests", folder=tmp_path, OMP_NUM_THREADS="1")

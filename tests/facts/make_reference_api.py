@@ -89,6 +89,9 @@ HOMES = {
         BatchSamplerShard DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin IterableDatasetShard
         SeedableRandomSampler SkipBatchSampler SkipDataLoader get_sampler prepare_data_loader skip_first_batches
         """,
+    "accelerate.checkpointing": """
+        get_pretty_name load load_accelerator_state load_custom_state save save_accelerator_state save_custom_state
+        """,
     "accelerate.optimizer": "AcceleratedOptimizer move_to_device patch_optimizer_step",
     "accelerate.scheduler": "AcceleratedScheduler",
     "accelerate.launchers": "PrepareForLaunch get_current_device_type get_gpu_info test_launch",

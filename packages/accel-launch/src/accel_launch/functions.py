@@ -144,8 +144,9 @@ class Rank:
 
         from accel_state.context import isolated
 
-        from .elastic.worker import write_report
+        from .elastic.worker import print_by_line, write_report
 
+        print_by_line()
         if self.forked:
             torch.set_num_threads(1)
             _forget_signal_handlers()

@@ -10,7 +10,6 @@ import torch
 
 from accel_data import SeedableRandomSampler, get_sampler
 from accel_state import PartialState
-from accel_state.device_checks import is_cuda_available as is_cuda_available
 
 from . import rng_state, saving
 from .checkpoint_files import (

@@ -44,7 +44,7 @@ def print_by_line() -> None:
     In blocks it would come long after the fact; unbuffered, a line is several writes, and those of two ranks mix.
     """
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def die_with_launcher(launcher_pid: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
@@ -26,23 +25,18 @@ _POLL_SECONDS = 0.05
 def caller_location() -> str:
     """``file:line in function`` of the innermost frame outside accel and torch."""
     frame: FrameType | None = sys._getframe(1)
-    ours = str(Path(__file__).parents[2])
     outermost = frame
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not _is_internal(file, ours):
+        if not _is_internal(frame):
             return _describe(frame)
         outermost, frame = frame, frame.f_back
     return _describe(outermost) if outermost is not None else "an unknown place"
 
 
-def _is_internal(file: str, ours: str) -> bool:
-    parts = Path(file).parts
-    return (
-        file.startswith(ours)
-        or any(part == "accel" or part.startswith("accel_") or part == "torch" for part in parts)
-        or "contextlib" in file
-    )
+def _is_internal(frame: FrameType) -> bool:
+    # By the module's name, not its path: a user's project may well lie in a folder named accel.
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package in ("accel", "torch", "contextlib", "functools") or package.startswith("accel_")
 
 
 def _describe(frame: FrameType) -> str:
