@@ -91,6 +91,8 @@ class Accumulation:
         self.state = state
         self.gradient_state = gradient_state
         self.plugin = plugin
+        self.num_steps = plugin.num_steps or 1
+        """Micro batches in a whole window."""
         self.strategy = strategy
         self._skips_sync = strategy if isinstance(strategy, SkipsGradientSync) else None
         self._prepared_models = prepared_models
@@ -100,6 +102,7 @@ class Accumulation:
         self._latest_windows: dict[Models, Window] = {}
         self._without_loader: dict[Models, Window] = {}
         self.current: Window | None = None
+        self._has_accumulated = False
 
     def forget(self) -> None:
         """Drop all windows, and with them the references to models."""
@@ -108,11 +111,6 @@ class Accumulation:
         self._without_loader.clear()
         self.current = None
 
-    @property
-    def num_steps(self) -> int:
-        """Micro batches in a whole window."""
-        return self.plugin.num_steps or 1
-
     def set_num_steps(self, num_steps: int) -> None:
         """Change the length of the windows that begin from now on.
 
@@ -120,6 +118,7 @@ class Accumulation:
             ConfigurationError: not a positive integer.
         """
         self.plugin = replace(self.plugin, num_steps=num_steps)
+        self.num_steps = num_steps
         GradientState(self.plugin)
 
     @property
@@ -133,6 +132,12 @@ class Accumulation:
 
     def begin_step(self, models: Models) -> bool:
         """Count a micro batch, and say whether it ends its window."""
+        if self.num_steps == 1 and not self._has_accumulated:
+            # Most loops never accumulate, and then there is nothing to look up.
+            self.current = Window(models, 1, 1)
+            self.gradient_state.sync_gradients = True
+            return True
+        self._has_accumulated = True
         loader = self.gradient_state.active_dataloader
         if loader is None:
             windows = self._without_loader
