@@ -14,8 +14,8 @@ class GradientAccumulationPlugin:
 
     Args:
         num_steps: micro batches an optimizer step. None leaves it to the launcher's setting, and 1 without that.
-        adjust_scheduler: when a prepared scheduler is not stepped together with the optimizer, keep its steps counted in
-            batches: it then also advances while gradients accumulate.
+        adjust_scheduler: count the calls of a prepared scheduler that come while gradients accumulate in its ``_step_count``. The
+            learning rate does not move in them, either way.
         sync_with_dataloader: end the accumulation window at the end of a data loader, even if it is short.
         sync_each_batch: synchronise gradients in every micro batch: more messages, but no second copy of the gradients,
             which sharded strategies would need while they do not synchronise.

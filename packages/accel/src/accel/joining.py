@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from .strategies.base import JoinsUnevenInputs, Strategy
@@ -22,8 +22,7 @@ def join_uneven_inputs(strategy: Strategy, loaders: list[Any], joinables: list[A
         else:
             if strategy.state.use_distributed:
                 warnings.warn(f"{type(strategy).__name__} cannot join uneven inputs, so every rank must get equally many.", stacklevel=4)
-            with nullcontext():
-                yield
+            yield
 
 
 @contextmanager

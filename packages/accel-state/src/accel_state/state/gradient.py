@@ -49,7 +49,7 @@ class GradientState(SharedState):
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether schedulers also advance while gradients accumulate."""
+        """Whether schedulers count the calls that come while gradients accumulate; the learning rate does not move in them."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property
