@@ -16,7 +16,11 @@ SIBLINGS = {
     "accel_state": set(),
     "accel_data": {"accel_state"},
     "accel_launch": {"accel_state"},
-    "accel": {"accel_state", "accel_data", "accel_launch"},
+    "accel_bigmodel": {"accel_state"},
+    "accel_quant": {"accel_state", "accel_bigmodel"},
+    "accel_track": {"accel_state"},
+    "accel_fp8": {"accel_state"},
+    "accel": {"accel_state", "accel_data", "accel_launch", "accel_bigmodel"},
 }
 
 # Import names of distributions that are called otherwise.

@@ -1,0 +1,7 @@
+"""Load and run a PyTorch model bigger than the GPU, or than RAM."""
+
+from accel_state._lazy import attach
+
+__version__ = "1.0.0"
+
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -1,0 +1,7 @@
+"""Log an experiment from many processes, to any tracker, without ever stopping the run."""
+
+from accel_state._lazy import attach
+
+__version__ = "1.0.0"
+
+__getattr__, __dir__, __all__ = attach(__name__)
