@@ -1,4 +1,4 @@
-"""What importing costs: the Accelerator against torch alone, and the command line's help, which needs no torch.
+"""What importing costs: the Accelerator against torch alone, and the commands that need no torch.
 
 python benchmarks/bench_import.py
 """
@@ -10,12 +10,21 @@ import compileall
 import importlib.util
 import resource
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 
 import _measure
 
 IMPORT_TARGET = 1.10
 HELP_TARGET = 0.20
+# Seconds on the clock, and arguments, of the commands that people wait for.
+COMMAND_TARGET = 0.25
+COMMANDS = {
+    "--help": ["--help"],
+    "launch --help": ["launch", "--help"],
+    "config show": ["config", "show"],
+    "env --help": ["env", "--help"],
+}
 
 
 def child_seconds() -> float:
@@ -64,6 +73,23 @@ def main() -> None:
         _measure.row(f"{label}: import Accelerator, of import torch", f"{imported:.3f} x", note)
         note = f"target: at most {HELP_TARGET:.2f}: {_measure.verdict(helped, HELP_TARGET)}" if ours else ""
         _measure.row(f"{label}: --help, of import torch", f"{helped:.3f} x", note)
+    waiting(rounds)
+
+
+def waiting(rounds: int) -> None:
+    """What a person waits for, on the clock."""
+    _measure.heading("Commands that need no torch, in seconds on the clock")
+    for label, (python, module) in _measure.libraries().items():
+        ours = label == "accel"
+        cli = "accel_launch" if ours else f"{module}.commands.accelerate_cli"
+        words = {name: text for name, text in COMMANDS.items() if ours or "show" not in name}
+        times = _measure.in_turns(
+            {name: runner([python, "-m", cli, *text]) for name, text in words.items()}, rounds, warm_up=1, clock=time.perf_counter
+        )
+        for name, taken in times.items():
+            median = sorted(taken)[rounds // 2]
+            note = f"target: at most {COMMAND_TARGET:.2f} s: {_measure.verdict(median, COMMAND_TARGET)}" if ours else ""
+            _measure.row(f"{label}: {name}", f"{median:.3f} s", note)
 
 
 if __name__ == "__main__":

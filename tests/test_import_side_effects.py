@@ -105,7 +105,7 @@ def test_the_probe_sees_an_effect(tmp_path: Path) -> None:
     assert {"environment", "random generator", "handlers", "threads"} <= set(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("package", ["accel", "accel_state", "accel_data"])
+@pytest.mark.parametrize("package", ["accel", "accel_state", "accel_data", "accel_track"])
 def test_importing_a_package_does_not_import_torch(package: str, tmp_path: Path) -> None:
     assert _torch_is_imported_by(f"import {package}", tmp_path) == []
 
@@ -116,7 +116,7 @@ def test_the_launcher_needs_torch_only_to_start_several_processes(tmp_path: Path
     assert _torch_is_imported_by(f"import importlib\nfor name in {modules!r}: importlib.import_module(name)", tmp_path) == []
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["track", "show", "--help"]])
 def test_help_does_not_import_torch(arguments: list[str], tmp_path: Path) -> None:
     code = f"""
         import accel_launch.cli

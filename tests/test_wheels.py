@@ -118,8 +118,12 @@ def test_wheel_holds_the_package_its_types_and_its_licence(project: Path, wheels
     ("distribution", "together"),
     [
         ("accel-launch", {"accel-launch", "accel-state"}),
+        ("accel-bigmodel", {"accel-bigmodel", "accel-state"}),
         ("accel-data", {"accel-data", "accel-state"}),
-        ("accel", {"accel", "accel-data", "accel-launch", "accel-state"}),
+        ("accel-quant", {"accel-quant", "accel-bigmodel", "accel-state"}),
+        ("accel-track", {"accel-track", "accel-state"}),
+        ("accel-fp8", {"accel-fp8", "accel-state"}),
+        ("accel", {"accel", "accel-bigmodel", "accel-data", "accel-fp8", "accel-launch", "accel-state", "accel-track"}),
     ],
 )
 def test_own_tests_pass_with_only_the_own_dependencies(
@@ -156,7 +160,11 @@ def test_pip_prefers_our_accel_to_the_unrelated_one_of_the_public_index(wheels: 
 
 
 @pytest.mark.parametrize(
-    ("distribution", "absent"), [("accel-launch", {"accel", "accel-data"}), ("accel-data", {"accel", "accel-launch", "pyyaml"})]
+    ("distribution", "absent"), [
+        ("accel-launch", {"accel", "accel-data"}),
+        ("accel-data", {"accel", "accel-launch", "pyyaml"}),
+        ("accel-bigmodel", {"accel", "accel-data", "accel-launch", "transformers", "bitsandbytes"}),
+    ],
 )
 def test_a_package_brings_only_what_it_needs(distribution: str, absent: set[str], wheels: Path, tmp_path: Path) -> None:
     chosen = _chosen(_empty_environment(tmp_path / "env"), wheels, distribution, tmp_path)

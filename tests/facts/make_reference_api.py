@@ -25,38 +25,21 @@ from typing import Any
 
 TABLE = Path(__file__).with_name("reference_api.json")
 
-BIG_MODEL = "big models: dispatch, offload and device maps"
 DEEPSPEED = "DeepSpeed"
 FSDP = "fully sharded data parallel"
-FP8 = "8-bit floating point"
 LAUNCHER = "the rest of the launcher"
 MEGATRON = "Megatron: tensor, pipeline and sequence parallelism"
 PARALLEL = "meshes of several parallel axes"
-PIPELINE = "pipelined inference"
-QUANT = "quantization"
-TRACK = "trackers"
 
 # Modules of the reference that come whole with a later version.
 LATER_MODULES = {
-    "accelerate.big_modeling": BIG_MODEL,
-    "accelerate.hooks": BIG_MODEL,
-    "accelerate.tracking": TRACK,
-    "accelerate.inference": PIPELINE,
     "accelerate.parallelism_config": PARALLEL,
     "accelerate.utils.deepspeed": DEEPSPEED,
     "accelerate.utils.megatron_lm": MEGATRON,
-    "accelerate.utils.modeling": BIG_MODEL,
 }
 
 # Names that are not in this version, or parts of a class ("Accelerator.save_state"), whatever module lists them.
 LATER = {
-    BIG_MODEL: """
-        cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map init_empty_weights init_on_device
-        load_checkpoint_and_dispatch load_checkpoint_in_model align_module_device check_tied_parameters_in_config
-        check_tied_parameters_on_same_device compute_module_sizes get_max_layer_size get_max_memory get_module_children_bottom_up
-        has_offloaded_params load_offloaded_weight load_offloaded_weights offload_weight save_offload_index load_state_dict
-        is_peft_model
-        """,
     DEEPSPEED: "DeepSpeedPlugin deepspeed_required GatheredParameters compile_regions_deepspeed prepare_deepspeed_cmd_env",
     FSDP: """
         FullyShardedDataParallelPlugin compile_regions_fsdp2
@@ -64,13 +47,8 @@ LATER = {
         fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
         load_fsdp_model load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer
         """,
-    FP8: """
-        AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap contextual_fp8_autocast
-        convert_model convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers has_transformer_engine_layers
-        torchao_required
-        """,
     LAUNCHER: """
-        prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu write_basic_config install_xla
+        prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu install_xla
         PrepareForLaunch test_launch
         """,
     MEGATRON: """
@@ -78,8 +56,6 @@ LATER = {
         add_model_config_to_megatron_parser avg_losses_across_data_parallel_group
         """,
     PARALLEL: "ParallelismConfig TorchTensorParallelPlugin get_model_tp_size",
-    PIPELINE: "prepare_pippy",
-    QUANT: "BnbQuantizationConfig has_4bit_bnb_layers load_and_quantize_model",
 }
 
 # Names that the reference merely passes on in the module that lists them; they live in accel.utils.
@@ -97,6 +73,10 @@ HOMES = {
     "accelerate.launchers": "PrepareForLaunch get_current_device_type get_gpu_info test_launch",
     "accelerate.logging": "MultiProcessAdapter get_logger",
     "accelerate.local_sgd": "LocalSGD",
+    "accelerate.tracking": """
+        AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LoggerType MLflowTracker SwanLabTracker TensorBoardTracker
+        TrackioTracker WandBTracker filter_trackers get_available_trackers on_main_process register_tracker_class
+        """,
 }
 # ... and the other way round: names whose home is another module than the one that lists them first.
 MOVED = {"get_logger": "accel.logging"}

@@ -306,7 +306,9 @@ def test_set_epoch_keeps_a_loaded_position_in_that_epoch_and_drops_it_for_anothe
 
 def test_states_of_other_loaders_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="not the state of a prepared loader"):
-        build("sequential").load_state_dict({"_num_yielded": 3})
+        build("sequential").load_state_dict({"yielded": 3})
+    with pytest.raises(ConfigurationError, match="says nothing of how the RandomSampler shuffled"):
+        build("own generator").load_state_dict({"_num_yielded": 3})
     middle = dict(build("buckets").state_dict(), position=1)
     with pytest.raises(ConfigurationError, match="the state counts batches, and this loader counts samples"):
         build("sequential").load_state_dict(middle)
@@ -330,6 +332,22 @@ def test_on_torchdatas_loader(kind: str, workers: int) -> None:
         resumed = build(kind, workers, use_stateful_dataloader=True)
         resumed.load_state_dict(state)
         assert continued(resumed, len(batches) - position) == batches[position:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_state_of_torchdata_is_continued(workers: int, world: int) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    theirs = torchdata.StatefulDataLoader(Numbers(), batch_size=2, num_workers=workers)
+    iterator = iter(theirs)
+    next(iterator), next(iterator)
+    state = theirs.state_dict()
+    del iterator, theirs
+    resumed = build("sequential", 0, world)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in build("sequential", 0, world)][2:]
+    assert len(list(resumed)) == len(resumed)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 NO_TORCH = """
@@ -39,7 +41,7 @@ def test_import_is_light_and_changes_no_variable(shell) -> None:
 
 def test_help_lists_commands_and_options(shell) -> None:
     top = shell.accel("--help")
-    assert top.returncode == 0 and "launch  start a script on one or many processes" in top.stdout
+    assert top.returncode == 0 and re.search(r"^  launch +start a script on one or many processes", top.stdout, re.MULTILINE)
     help_text = shell.accel("launch", "--help")
     assert help_text.returncode == 0
     for word in ("--num_processes N", "--module, -m", "OMP_NUM_THREADS", "--cpu"):
@@ -83,8 +85,8 @@ def test_other_packages_add_commands_and_a_broken_one_spoils_nothing(shell) -> N
     """,
     )
     install_command(shell, "broken", "broken_package", "raise RuntimeError('half installed')\n")
-    text = shell.accel("--help").stdout
-    assert "greet   greet somebody" in text and "broken  (cannot be loaded: half installed)" in text and "launch" in text
+    text = re.sub(" +", " ", shell.accel("--help").stdout)
+    assert "greet greet somebody" in text and "broken (cannot be loaded: half installed)" in text and "launch" in text
     result = shell.accel("greet", "you")
     assert (result.stdout, result.returncode) == ("hello you\n", 3)
     result = shell.accel("greet", "bad")

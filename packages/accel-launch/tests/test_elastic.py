@@ -216,3 +216,14 @@ def test_debug_shows_the_agents_log(shell) -> None:
         and "failed (exitcode: 3)" in result.stderr
         and result.stderr.splitlines()[-1].startswith("accel launch: rank 1")
     )
+
+
+def test_processes_are_bound_to_cores_of_their_own(shell) -> None:
+    shell.write(
+        "s.py", "import os\nfrom accel_state import PartialState\nPartialState()\nprint(sorted(os.sched_getaffinity(0)), flush=True)\n"
+    )
+    result = shell.accel("launch", "--cpu", "--num_processes", "2", "--enable_cpu_affinity", "s.py")
+    assert result.returncode == 0, result.stderr
+    cores = [set(json.loads(line)) for line in result.stdout.splitlines()]
+    assert len(cores) == 2 and cores[0] | cores[1] == os.sched_getaffinity(0)
+    assert not cores[0] & cores[1] or len(os.sched_getaffinity(0)) == 1

@@ -197,4 +197,8 @@ def test_the_first_failure_is_the_one_the_others_follow_from() -> None:
     assert first_failure([late, ended, early]) is early
     assert first_failure([late, ended, early, crashed]) is crashed
     assert first_failure([ended]) is ended
+    lost = RankFailure(0, 0, 1, 1, time_ns=5, traceback="Traceback ...\nRuntimeError: [pair.cc] Connection closed by peer [127.0.0.1]:1\n")
+    own = RankFailure(4, 4, 5, 1, time_ns=15, traceback="Traceback ...\nValueError: boom\n")
+    assert first_failure([lost, crashed]) is crashed and first_failure([lost, own]) is own
+    assert first_failure([own, crashed]) is own, "an error on one rank may crash another in its collective"
     assert [shell_exit_code(code) for code in (0, 7, -9)] == [0, 7, 137]

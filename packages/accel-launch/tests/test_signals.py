@@ -7,6 +7,7 @@ import signal
 import time
 
 import psutil
+import pytest
 
 IGNORE = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)"
 
@@ -101,3 +102,68 @@ def test_waiting_for_another_machine_can_be_interrupted(shell, started, wait_unt
     begin = time.monotonic()
     os.kill(launcher.pid, signal.SIGTERM)
     assert launcher.wait(15) == 143 and time.monotonic() - begin < 6
+
+
+def test_a_signal_for_the_ranks_is_handed_on(shell, started, wait_until) -> None:
+    """What it means is up to them: these ones go on."""
+    shell.write(
+        "s.py",
+        """
+        import os, pathlib, signal, time
+        rank = os.environ["RANK"]
+        signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path("heard" + rank).touch())
+        pathlib.Path("ready" + rank).touch()
+        while not pathlib.Path("heard" + rank).exists():
+            time.sleep(0.05)
+    """,
+    )
+    launcher = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py"))
+    wait_until(lambda: all((shell.folder / f"ready{rank}").exists() for rank in (0, 1)), "both ranks are ready")
+    launcher.send_signal(signal.SIGUSR1)
+    assert launcher.wait(30) == 0
+
+
+def test_a_signal_that_ranks_do_not_handle_ends_them(sleepers, ended) -> None:
+    launcher, pids = sleepers()
+    launcher.send_signal(signal.SIGUSR1)
+    assert launcher.wait(30) == 128 + signal.SIGUSR1
+    ended(pids)
+
+
+SAVES = """
+    import os, pathlib, signal, sys, time
+    from accel_state.preemption import Note, folder_of_launcher, leave_note
+    rank, count = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if count == "1":
+        sys.exit(0)
+    def save(number, frame):
+        time.sleep(2)  # longer than a launcher that knows nothing of it has patience for
+        leave_note(folder_of_launcher(), Note(os.getpid(), [signal.SIGTERM, signal.SIGUSR1], 60.0, 75, "here"))
+        os._exit(75)
+    signal.signal(signal.SIGTERM, save)
+    signal.signal(signal.SIGUSR1, save)
+    leave_note(folder_of_launcher(), Note(os.getpid(), [signal.SIGTERM, signal.SIGUSR1], 60.0))
+    pathlib.Path("ready" + rank).write_text(str(os.getpid()))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "ranks", "restarts"), [(signal.SIGTERM, 2, 0), (signal.SIGUSR1, 2, 1), (signal.SIGTERM, 1, 1)])
+def test_ranks_that_save_get_their_time(shell, started, wait_until, number: int, ranks: int, restarts: int) -> None:
+    """And they are not started again: whoever signals the launcher means the machine."""
+    shell.write("s.py", SAVES)
+    launcher = started(shell.start("launch", "--cpu", "--num_processes", str(ranks), "--max_restarts", str(restarts), "s.py"))
+    wait_until(lambda: all((shell.folder / f"ready{rank}").exists() for rank in range(ranks)), "the ranks are ready")
+    launcher.send_signal(number)
+    assert launcher.wait(60) == 75
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_saved_are_started_again(shell, started, wait_until, ranks: int) -> None:
+    """Only they were told to end, so the machine stays."""
+    shell.write("s.py", SAVES)
+    launcher = started(shell.start("launch", "--cpu", "--num_processes", str(ranks), "--max_restarts", "1", "s.py"))
+    wait_until(lambda: all((shell.folder / f"ready{rank}").exists() for rank in range(ranks)), "the ranks are ready")
+    for rank in range(ranks):
+        os.kill(int((shell.folder / f"ready{rank}").read_text()), signal.SIGUSR1)
+    assert launcher.wait(60) == 0

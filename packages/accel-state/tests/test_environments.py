@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_state import environments
-from accel_state.environments.base import Environment
-from accel_state.environments.slurm import SlurmEnvironment
+from accel_state.environments.base import Environment, Variables
+from accel_state.environments.slurm import Allocation, SlurmEnvironment
+from accel_state.environments.slurm_hosts import expand_hosts, find_address
 from accel_state.errors import ConfigurationError
 
 TORCHRUN = {
@@ -246,3 +247,42 @@ def test_real_mpi(name, program):
 def test_reading_the_environment_needs_no_torch():
     code = "import sys; from accel_state import environments; environments.detect(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+@pytest.mark.parametrize("text", ["", ",", "a,,b", "n[1", "n]1", "n[a-b]", "n[1-]", "n[[1]]"])
+def test_what_is_no_host_list(text):
+    with pytest.raises(ConfigurationError, match="is not a host list of SLURM"):
+        expand_hosts(text)
+
+
+@given(st.integers(0, 120), st.integers(0, 30), st.integers(1, 4))
+def test_ranges_of_hosts(first, count, digits):
+    names = [f"n{number:0{digits}d}" for number in range(first, first + count + 1)]
+    assert list(expand_hosts(f"n[{first:0{digits}d}-{first + count}]")) == names
+
+
+def test_a_node_whose_name_is_no_address(tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho NodeName=$4 Arch=x86_64 NodeAddr=10.9.8.7 NodeHostName=x\n")
+    scontrol.chmod(0o755)
+    assert find_address("localhost") == "localhost"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert find_address("first-node.invalid") == "10.9.8.7"
+    # What is found holds for the life of the process: another node is asked for.
+    monkeypatch.setenv("PATH", "")
+    assert find_address("second-node.invalid") == "second-node.invalid"
+
+
+def test_an_allocation():
+    allocation = Allocation.read(Variables({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "3(x2)"}))
+    assert allocation == Allocation("7", ("n1", "n2"), None, on_node=False, in_step=False), "nobody asked for a number of tasks"
+    asked = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_TASKS_PER_NODE": "3(x2)",
+        "SLURM_NTASKS": "6",
+        "SLURMD_NODENAME": "n1",
+    }
+    assert Allocation.read(Variables(asked)) == Allocation("7", ("n1", "n2"), 3, on_node=True, in_step=False)
+    assert Allocation.read(Variables({**asked, "SLURM_TASKS_PER_NODE": "2,1"})).tasks_per_node is None
+    assert Allocation.read(Variables({})) is None

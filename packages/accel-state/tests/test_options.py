@@ -36,6 +36,17 @@ SPECIAL = {
     "main_process_port": ("0", "4711"),
     "tee": ("3", "0:1,1:2"),
     "rdzv_conf": ("timeout=1", "timeout=2,b=3"),
+    "fp8_override_linear_precision": ("true", "false,true,false"),
+}
+
+
+TEXTS: dict[type, tuple[str, str]] = {
+    bool: ("true", "false"),
+    int: ("3", "5"),
+    float: ("0.5", "2"),
+    str: ("first", "second"),
+    tuple: ("first", '["second", "th,ird"]'),
+    dict: ('{"a": 1}', '{"b": {"c": true}}'),
 }
 
 
@@ -48,10 +59,9 @@ def two_texts(opt: Option) -> tuple[str, str]:
     if opt.name in SPECIAL:
         return SPECIAL[opt.name]
     if opt.choices:
-        return next(choice for choice in opt.choices if choice != opt.default), opt.choices[0]
-    if opt.kind is bool:
-        return "true", "false"
-    return {int: ("3", "5"), float: ("0.5", "2"), str: ("first", "second")}[opt.kind]
+        others = [choice for choice in opt.choices if opt.parse(choice, "") != opt.default]
+        return (others or opt.choices)[0], next(choice for choice in opt.choices if choice not in others[:1])
+    return TEXTS[opt.kind]
 
 
 def write_config(folder: Path, values: dict[str, Any]) -> ConfigFile:
@@ -71,9 +81,9 @@ def by_id(opts: list[Option]) -> Any:
 def test_names_flags_variables_and_keys_are_unique() -> None:
     for values in (
         [opt.name for opt in OPTIONS],
-        [f for opt in OPTIONS for f in opt.flags],
+        [f for opt in OPTIONS for f in (*opt.flags, *opt.undo_flags)],
         [opt.env for opt in OPTIONS if opt.env],
-        [opt.key for opt in OPTIONS if opt.key],
+        [key for opt in OPTIONS for key in opt.keys],
     ):
         assert len(values) == len(set(values))
 
@@ -81,7 +91,11 @@ def test_names_flags_variables_and_keys_are_unique() -> None:
 @by_id(OPTIONS)
 def test_declaration_is_whole(opt: Option) -> None:
     assert opt.help.endswith(".") and len(opt.help) > 20
-    assert opt.default is None or opt._convert(str(opt.default)) == opt.default
+    assert opt.default in (None, "", ()) or opt.parse(opt.format(opt.default), "") == opt.default
+    assert opt.suggested is None or opt.parse(opt.format(opt.suggested), "") == opt.suggested
+    assert opt.question is None or opt.question.endswith(("?", ".")), "asked of people"
+    assert not opt.other_keys or opt.key
+    assert not opt.secret or opt.key is None, "a secret is never stored in a file"
     assert not opt.exported or opt.env, "an option that is handed to processes needs a variable"
     assert opt.flags[0].startswith("--") and "-" not in opt.flags[0][2:]
     if "_" in opt.flags[0]:
@@ -97,15 +111,16 @@ def test_flag_environment_and_file_give_the_same_value(opt: Option, tmp_path: Pa
         for flag in opt.flags:
             words = [f"{flag}={text}"] if opt.is_flag and flag.startswith("--") else [flag, text]
             given = vars(parser.parse_args(words))
-            assert given == {opt.name: text}
+            assert given == {opt.name: [text] if opt.kind is tuple else text}
+            given[opt.name] = text
             resolved = resolve(GROUPS, given, environ={})
             assert resolved[opt.name] == expected and resolved.settings[opt.name].source is Source.COMMAND_LINE
         if opt.env:
             resolved = resolve(GROUPS, environ={opt.env: text})
             assert resolved[opt.name] == expected and resolved.settings[opt.name].source is Source.ENVIRONMENT
             assert getattr(group_of(opt).from_environment({opt.env: text}), opt.field) == expected
-        if opt.key:
-            config = write_config(tmp_path, {opt.key: expected})
+        for key in opt.keys:
+            config = write_config(tmp_path, {key: expected})
             resolved = resolve(GROUPS, environ={}, config=config)
             assert resolved[opt.name] == expected and resolved.settings[opt.name].source is Source.CONFIG_FILE
             assert "line" in resolved.where(opt.name)
@@ -144,11 +159,12 @@ def test_exported_option_reaches_the_process_and_comes_back(opt: Option) -> None
     for text in two_texts(opt):
         resolved = resolve(GROUPS, {opt.name: text}, environ={})
         environment = resolved.environment()
-        assert list(environment) == [opt.env]
+        enabled = [other.env for group in GROUPS if group.enabled_by and resolved.is_enabled(group) for other in group.options()]
+        assert opt.env in environment and set(environment) <= {opt.env, *enabled}
         assert getattr(group_of(opt).from_environment(environment), opt.field) == resolved[opt.name]
         group = dataclasses.replace(group_of(opt)(), **{opt.field: resolved[opt.name]})
         if resolved[opt.name] != opt.default:
-            assert group.to_environment() == environment
+            assert group.to_environment() == {opt.env: environment[str(opt.env)]}
         else:
             assert group.to_environment() == {}
 
@@ -159,7 +175,7 @@ def test_unset_options_export_nothing() -> None:
     assert resolve(GROUPS, {"num_processes": "2", "module": "true"}, environ={}).environment() == {}
 
 
-@by_id([opt for opt in OPTIONS if opt.kind in (int, float) or opt.choices or opt.is_flag or opt.name in SPECIAL])
+@by_id([opt for opt in OPTIONS if opt.kind not in (str, tuple) or opt.choices or opt.name in SPECIAL])
 def test_bad_values_name_where_they_stand(opt: Option, tmp_path: Path) -> None:
     for bad in ("?!x", "nan,"):
         for where, arguments in {opt.flags[0]: ({opt.name: bad}, {}), str(opt.env): ({}, {str(opt.env): bad})}.items():
@@ -185,7 +201,8 @@ def test_minimum(opt: Option) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
-def test_help_shows_every_option(group: type[OptionGroup]) -> None:
+def test_help_shows_every_option(group: type[OptionGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")  # no line is broken inside a word
     parser = argparse.ArgumentParser()
     group.add_to_parser(parser)
     text = " ".join(parser.format_help().split())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from accel import Accelerator
+from accel import Accelerator, TrackingKwargs
+from accel.tracking import TrackerError
 from accel_state import ConfigurationError
 from accel_state.testing import run_world
+from accel_track import find_runs
 
 
 class Notes:
@@ -84,3 +88,59 @@ def test_what_is_no_tracker_is_refused(tmp_path: Path) -> None:
     accelerator.init_trackers("run", {})
     accelerator.log({"loss": 1})
     assert accelerator.trackers == []
+
+
+class Broken(Notes):
+    """Fails where it is told to."""
+
+    name = "broken"
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        raise OSError("the disk is full")
+
+
+def test_a_failure_is_a_warning_unless_it_is_to_be_strict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, log_with=[Broken, "jsonl"], project_dir=tmp_path)
+    accelerator.init_trackers("run", {"lr": 0.1})
+    accelerator.log({"loss": 1.0}, step=0)
+    assert [tracker.name for tracker in accelerator.trackers] == ["jsonl"]
+    accelerator.get_tracker("broken").log({"loss": 2.0})
+    accelerator.end_training()
+    assert "The tracker 'broken' failed in log() and is set aside: OSError: the disk is full" in caplog.text
+    strict = Accelerator(cpu=True, log_with=Broken, project_dir=tmp_path, kwargs_handlers=[TrackingKwargs(strict=True)])
+    strict.init_trackers("run")
+    strict.log({"loss": 1.0})
+    with pytest.raises(TrackerError, match="the disk is full"):
+        strict.end_training()
+    with pytest.raises(ConfigurationError, match="queue_size=0 is not allowed"):
+        Accelerator(cpu=True, kwargs_handlers=[TrackingKwargs(queue_size=0)])
+
+
+def train(folder: str, steps: range, load: str, load_first: bool) -> str | None:
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=f"{folder}/logs")
+    model = torch.nn.Linear(1, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if load and load_first:
+        accelerator.load_state(load)
+    accelerator.init_trackers("run", {"steps": len(steps)})
+    if load and not load_first:
+        accelerator.load_state(load)
+    for step in steps:
+        accelerator.log({"loss": torch.tensor(float(step)), "part": 1 if load else 0}, step=step)
+        if step == 3:
+            accelerator.save_state(f"{folder}/state")
+    run_id = getattr(accelerator.get_tracker("jsonl"), "run_id", None)
+    accelerator.end_training()
+    return run_id if accelerator.is_main_process else None
+
+
+@pytest.mark.parametrize("load_first", [True, False])
+def test_a_resumed_job_continues_the_run(load_first: bool, tmp_path: Path) -> None:
+    (first, _) = run_world(train, 2, str(tmp_path), range(6), "", True)
+    (second, _) = run_world(train, 2, str(tmp_path), range(4, 8), str(tmp_path / "state"), load_first)
+    assert first == second
+    saved = json.loads((tmp_path / "state" / "trackers.json").read_text())
+    assert saved == {"trackers": {"jsonl": {"run_id": first, "step": 3}}}
+    (run,) = find_runs(tmp_path / "logs")
+    assert run.series()["loss"] == [(step, step) for step in range(8)]
+    assert run.series()["part"] == [(step, int(step > 3)) for step in range(8)]

@@ -87,6 +87,11 @@ class ShardedStream:
         """Whether batch sizes may differ between ranks in one step."""
         return self.num_processes > 1
 
+    @property
+    def has_even_steps(self) -> bool:
+        """Whether all ranks are sure to have the same number of steps in an epoch."""
+        return self.num_processes == 1
+
     def length_from(self, position: int) -> int:
         """Number of steps of this rank in an epoch that begins at ``position``."""
         raise NotImplementedError
@@ -211,6 +216,11 @@ class BatchSamplerShard(ShardedStream, BatchSampler):
     def ragged(self) -> bool:
         """Whether batch sizes may differ between ranks in one step."""
         return self.num_processes > 1 and not (self.is_plain and self.even_batches)
+
+    @property
+    def has_even_steps(self) -> bool:
+        """Whether all ranks are sure to have the same number of steps in an epoch."""
+        return self.num_processes == 1 or self.even_batches or self.drop_last
 
     def plan(self, length: int, start: int = 0) -> ShardPlan:
         """The arithmetic of a plain batch sampler over ``length`` samples."""
@@ -389,6 +399,11 @@ class ItemShard(ShardedStream):
         self.process_index = process_index
         self.even_batches = even_batches
         self._set_up(sampler)
+
+    @property
+    def has_even_steps(self) -> bool:
+        """Whether all ranks are sure to have the same number of steps in an epoch."""
+        return self.num_processes == 1 or self.even_batches
 
     def __len__(self) -> int:
         return self.length_from(0)

@@ -108,6 +108,20 @@ class DataLoaderDispatcher(PreparedLoader):
     def _position(self, current: Iteration) -> int:
         return self._round.position
 
+    @property
+    def _batches_a_step(self) -> int:
+        return self.dealer.batches_a_round
+
+    @property
+    def _reads_ahead(self) -> bool:
+        # Whether a step is the last one depends on the next one being full.
+        return self.dealer.drop_last and self.num_workers == 0
+
+    @property
+    def has_even_steps(self) -> bool:
+        """True: a step is dealt to all ranks, or to none."""
+        return True
+
     def _readers(self) -> int:
         return 1
 

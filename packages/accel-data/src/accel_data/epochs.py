@@ -9,8 +9,23 @@ from accel_state.errors import ConfigurationError
 
 from .batch_shard import EpochProgress
 from .steps import ReadAheadWatch
+from .workers import WorkerStates
 
 STATE_FORMAT = 1
+
+
+def steps_of_torchdata(state: dict[str, Any]) -> int | None:
+    """Batches handed out in the epoch that a state of torchdata's StatefulDataLoader is in; None for a state of another kind.
+
+    Other libraries save such states for their loaders too.
+    """
+    if "_num_yielded" in state:
+        steps = int(state["_num_yielded"])
+    elif "_snapshot" in state and "_steps_since_snapshot" in state:
+        steps = int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
+    else:
+        return None
+    return 0 if state.get("_iterator_finished") else steps
 
 
 @dataclass
@@ -25,8 +40,9 @@ class ResumePoint:
         num_workers: worker processes of the loader that the state is from.
         order: randomness that the epoch's order was drawn from; empty if it is drawn anew.
         begin: generators as they stood when the epoch began; empty if they are left alone.
-        read_ahead: generators as they stood before the first batch that was read but not handed out.
+        read_ahead: generators as they stood before each batch that was read but not handed out.
         source: state of a loader that keeps its own (torchdata).
+        workers: generators of the worker processes, as of the batches handed out; see :class:`accel_data.workers.WorkerStates`.
     """
 
     epoch: int
@@ -38,6 +54,7 @@ class ResumePoint:
     begin: dict[str, Any] = field(default_factory=dict)
     read_ahead: dict[str, Any] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
+    workers: dict[str, Any] = field(default_factory=dict)
 
     def to_state(self) -> dict[str, Any]:
         """A dictionary of numbers, strings, tuples and tensors."""
@@ -79,8 +96,10 @@ class Iteration:
         steps: batches handed out.
         progress: what the sharded sampler knows; None for an iterable data set.
         begin: generators as they stood when it began.
-        watch: what stood before the batch that was read ahead; None if nothing is kept of that.
+        watch: what stood before the batches that were read ahead; None if nothing is kept of that.
+        workers: the worker processes' generators; None where there are none.
         first_batch: the first batch read, where missing samples are taken from it.
+        dropped: the last batch that was read and left out.
         open: False once it ended or was abandoned.
     """
 
@@ -91,8 +110,16 @@ class Iteration:
     progress: EpochProgress | None = None
     begin: dict[str, Any] = field(default_factory=dict)
     watch: ReadAheadWatch | None = None
+    workers: WorkerStates | None = None
     first_batch: Any = None
+    dropped: Any = None
     open: bool = True
+
+    def close(self) -> None:
+        """It ended, or was abandoned."""
+        self.open = False
+        # Both ask this object how far it is; such a circle would keep a loader's workers alive until the next garbage collection.
+        self.watch = self.workers = None
 
 
 class EpochClock:

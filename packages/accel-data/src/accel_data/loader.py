@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import chain, islice
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,22 +17,25 @@ from accel_state.errors import ConfigurationError
 from accel_state.random import synchronize_rng_states
 from accel_state.state import GradientState, PartialState
 
-from .adapter import DataLoaderAdapter, loader_settings
+from . import loop_watch
+from .adapter import DataLoaderAdapter
 from .batch_shard import BatchSamplerShard, EpochStart, ItemShard, ShardedStream
-from .epochs import EpochClock, Iteration, ResumePoint
+from .epochs import EpochClock, Iteration, ResumePoint, steps_of_torchdata
 from .iterable import IterableDatasetShard, wants_epoch
+from .iterable_loading import IterableLoading
 from .layout import LoaderLayout
 from .placement import placement
 from .randomness import GlobalRandomState, broadcast_generator, preserved_random_state
 from .samplers import get_sampler
 from .state_mixin import DataLoaderStateMixin
-from .steps import ReadAheadWatch, Step, announced_steps, read_ahead_steps, synchronized_steps, unannounced_steps
+from .steps import ReadAheadWatch, Step, announced_steps, synchronized_steps
 from .streams import sharded_stream, stream_arguments
+from .workers import WorkerStates
 
 Loader = TypeVar("Loader", bound="PreparedLoader")
 
 
-class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
     """Base of the prepared loaders.
 
     Args:
@@ -71,6 +75,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.gradient_state = GradientState()
         self._non_blocking = non_blocking
         self._clock = EpochClock(iteration)
+        self._workers: WorkerStates | None = None
         self._stream = sharded_stream(self.base_dataloader)
         if self._stream is not None:
             self._stream.order.synchronize = "generator" in self.rng_types
@@ -103,6 +108,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if self.num_workers > 0 and self.persistent_workers:
                 # Workers that live on have a copy of the data set from when they were started, and would never see the epoch.
                 self.base_dataloader._iterator = None
+
+    @property
+    def is_iterating(self) -> bool:
+        """Whether an iteration has begun, and neither ended nor been abandoned."""
+        return self._clock.current is not None and self._clock.current.open
+
+    def abandon(self) -> None:
+        """Let the iteration in progress count as ended: a state that is saved now begins with the next epoch."""
+        if self._clock.current is not None:
+            self._clock.current.close()
 
     def get_sampler(self) -> Any:
         """The sampler that decides on the order of the samples; None for an iterable data set."""
@@ -138,6 +153,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def ragged(self) -> bool:  # type: ignore[override]
         """Whether batch sizes may differ between ranks in one step; the same on all ranks."""
         return self.layout.ragged or (self._stream is not None and self._stream.ragged)
+
+    @property
+    def has_even_steps(self) -> bool:
+        """Whether all ranks are sure to have the same number of steps in an epoch."""
+        if self.layout.num_processes == 1 or self.layout.synchronize_steps:
+            return True
+        if self._stream is not None:
+            return self._stream.has_even_steps
+        return isinstance(self.dataset, IterableDatasetShard) and (self.dataset.even_batches or self.dataset.drop_last)
 
     @property
     def batch_size(self) -> int | None:  # type: ignore[override]
@@ -210,13 +234,24 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         point.begin = current.begin
         if current.watch is not None:
             point.read_ahead = current.watch.read_ahead()
-            point.source = current.watch.source
+            point.source = current.watch.source()
+        if current.workers is not None:
+            point.workers = current.workers.to_plain(self._batches_out(current))
 
     def _position(self, current: Iteration) -> int:
         """Units of the stream that all ranks together have handed out."""
         if current.progress is not None:
             return current.progress.position_after(current.steps) * self.layout.position_scale
         return current.position + current.steps * self._units_a_batch()
+
+    def _batches_out(self, current: Iteration) -> int:
+        """Batches of the torch loader that were handed out in an iteration."""
+        return current.steps * self._batches_a_step
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """Whether map-style data is read ahead of the loop in this process."""
+        return self.layout.synchronize_steps and self.num_workers == 0
 
     def _describe_next(self, point: ResumePoint) -> None:
         """Fill in the start of the next epoch, as far as it depends on generators of this loader's own."""
@@ -227,10 +262,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         # Where one generator serves both, torch draws the seed of the workers from it first; persistent workers have theirs already.
         if order_generator is not None and (order_generator is not generator or self._keeps_workers()):
             point.order = {"generator": order_generator.get_state()}
+        if self._keeps_workers() and self._workers is not None:
+            point.workers = self._workers.for_next_epoch().to_plain(0)
 
     def _keeps_workers(self) -> bool:
         kept = self.num_workers > 0 and self.persistent_workers and not wants_epoch(self.dataset)
-        return kept and self._clock.current is not None
+        return kept and self.base_dataloader._iterator is not None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue in the next iteration where the state was saved: same order, same position, then the epochs after it.
@@ -238,9 +275,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         On map-style data nothing that was handed out is read again. The number of ranks may be another one, where the state says so.
 
         Raises:
-            ConfigurationError: this is no state of a loader of this kind, or its position cannot be kept on this number of ranks.
+            ConfigurationError: this is no state of a loader of this kind (or of torchdata, for a loader whose order is fixed), or its
+                position cannot be kept on this number of ranks.
         """
-        point = ResumePoint.from_state(state_dict)
+        steps = steps_of_torchdata(state_dict)
+        point = ResumePoint.from_state(state_dict) if steps is None else self._point_after(steps)
         point.check_fits(self._unit())
         if point.position and point.num_processes != self.layout.num_processes and (point.unit == "steps" or not self.layout.elastic):
             raise ConfigurationError(
@@ -253,7 +292,30 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 f"the state is from a loader with num_workers={point.num_workers} in the middle of an epoch, and this one has num_workers="
                 f"{self.num_workers}: the workers of an iterable data set decide on the order of its batches. Use the same number."
             )
+        if point.num_processes != self.layout.num_processes or point.num_workers != self.num_workers:
+            point = self._without_generators_of_ranks(point)
         self._clock.load(point)
+
+    def _point_after(self, steps: int) -> ResumePoint:
+        """After so many steps of the epoch that comes next, whose order has to follow from its number alone."""
+        if self._stream is None or not self._stream.order.is_deterministic:
+            raise ConfigurationError(
+                f"the state is one of torchdata, after {steps} batches, and says nothing of how the "
+                f"{type(self.sampler).__name__} shuffled. It can be continued with a sampler whose order is fixed: a sequential one, or "
+                "use_seedable_sampler=True. Otherwise load the rest of the state, and use skip_first_batches."
+            )
+        position = steps * self._stream.step_size * self.layout.position_scale * self._batches_a_step
+        return ResumePoint(self._clock.epoch, self._unit(), position, self.layout.num_processes, self.num_workers)
+
+    @property
+    def _batches_a_step(self) -> int:
+        """Batches of the torch loader that make a step."""
+        return 1
+
+    def _without_generators_of_ranks(self, point: ResumePoint) -> ResumePoint:
+        """A state of other processes: those that read here draw random numbers of their own, in the same order of the samples."""
+        begin = {} if self._stream is not None and "torch" in point.begin else point.begin
+        return replace(point, begin=begin, read_ahead={}, workers={})
 
     def skipping(self: Loader, num_batches: int) -> Loader:
         """This loader without the first ``num_batches`` of its next epoch; the same in everything else, epochs included."""
@@ -264,6 +326,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # Iterating
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        watch = loop_watch.current()
+        if watch is not None:
+            watch.begin(self)
+            if not self.has_even_steps:
+                watch = None
         iteration = self._clock.begin()
         skip, self_state = self.skip_batches, self.__dict__
         self.begin()
@@ -278,8 +345,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 self_state["remainder"] = remainder
                 activate(self)
                 yield place(batch)
+                if watch is not None:
+                    watch.step(self)
         finally:
-            iteration.open = False
+            iteration.close()
             if skip:
                 self.skip_batches = 0
             if self._clock.current is iteration:
@@ -305,10 +374,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         resume = iteration.resume or ResumePoint(iteration.epoch, stream.unit)
         position = skip * stream.step_size if skip else resume.position // self.layout.position_scale
         stream.begin_at(EpochStart(position, resume.order))
+        if self._reads_ahead:
+            iteration.watch = ReadAheadWatch(partial(self._batches_out, iteration))
         with preserved_random_state() if resume.position else nullcontext():
             batches = self._open(iteration)
-            iteration.progress = stream.progress
-        steps = announced_steps(batches, stream.progress)
+            if iteration.watch is not None and not skip:
+                iteration.watch.read_again(batches, resume.read_ahead)
+        iteration.progress = stream.progress
+        steps = announced_steps(batches if iteration.watch is None else iteration.watch.through(batches), stream.progress)
         if self.layout.padding_at_end:
             steps = self.layout.with_padding_at_end(steps)
         return self._synchronized(steps)
@@ -326,68 +399,20 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             iteration.begin = resume.begin
         else:
             iteration.begin = GlobalRandomState.capture(torch_only=torch_only).to_plain()
-        return iter(self.base_dataloader)
+        return self._open_workers(iteration) if self.num_workers > 0 else iter(self.base_dataloader)
 
-    def _iterable_steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
-        in_process = self.num_workers == 0
-        snapshot = self.base_dataloader.state_dict if self.use_stateful_dataloader else None  # type: ignore[attr-defined]
-        watch = ReadAheadWatch(random_numbers=in_process, snapshot=snapshot) if in_process or snapshot else None
-        iteration.watch = watch
+    def _open_workers(self, iteration: Iteration) -> Iterator[Any]:
         resume = iteration.resume
-        if resume is None or not resume.position:
-            batches = self._open(iteration, torch_only=False)
-            self._drop(batches, iteration, skip)
+        if resume is not None:
+            # Workers that still live are somewhere else.
+            self.base_dataloader._iterator = None
+            workers = WorkerStates.from_plain(resume.workers) if resume.workers else WorkerStates()
+        elif self._workers is not None and self._keeps_workers():
+            workers = self._workers.for_next_epoch()
         else:
-            with preserved_random_state():
-                batches = self._reopen(iteration, resume, skip)
-                if resume.read_ahead and not skip:
-                    GlobalRandomState.from_plain(resume.read_ahead).restore()
-                # Read here, under the random numbers it was once read under.
-                batches = chain(list(islice(batches, 1)), batches)
-        if self.layout.synchronize_steps:
-            yield from self._synchronized(unannounced_steps(batches, watch))
-        else:
-            yield from read_ahead_steps(batches, watch)
+            workers = WorkerStates()
+        iteration.workers = self._workers = workers
+        return workers.open(self.base_dataloader, partial(self._batches_out, iteration), track=self._stream is not None)
 
-    def _drop(self, batches: Iterator[Any], iteration: Iteration, count: int) -> None:
-        """Read batches and drop them: an iterable data set has no other way to get past them."""
-        for batch in islice(batches, count):
-            if iteration.first_batch is None:
-                iteration.first_batch = batch
-        iteration.position = count * self._units_a_batch()
-
-    def _reopen(self, iteration: Iteration, resume: ResumePoint, skip: int) -> Iterator[Any]:
-        """Begin the epoch of an iterable data set again, and go to where it was left."""
-        if skip or resume.unit == "steps":
-            if resume.source and not skip:
-                self.base_dataloader.load_state_dict(resume.source)  # type: ignore[attr-defined]
-            batches = self._open(iteration)
-            self._drop(batches, iteration, skip or (0 if resume.source else resume.position))
-        else:
-            batches = self._reopen_at_sample(iteration, resume.position)
-        iteration.position = iteration.position if skip else resume.position
-        return batches
-
-    def _reopen_at_sample(self, iteration: Iteration, position: int) -> Iterator[Any]:
-        if isinstance(self.dataset, IterableDatasetShard):
-            self.dataset.begin_at(position)
-            return self._open(iteration)
-        batch_size = self.base_dataloader.batch_size or 1
-        if position % batch_size == 0:
-            batches = self._open(iteration)
-            self._drop(batches, iteration, position // batch_size)
-            return batches
-        # A state of several ranks, continued on one: the position need not be at the end of one of its batches.
-        whole = self.base_dataloader
-        dataset: Any = self.dataset
-        shard = IterableDatasetShard(dataset, batch_size, whole.drop_last)
-        shard.even_batches = False
-        shard.begin_at(position)
-        self.base_dataloader = type(whole)(shard, batch_size=batch_size, drop_last=whole.drop_last, **loader_settings(whole))
-        try:
-            return self._open(iteration)
-        finally:
-            self.base_dataloader = whole
-
-    def _synchronized(self, steps: Iterator[Step]) -> Iterator[Step]:
-        return synchronized_steps(steps, PartialState().collectives) if self.layout.synchronize_steps else steps
+    def _synchronized(self, steps: Iterator[Step], latest: Any = None) -> Iterator[Step]:
+        return synchronized_steps(steps, PartialState().collectives, latest) if self.layout.synchronize_steps else steps

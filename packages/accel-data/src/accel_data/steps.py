@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,55 +33,96 @@ def announced_steps(batches: Iterator[Any], progress: EpochProgress) -> Iterator
 
 
 class ReadAheadWatch:
-    """Keeps what is needed to read the batch again that is read ahead.
+    """Keeps what is needed to read the batches again that are read ahead.
 
-    A data set that draws random numbers draws those of the next batch before the loop has worked on the current one. To read that batch
-    again after a restart, with the same numbers, takes the generators as they stood then. Copying the states of numpy and python is slow,
-    so whether the data set uses them at all is looked at in the 1st, 32nd, 1024th... batch.
+    A data set that draws random numbers draws those of the next batches before the loop has worked on the current one. To read them
+    again after a restart, with the same numbers, takes the generators as they stood before the first of them. Copying the states of numpy
+    and python is slow, so whether the data set uses them at all is looked at in the 1st, 32nd, 1024th... batch.
 
     Args:
+        handed_out: tells how many batches of this iteration were handed out.
         random_numbers: keep the generators; of use where the data is read in this process.
         snapshot: state of a loader that keeps its own.
-
-    Attributes:
-        before: the generators as they stood before the latest batch was read; the state of torch's alone if the others were not used.
-        source: the loader's own state at that time.
     """
 
-    def __init__(self, random_numbers: bool, snapshot: Callable[[], dict[str, Any]] | None = None) -> None:
-        self.before: GlobalRandomState | torch.Tensor | None = None
-        self.source: dict[str, Any] = {}
+    def __init__(
+        self, handed_out: Callable[[], int], random_numbers: bool = True, snapshot: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
+        self._handed_out = handed_out
         self._random_numbers = random_numbers
         self._snapshot = snapshot
+        # What stood before each batch that is not handed out yet, the number of the first of them, and those that were read to resume.
+        self._before: deque[tuple[GlobalRandomState | torch.Tensor | None, dict[str, Any]]] = deque()
+        self._first = 0
+        self._already_read: deque[Any] = deque()
         self._fetches = 0
         self._next_look = 1
         self._beyond_torch = False
 
+    def through(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, fetched by this watch."""
+        while (batch := self.fetch(batches)) is not _END:
+            yield batch
+
     def fetch(self, batches: Iterator[Any]) -> Any:
         """The next batch, or the end marker."""
-        if self._snapshot is not None:
-            self.source = self._snapshot()
+        return self._already_read.popleft() if self._already_read else self._read(batches)
+
+    def read_again(self, batches: Iterator[Any], read_ahead: dict[str, Any]) -> None:
+        """Read the batches that a state was saved ahead of, each under the random numbers it was once read under.
+
+        Args:
+            batches: those that follow in the epoch.
+            read_ahead: what :meth:`read_ahead` returned then.
+        """
+        for before in read_ahead.get("generators", ()):
+            GlobalRandomState.from_plain(before).restore()
+            self._already_read.append(self._read(batches))
+
+    def _read(self, batches: Iterator[Any]) -> Any:
+        handed_out = self._handed_out()
+        while self._first < handed_out and self._before:
+            self._before.popleft()
+            self._first += 1
+        source = {} if self._snapshot is None else self._snapshot()
         if not self._random_numbers:
+            self._before.append((None, source))
             return next(batches, _END)
         self._fetches += 1
         if self._beyond_torch or self._fetches == self._next_look:
-            return self._fetch_looking(batches)
-        self.before = _torch_state()
+            return self._read_looking(batches, source)
+        self._before.append((_torch_state(), source))
         return next(batches, _END)
 
-    def _fetch_looking(self, batches: Iterator[Any]) -> Any:
-        before = self.before = GlobalRandomState.capture()
+    def _read_looking(self, batches: Iterator[Any], source: dict[str, Any]) -> Any:
+        before = GlobalRandomState.capture()
+        self._before.append((before, source))
         batch = next(batches, _END)
         if not self._beyond_torch:
             self._next_look *= 32
             self._beyond_torch = not before.same_beyond_torch(GlobalRandomState.capture())
         return batch
 
+    def _waiting(self) -> int:
+        """Batches, or ends, that were read and not handed out."""
+        return self._first + len(self._before) - self._handed_out()
+
     def read_ahead(self) -> dict[str, Any]:
-        """The generators before the latest batch was read: tensors, numbers and tuples only; empty if they are not kept."""
-        if isinstance(self.before, torch.Tensor):
-            return {"torch": self.before}
-        return {} if self.before is None else self.before.to_plain()
+        """The generators before each batch that was read ahead: tensors, numbers, lists and tuples only."""
+        waiting = self._waiting()
+        if waiting <= 0 or not self._random_numbers:
+            return {}
+        return {"generators": [_to_plain(before) for before, _ in list(self._before)[-waiting:]]}
+
+    def source(self) -> dict[str, Any]:
+        """The loader's own state before the first batch that was read ahead; empty if it keeps none."""
+        if not self._before:
+            return {}
+        return self._before[-max(1, self._waiting())][1]
+
+
+def _to_plain(before: GlobalRandomState | torch.Tensor | None) -> dict[str, Any]:
+    return before.to_plain() if isinstance(before, GlobalRandomState) else {"torch": before}
 
 
 def read_ahead_steps(batches: Iterator[Any], watch: ReadAheadWatch | None) -> Iterator[Step]:
@@ -101,11 +143,16 @@ def read_ahead_steps(batches: Iterator[Any], watch: ReadAheadWatch | None) -> It
             yield batch, last, None, -1
 
 
-def synchronized_steps(steps: Iterator[Step], collectives: Collectives) -> Iterator[Step]:
+def synchronized_steps(steps: Iterator[Step], collectives: Collectives, latest: Any = None) -> Iterator[Step]:
     """The steps of ranks that read sources of their own, made equal in number: one small all-reduce a step.
 
     A rank that has no batch left gets its latest one again, all of it padding, until every rank is through. A rank that never had one is
     given one of another rank's.
+
+    Args:
+        steps: those of this rank.
+        collectives: those of the run.
+        latest: the batch before these, where the epoch is entered in the middle.
 
     Raises:
         RuntimeError: reading failed on another rank. The rank where it failed raises its own error.
@@ -114,7 +161,8 @@ def synchronized_steps(steps: Iterator[Step], collectives: Collectives) -> Itera
     holders = _agree(collectives, current)
     template: Any = None
     if 0 < holders < collectives.world_size:
-        template = _exchange_template(collectives, current)
+        exchanged = _exchange_template(collectives, current)
+        template = exchanged if latest is None else latest
     while holders:
         following = _fetch_step(steps, collectives) if current is not None else None
         next_holders = _agree(collectives, following)

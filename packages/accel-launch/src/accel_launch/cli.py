@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
+import io
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from accel_state.errors import ConfigurationError, MissingDependencyError
 
 from .commands.registry import COMMANDS
+from .suggestions import suggest
 
 PROGRAM = "accel"
 USAGE_ERROR = 2
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments.pop(0) if arguments else "--help"
     if name in ("-h", "--help", "help"):
-        print(help_text())
-        return 0
+        return _guarded(PROGRAM, _print_help)
     if name in ("-V", "--version"):
         print(f"accel-launch {version()}")
         return 0
@@ -41,14 +44,53 @@ def launch_main(argv: Sequence[str] | None = None) -> int:
     return run_command("launch", list(sys.argv[1:] if argv is None else argv))
 
 
+def config_main(argv: Sequence[str] | None = None) -> int:
+    """Run ``accel-config``, which is ``accel config``."""
+    return run_command("config", list(sys.argv[1:] if argv is None else argv))
+
+
+def env_main(argv: Sequence[str] | None = None) -> int:
+    """Run ``accel-env``, which is ``accel env``."""
+    return run_command("env", list(sys.argv[1:] if argv is None else argv))
+
+
 def run_command(name: str, arguments: list[str]) -> int:
     """Run one subcommand; a wrong option, variable or file becomes one line on stderr and the exit code 2."""
+    return _guarded(f"{PROGRAM} {name}", lambda: COMMANDS.load(name).run(arguments))
+
+
+def _guarded(program: str, action: Callable[[], int]) -> int:
+    _accept_any_text()
     try:
-        return COMMANDS.load(name).run(arguments)
+        code = action()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except (ConfigurationError, MissingDependencyError) as error:
-        return fail(f"{PROGRAM} {name}", str(error))
+        return fail(program, str(error))
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        _drop_output()
+        return fail(program, f"{error.filename or 'output'}: {error.strerror or error}.")
+
+
+def _accept_any_text() -> None:
+    """Show what the terminal has no letters for as numbers, and read bytes that are no text, rather than end over either."""
+    for stream, how in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=how)
+
+
+def _drop_output() -> None:
+    """What cannot be written (the reader has left, as in `accel env | head`, or the disk is full) must not fail again at the end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(program: str, message: str) -> int:
@@ -57,17 +99,16 @@ def fail(program: str, message: str) -> int:
     return USAGE_ERROR
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
-    """A question that offers the known name that is close, if there is one."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {close[0]}?" if close else ""
-
-
 def version() -> str:
     """The version of this distribution."""
     import accel_launch
 
     return str(vars(accel_launch)["__version__"])
+
+
+def _print_help() -> int:
+    print(help_text())
+    return 0
 
 
 def help_text() -> str:

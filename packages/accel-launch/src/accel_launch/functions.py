@@ -8,6 +8,7 @@ A forked process keeps to one CPU thread: OpenMP's threads do not survive a fork
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from accel_state.options import CoreOptions, RendezvousOptions, resolve
 
 from .accelerators.registry import find_visible
 from .errors import LaunchError
+from .tpu_function import is_on_tpu, run_on_tpu
 
 DEFAULT_PORT = "29500"
 
@@ -51,7 +53,8 @@ def notebook_launcher(
     Args:
         function: what each process calls. Create the Accelerator, and put things on a GPU, inside it.
         args: its arguments.
-        num_processes: processes on this machine. None: one for each visible GPU; without a GPU the function runs in this process.
+        num_processes: processes on this machine. None: one for each visible GPU, or for each core of a TPU; without either the function
+            runs in this process.
         mixed_precision: no, fp16 or bf16.
         use_port: port of the machine of rank 0. On a single machine the default means any free port.
         master_addr: address of the machine of rank 0.
@@ -71,8 +74,11 @@ def notebook_launcher(
         LaunchError: the function raised in one of the processes, or one died; the message ends with its traceback.
     """
     precision = CoreOptions.from_mapping({"mixed_precision": mixed_precision}).mixed_precision or "no"
-    local = _count(num_processes)
     environment = {"ACCELERATE_MIXED_PRECISION": precision}
+    if is_on_tpu():
+        _refuse_used_state()
+        return run_on_tpu(function, args, num_processes, environment)
+    local = _count(num_processes)
     if local == 1 and num_nodes == 1:
         print(f"Launching training in this process, on {'one GPU' if find_visible(os.environ).count else 'the CPU'}.")
         with patch_environment(**environment):
@@ -148,6 +154,9 @@ class Rank:
 
         print_by_line()
         if self.forked:
+            # What the launching process left to its collector (sockets of a kernel, stores of a former launch) has threads that do not
+            # exist here: to collect it would crash.
+            gc.freeze()
             torch.set_num_threads(1)
             _forget_signal_handlers()
         try:
@@ -172,8 +181,6 @@ def _forget_signal_handlers() -> None:
 
 def _leave_process_group() -> None:
     # gloo's threads crash the interpreter when they outlive it, now and then; a function that ended has no more use for them.
-    import gc
-
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

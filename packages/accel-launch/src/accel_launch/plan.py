@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import HardwareOptions, RendezvousOptions, Resolution, ScriptOptions, Setting, Source
 
 from .accelerators.registry import Visible, find_visible
 from .cpus import usable_cores
+from .deepspeed_pool import read_pool
+from .hostfile import read_hostfile
+from .kinds import Kind, ask, choose_kind
+from .place import Place, Role, find_place, rendezvous_of
 from .target import Target, find_target
 
 STRENGTH = [Source.COMMAND_LINE, Source.ENVIRONMENT, Source.CONFIG_FILE, Source.DEFAULT]
@@ -30,6 +35,9 @@ class Plan:
         quiet: whether the launcher keeps its notes to itself.
         debug: whether the log of the elastic agent is shown.
         notes: what was decided for the user, to be shown.
+        kind: the way of starting them.
+        settings: every option, for launchers that have some of their own.
+        place: where this launcher itself runs.
     """
 
     target: Target
@@ -41,6 +49,13 @@ class Plan:
     quiet: bool = False
     debug: bool = False
     notes: Sequence[str] = field(default_factory=tuple)
+    kind: Kind = Kind.LOCAL
+    settings: Resolution = field(default_factory=lambda: Resolution((), {}))
+    place: Place = field(default_factory=Place)
+
+    def asks(self, name: str) -> Any:
+        """The value of an option; None where no group of options that is installed declares it."""
+        return ask(self.settings, name)
 
     def full_environment(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
         """All variables of a process, ranks apart."""
@@ -58,17 +73,21 @@ def make_plan(settings: Resolution, script: str, script_args: Sequence[str], env
         ConfigurationError: settings contradict one another, or ask for what this machine does not have.
     """
     variables = dict(os.environ if environ is None else environ)
+    place = find_place(settings, variables)
+    settings = _settle(settings, place)
+    kind = choose_kind(settings, place)
     script_options = settings.group(ScriptOptions)
     target = find_target(script_options, script, script_args)
     exported = settings.environment()
     on_cpu = _stays_on_cpu(settings)
     if not on_cpu and settings["cpu"]:
         exported["ACCELERATE_USE_CPU"] = "false"
-    visible = Visible(0, None) if on_cpu else _choose_devices(settings, variables, exported)
-    total, notes = _count_processes(settings, on_cpu, visible)
-    local = _split_over_machines(settings, total)
-    _check_devices(settings, on_cpu, local, visible)
-    _check_rendezvous(settings, local)
+    elsewhere = kind.counts_devices_there
+    visible = Visible(0, None) if on_cpu or elsewhere else _choose_devices(settings, variables, exported)
+    total, local, notes = _count(settings, place, kind, on_cpu, visible)
+    if not kind.starts_every_machine:
+        _check_devices(settings, on_cpu, local, visible)
+        _check_rendezvous(settings, local)
     if total > 1 and not settings.is_set("num_cpu_threads_per_process"):
         exported["OMP_NUM_THREADS"] = str(max(1, usable_cores() // local))
     return Plan(
@@ -81,7 +100,32 @@ def make_plan(settings: Resolution, script: str, script_args: Sequence[str], env
         quiet=script_options.quiet,
         debug=settings["debug"],
         notes=tuple(notes),
+        kind=kind,
+        settings=settings,
+        place=place,
     )
+
+
+def _settle(settings: Resolution, place: Place) -> Resolution:
+    """The settings with what the starter of this launcher has decided."""
+    settled = dict(settings.settings)
+    for name, value in rendezvous_of(place, settings).items():
+        settled[name] = replace(settled[name], value=value, source=Source.ENVIRONMENT, where=f"{name} {value} of {place.starter}")
+    return replace(settings, settings=settled)
+
+
+def _count(settings: Resolution, place: Place, kind: Kind, on_cpu: bool, visible: Visible) -> tuple[int, int, list[str]]:
+    """Processes in all, processes of this machine, and notes."""
+    if place.role is Role.RANK and place.rank is not None:
+        return place.rank.world_size, place.rank.local_world_size, []
+    if kind.counts_devices_there:
+        # How many there are is found out where they are.
+        return settings["num_processes"] or 1, settings["num_processes"] or 1, []
+    if kind is Kind.DEEPSPEED:
+        slots = [len(slots) for slots in read_pool(settings).values()]
+        return sum(slots), max(slots), []
+    total, notes = _count_processes(settings, place, on_cpu, visible)
+    return total, _split_over_machines(settings, total, place), notes
 
 
 def stronger(settings: Resolution, first: str, second: str) -> Setting | None:
@@ -120,23 +164,38 @@ def _choose_devices(settings: Resolution, variables: Mapping[str, str], exported
     return visible
 
 
-def _count_processes(settings: Resolution, on_cpu: bool, visible: Visible) -> tuple[int, list[str]]:
+def _count_processes(settings: Resolution, place: Place, on_cpu: bool, visible: Visible) -> tuple[int, list[str]]:
     if settings["num_processes"] is not None:
         return settings["num_processes"], []
-    machines = settings["num_machines"]
-    total = max(1, visible.count) * machines
-    reason = (
-        "one for each visible GPU" if visible.count else f"one for each machine on the CPU, {'as asked' if on_cpu else 'no GPU is visible'}"
-    )
+    machines = _machines(settings, place)
+    total = (visible.count or place.tasks_per_node or 1) * machines
     plural = "process" if total == 1 else "processes"
-    return total, [f"starting {total} {plural} ({reason}); --num_processes sets another number"]
+    return total, [f"starting {total} {plural} ({_reason(place, on_cpu, visible)}); --num_processes sets another number"]
 
 
-def _split_over_machines(settings: Resolution, total: int) -> int:
-    machines = settings["num_machines"]
+def _reason(place: Place, on_cpu: bool, visible: Visible) -> str:
+    if visible.count:
+        return "one for each visible GPU"
+    why = "as asked" if on_cpu else "no GPU is visible"
+    return f"one for each task of the SLURM job, {why}" if place.tasks_per_node else f"one for each machine on the CPU, {why}"
+
+
+def _machines(settings: Resolution, place: Place) -> int:
+    """Machines that take part: in a batch script of SLURM the nodes of the allocation, with a hostfile those that it lists."""
+    hostfile = ask(settings, "mpirun_hostfile")
+    if hostfile and settings["num_machines"] == 1 and place.role is not Role.RANK:
+        return len(read_hostfile(hostfile, settings.where("mpirun_hostfile")))
+    if place.role is Role.BATCH and settings["num_machines"] == 1:
+        return len(place.hosts)
+    return int(settings["num_machines"])
+
+
+def _split_over_machines(settings: Resolution, total: int, place: Place) -> int:
+    machines = _machines(settings, place)
     if total % machines:
+        asked = settings.where("num_machines") if settings["num_machines"] == machines else f"the {machines} machines that there are"
         raise ConfigurationError(
-            f"{settings.where('num_processes')} cannot be divided evenly over {settings.where('num_machines')}. "
+            f"{settings.where('num_processes')} cannot be divided evenly over {asked}. "
             "Give a multiple of the number of machines: it counts the processes of all machines."
         )
     return int(total // machines)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel_state.env import all_variables
 from accel_state.options import load_groups, resolve
 
 # A little more than the launcher itself gives to its processes.
@@ -37,9 +38,12 @@ def launch(script: str | os.PathLike[str], args: Sequence[str] = (), *, env: Map
     given = {name: value for name, value in options.items() if value is not None}
     settings = resolve(groups, given, environ={})
     declared = {opt.name: opt for group in groups for opt in group.options()}
-    flags = [f"{declared[name].flags[0]}={declared[name].format(settings[name])}" for name in given]
+    # A secret on a command line could be seen by every user of the machine.
+    secrets = {str(declared[name].env): str(settings[name]) for name in given if declared[name].secret}
+    shown = [declared[name] for name in given if not declared[name].secret]
+    flags = [f"{opt.flags[0]}={opt.format(settings[opt.name])}" for opt in shown]
     command = [sys.executable, "-m", "accel_launch", "launch", *flags, "--", os.fspath(script), *map(str, args)]
-    return _wait(subprocess.Popen(command, env=None if env is None else dict(env)))
+    return _wait(subprocess.Popen(command, env={**(all_variables() if env is None else env), **secrets}))
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:

@@ -52,6 +52,11 @@ def read_str(key: str, default: str | None = None, environ: Mapping[str, str] | 
     return value if value.strip() else default
 
 
+def all_variables() -> dict[str, str]:
+    """Every environment variable of this process, as a copy."""
+    return dict(os.environ)
+
+
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
     """The variable as a flag; ``default`` where it is unset or empty.
 
@@ -103,6 +108,11 @@ def read_int(key: str, environ: Mapping[str, str] | None = None) -> int | None:
 def are_libraries_initialized(*library_names: str) -> list[str]:
     """Those of the given top-level modules that this process has already imported."""
     return [name for name in library_names if name in sys.modules]
+
+
+def export(**variables: str) -> None:
+    """Set variables for this process, for what it starts, and for the libraries it loads."""
+    os.environ.update(variables)
 
 
 @contextmanager

@@ -1,0 +1,29 @@
+"""What accel_track exports; the runtime reads this list too."""
+
+from .base import GeneralTracker as GeneralTracker
+from .base import Silence as Silence
+from .base import TrackerError as TrackerError
+from .channel import Delivery as Delivery
+from .enums import LoggerType as LoggerType
+from .process import is_main_process as is_main_process
+from .process import on_main_process as on_main_process
+from .runs import Run as Run
+from .runs import find_runs as find_runs
+from .runs import read_run as read_run
+from .selection import filter_trackers as filter_trackers
+from .selection import get_available_trackers as get_available_trackers
+from .selection import register_tracker_class as register_tracker_class
+from .trackers.aim import AimTracker as AimTracker
+from .trackers.clearml import ClearMLTracker as ClearMLTracker
+from .trackers.comet_ml import CometMLTracker as CometMLTracker
+from .trackers.dvclive import DVCLiveTracker as DVCLiveTracker
+from .trackers.jsonl import JSONLinesTracker as JSONLinesTracker
+from .trackers.mlflow import MLflowTracker as MLflowTracker
+from .trackers.registry import TRACKERS as TRACKERS
+from .trackers.swanlab import SwanLabTracker as SwanLabTracker
+from .trackers.tensorboard import TensorBoardTracker as TensorBoardTracker
+from .trackers.trackio import TrackioTracker as TrackioTracker
+from .trackers.wandb import WandBTracker as WandBTracker
+from .tracking import Tracking as Tracking
+from .values import flatten as flatten
+from .values import to_plain as to_plain

@@ -1,5 +1,15 @@
 """accel: one PyTorch training script for any machine."""
 
+from accel_bigmodel import cpu_offload as cpu_offload
+from accel_bigmodel import cpu_offload_with_hook as cpu_offload_with_hook
+from accel_bigmodel import disk_offload as disk_offload
+from accel_bigmodel import dispatch_model as dispatch_model
+from accel_bigmodel import infer_auto_device_map as infer_auto_device_map
+from accel_bigmodel import init_empty_weights as init_empty_weights
+from accel_bigmodel import init_on_device as init_on_device
+from accel_bigmodel import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accel_bigmodel import load_checkpoint_in_model as load_checkpoint_in_model
+from accel_bigmodel.inference import prepare_pippy as prepare_pippy
 from accel_data import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_data import skip_first_batches as skip_first_batches
 from accel_launch import debug_launcher as debug_launcher
@@ -23,5 +33,8 @@ from .kwargs.ddp import DistributedDataParallelKwargs as DistributedDataParallel
 from .kwargs.grad_scaler import GradScalerKwargs as GradScalerKwargs
 from .kwargs.init_process_group import InitProcessGroupKwargs as InitProcessGroupKwargs
 from .kwargs.profile import ProfileKwargs as ProfileKwargs
+from .kwargs.tracking import TrackingKwargs as TrackingKwargs
 from .local_sgd import LocalSGD as LocalSGD
+from .preemption import Preempted as Preempted
+from .preemption import SaveOnSignal as SaveOnSignal
 from .project import ProjectConfiguration as ProjectConfiguration

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,17 @@ from accel_state import (
 from accel_state.memory import release_memory
 from accel_state.state.process_control import ProcessControl
 
-from . import lomo, metrics, setup, trackers
+from . import lomo, metrics, setup
 from .accumulation import Accumulation, ItemReduction
 from .compilation import TorchDynamoPlugin
 from .joining import join_uneven_inputs
 from .kwargs.autocast import AutocastKwargs
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.profile import ProfileKwargs
+from .kwargs.tracking import TrackingKwargs
 from .optimizer import AcceleratedOptimizer
 from .precision.scaler import SharedGradScaler
+from .preemption import Resuming, SaveOnSignal
 from .preparation import Preparation
 from .project import ProjectConfiguration
 from .properties import SettingsView
@@ -45,13 +47,13 @@ from .strategies.ddp import sync_in_backward
 from .unwrapping import extract_model_from_parallel
 
 
-class Accelerator(SettingsView, Saving, StateSaving, trackers.Tracking, ProcessControl):
+class Accelerator(SettingsView, Saving, StateSaving, Resuming, ProcessControl):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
         device_placement: move prepared models and batches to the device.
         split_batches: older place of ``DataLoaderConfiguration(split_batches=...)``.
-        mixed_precision: "no", "fp16" or "bf16"; None takes the launcher's choice, and "no" without one.
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; None takes the launcher's choice, and "no" without one.
         gradient_accumulation_steps: micro batches an optimizer step; the launcher's number wins over it.
         cpu: stay on the CPU even if there is an accelerator.
         dataloader_config: how loaders are sharded.
@@ -60,18 +62,19 @@ class Accelerator(SettingsView, Saving, StateSaving, trackers.Tracking, ProcessC
         torch_tp_plugin: settings of tensor parallelism.
         megatron_lm_plugin: settings of Megatron-LM.
         rng_types: generators that loaders synchronise over ranks at each epoch; by default the sampler's own ("generator").
-        log_with: experiment trackers: names of installed ones, "all", objects, or a list of those.
+        log_with: experiment trackers: a name (LoggerType), a class or an object, "all" that are installed, or a list of those.
         project_dir: the folder of everything that is saved.
         project_config: folders and checkpoint naming.
         gradient_accumulation_plugin: all settings of gradient accumulation.
-        step_scheduler_with_optimizer: advance prepared schedulers when their optimizer steps, by as many steps as there are
-            processes (one, with ``split_batches``). Turn it off if the loop steps the scheduler at other times, for example
-            once an epoch.
-        kwargs_handlers: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs.
+        step_scheduler_with_optimizer: advance prepared schedulers when their optimizer steps, by as many steps as there are processes
+            (one, with ``split_batches``). Turn it off if the loop steps the scheduler at other times, for example once an epoch.
+        kwargs_handlers: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs,
+            TrackingKwargs.
         dynamo_backend: back end of torch.compile.
         dynamo_plugin: all settings of torch.compile.
         deepspeed_plugins: several settings of DeepSpeed, by name.
         parallelism_config: sizes of the mesh axes.
+        save_on_signal: save and end when told to: True for SIGTERM and SIGUSR1, other signals, or SaveOnSignal. See :meth:`resume`.
 
     Raises:
         ConfigurationError: an argument that is not known, contradicts another, or cannot run on this machine.
@@ -100,15 +103,15 @@ class Accelerator(SettingsView, Saving, StateSaving, trackers.Tracking, ProcessC
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
+        save_on_signal: SaveOnSignal | bool | str | Sequence[str] | None = None,
     ) -> None:
         self.project_configuration = setup.project_settings(project_dir, project_config)
-        self.log_with = trackers.resolve(log_with, self.project_configuration.logging_dir)
-        self.trackers: list[Any] = []
         self.dataloader_config = setup.loader_settings(dataloader_config, split_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = setup.rng_settings(rng_types)
         self.handlers = Handlers(kwargs_handlers)
+        self._init_tracking(log_with, self.project_configuration.logging_dir, self.handlers.get(TrackingKwargs))
         parts = setup.build(
             self.handlers,
             owner=self,
@@ -136,6 +139,7 @@ class Accelerator(SettingsView, Saving, StateSaving, trackers.Tracking, ProcessC
         )
         self._custom_objects: list[Any] = []
         self._init_state_saving()
+        self._init_resuming(save_on_signal)
         self._trigger = False
 
     # -- preparing ---------------------------------------------------------------------------------------------------
@@ -229,9 +233,8 @@ class Accelerator(SettingsView, Saving, StateSaving, trackers.Tracking, ProcessC
 
         Args:
             loss: the loss of this micro batch on this rank.
-            num_items: how many items (tokens, pixels, ...) the loss is made of. With it, gradients are those of the mean over
-                all items of the accumulation window on all ranks, however unevenly they are spread; without it every micro
-                batch counts the same.
+            num_items: how many items (tokens, pixels, ...) the loss is made of. With it, gradients are those of the mean over all items
+                of the accumulation window on all ranks, however unevenly they are spread; without it every micro batch counts the same.
             reduction: whether ``loss`` is the "mean" or the "sum" of the ``num_items`` items; use "sum" where a micro batch may
                 have none.
             **kwargs: for ``torch.Tensor.backward``; or ``learning_rate``, for optimizers that update in the backward pass.
@@ -329,7 +332,11 @@ class Accelerator(SettingsView, Saving, StateSaving, trackers.Tracking, ProcessC
         Args:
             joinables: the prepared models (and other joinable objects) that train in the block.
             even_batches: override of the loaders' ``even_batches`` within the block.
+
+        Raises:
+            ConfigurationError: the precision needs all ranks at every step.
         """
+        self.precision.check_uneven_inputs()
         return join_uneven_inputs(self.strategy, self.prepared.dataloaders, joinables, even_batches)
 
     # -- between processes -------------------------------------------------------------------------------------------
@@ -417,11 +424,24 @@ class Accelerator(SettingsView, Saving, StateSaving, trackers.Tracking, ProcessC
             self.wait_for_everyone()
 
     def end_training(self) -> None:
-        """Finish the trackers, and let go of the process group and of the shared state. Call it at the end of the script, on every rank."""
-        self._finish_trackers()
-        self.free_memory()
-        setup.release_state(self)
-        self.process_state.destroy_process_group()
+        """Finish the save that is under way and the trackers, and let go of the process group and of the shared state.
+
+        Call it at the end of the script, on every rank.
+
+        Raises:
+            CheckpointError: a save that was started with ``blocking=False`` has failed.
+            TrackerError: in strict mode (TrackingKwargs), a tracker has failed.
+        """
+        try:
+            self.wait_for_save()
+        finally:
+            self._stop_watching_signals()
+            try:
+                self._finish_trackers()
+            finally:
+                self.free_memory()
+                setup.release_state(self)
+                self.process_state.destroy_process_group()
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a model was spread over several devices by a device map."""

@@ -111,6 +111,20 @@ class Accumulation:
         self._without_loader.clear()
         self.current = None
 
+    def windows_of(self, loader: Any) -> list[Window]:
+        """The open windows of a loader; None for those of no loader."""
+        return list((self._without_loader if loader is None else self._by_loader.get(loader, {})).values())
+
+    def windows_by_loader(self) -> list[tuple[Any, list[Window]]]:
+        """The loaders that have open windows, with these."""
+        return [(loader, list(windows.values())) for loader, windows in self._by_loader.items() if windows]
+
+    def add_window(self, loader: Any, window: Window) -> None:
+        """Have a window open that was begun elsewhere; the next step of its loader (None for no loader) goes on with it."""
+        windows = self._without_loader if loader is None else self._windows_of(loader)
+        windows[window.models] = window
+        self._has_accumulated = True
+
     def set_num_steps(self, num_steps: int) -> None:
         """Change the length of the windows that begin from now on.
 

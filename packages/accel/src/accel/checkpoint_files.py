@@ -5,67 +5,40 @@ from __future__ import annotations
 import importlib
 import pickle
 import re
+import threading
+import zipfile
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from accel_state import is_torch_version
-from accel_state.errors import AccelError
 
-OPTIMIZER_NAME = "optimizer"
-SCHEDULER_NAME = "scheduler"
-SAMPLER_NAME = "sampler"
-LOADER_NAME = "dl_state_dict"
-CUSTOM_NAME = "custom_checkpoint"
-SCALER_NAME = "scaler.pt"
-RNG_STATE_NAME = "random_states"
+from .checkpoint_names import LOADER_NAME as LOADER_NAME
+from .checkpoint_names import OPTIMIZER_NAME as OPTIMIZER_NAME
+from .checkpoint_names import RNG_STATE_NAME as RNG_STATE_NAME
+from .checkpoint_names import SAMPLER_NAME as SAMPLER_NAME
+from .checkpoint_names import SCALER_NAME as SCALER_NAME
+from .checkpoint_names import SCHEDULER_NAME as SCHEDULER_NAME
+from .checkpoint_names import CheckpointError as CheckpointError
+from .checkpoint_names import custom_file as custom_file
+from .checkpoint_names import custom_files as custom_files
+from .checkpoint_names import is_file_of_a_state as is_file_of_a_state
+from .checkpoint_names import numbered as numbered
+from .checkpoint_names import numbered_files as numbered_files
+from .checkpoint_names import require_files as require_files
+from .checkpoint_names import rng_file as rng_file
+from .digests import Workers
+
+# In the file of each rank: tells a checkpoint that has lost its manifest from one of a library that writes none.
+MANIFEST_MARK = "accel_manifest"
 
 _NUMPY_NUMBERS = "?bhilqBHILQefdgFDSU"
-
-
-class CheckpointError(AccelError, RuntimeError):
-    """A checkpoint that could not be written, or one that is not whole, is damaged, or does not fit what it is loaded into."""
-
-
-def numbered(stem: str, index: int, suffix: str) -> str:
-    """The file name of the object with this index: the first one has no number."""
-    return f"{stem}.{suffix}" if index == 0 else f"{stem}_{index}.{suffix}"
-
-
-def rng_file(rank: int) -> str:
-    """The file name of a rank's random number generators."""
-    return f"{RNG_STATE_NAME}_{rank}.pkl"
-
-
-def custom_file(index: int) -> str:
-    """The file name of the registered object with this index."""
-    return f"{CUSTOM_NAME}_{index}.pkl"
-
-
-def numbered_files(folder: Path, stem: str, suffix: str) -> list[str]:
-    """Names in a folder that :func:`numbered` could have given, in alphabetical order."""
-    pattern = re.compile(rf"{re.escape(stem)}(_[1-9][0-9]*)?\.{re.escape(suffix)}")
-    return sorted(path.name for path in folder.iterdir() if pattern.fullmatch(path.name))
-
-
-def custom_files(folder: Path) -> list[str]:
-    """Names in a folder that :func:`custom_file` could have given."""
-    return sorted(path.name for path in folder.iterdir() if re.fullmatch(rf"{CUSTOM_NAME}_[0-9]+\.pkl", path.name))
-
-
-def require_files(folder: Path, names: Iterable[str]) -> None:
-    """Raise CheckpointError, which lists them, if files are missing."""
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{folder} cannot be loaded: it has no {', '.join(missing)}. Prepare and register the same objects, on as many processes, as "
-            "when it was saved, or choose another checkpoint."
-        )
 
 
 def require_count(kind: str, saved: int, present: int, folder: Path) -> None:
@@ -93,30 +66,50 @@ def _plain_values() -> list[Any]:
 
 
 class _Allowed:
-    """A block in which torch takes plain values for harmless too; what the user has allowed stays allowed."""
+    """A block in which torch takes plain values for harmless too; what the user has allowed, before or meanwhile, stays allowed.
+
+    Torch has one such list for the process, and a save in the background reads its own files back while the loop may be loading.
+    """
+
+    _lock: ClassVar = threading.Lock()
+    _blocks: ClassVar = 0
+    _added: ClassVar[list[Any]] = []
 
     def __enter__(self) -> None:
-        self._before = torch.serialization.get_safe_globals()
-        torch.serialization.add_safe_globals(_plain_values())
+        cls = type(self)
+        with cls._lock:
+            cls._blocks += 1
+            if cls._blocks == 1:
+                known = torch.serialization.get_safe_globals()
+                cls._added = [value for value in _plain_values() if value not in known]
+                torch.serialization.add_safe_globals(cls._added)
 
     def __exit__(self, *_: object) -> None:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(self._before)
+        cls = type(self)
+        with cls._lock:
+            cls._blocks -= 1
+            if cls._blocks == 0:
+                kept = [value for value in torch.serialization.get_safe_globals() if value not in cls._added]
+                torch.serialization.clear_safe_globals()
+                torch.serialization.add_safe_globals(kept)
 
 
-def read(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None) -> Any:
+def read(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None, mapped: bool = False) -> Any:
     """Read a file of torch's format: tensors, plain values, and what was allowed with ``torch.serialization.add_safe_globals``.
 
     Args:
         path: the file.
         map_location: where to put tensors, as in ``torch.load``.
         load_kwargs: further arguments of ``torch.load``; ``weights_only=False`` is the caller's word that the file may run code.
+        mapped: map the file rather than read it, for tensors that will be copied elsewhere at once.
 
     Raises:
         CheckpointError: the file is damaged, or holds anything else; the message names it.
     """
     options = {"map_location": map_location, "weights_only": True, **(load_kwargs or {})}
     try:
+        if mapped and _is_zip(path):  # the format of torch before 1.6 cannot be mapped
+            options.setdefault("mmap", True)
         with _Allowed():
             return torch.load(path, **options)
     except FileNotFoundError:
@@ -127,6 +120,44 @@ def read(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | No
     except Exception as error:
         # A damaged file can make the reader stumble over anything.
         raise CheckpointError(f"{path} is damaged or no file of this format: {type(error).__name__}: {error}") from error
+
+
+def was_saved_with_manifest(path: Path) -> bool:
+    """Whether a rank's file says that its checkpoint has a manifest; False for what cannot be read, or is of another library."""
+    try:
+        state = read(path)
+    except CheckpointError:
+        return False
+    return isinstance(state, dict) and bool(state.get(MANIFEST_MARK))
+
+
+def start_checking_sums(folder: Path, workers: Workers) -> Callable[[], None]:
+    """Have workers compare files of torch's format with the checksums in them, which torch itself writes and does not read.
+
+    Returns:
+        A function to call when the workers' block has been left, which raised CheckpointError if a file is damaged.
+    """
+    for path in sorted(folder.iterdir()):
+        if is_file_of_a_state(path.name) and path.is_file() and _is_zip(path):
+            workers.submit(partial(_check_sums, path))
+    return lambda: None
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # one that is damaged
+        return True
+
+
+def _check_sums(path: Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. Choose another checkpoint.") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: its checksum of {damaged} does not hold. Choose another checkpoint.")
 
 
 def check_readable(path: Path, what: str) -> None:

@@ -1,31 +1,32 @@
-"""Folders of checkpoints: a new one takes its name only when it is whole, and old ones go only after that."""
+"""Folders of checkpoints: a new one takes its name only when it is whole."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
 
-from .checkpoint_files import CheckpointError, rng_file
-from .manifest import MANIFEST_NAME, Manifest
+from .checkpoint_names import CheckpointError, is_file_of_a_state
+from .manifest import Manifest
 
-_NUMBERED = re.compile(r"checkpoint_([0-9]+)")
-_OF_A_STATE = re.compile(
-    r"(model(_\d+)?\.safetensors|(pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
-    r"|(random_states|custom_checkpoint)_\d+\.pkl|" + re.escape(MANIFEST_NAME) + r")"
-)
+# Names that nobody else gives: what has them is deleted.
+PARTIAL, REPLACED, DELETED = "accel-partial", "accel-replaced", "accel-deleted"
+_LOST_RACES = 10
 
 
 class CheckpointFolder:
     """One checkpoint on its way to its name.
 
-    It is written in ``.<name>.partial`` beside its place. If an older one is at that place, it is moved to ``.<name>.replaced`` for
-    the moment between two renames; a process killed just then leaves it there, and :meth:`recover` puts it back.
+    It is written in ``.<name>.accel-partial`` beside its place. If an older one is at that place, it is moved to
+    ``.<name>.accel-replaced`` for the moment between two renames; a process killed just then leaves it there, and :meth:`recover`
+    puts it back. What is to be deleted is renamed to ``.<name>.accel-deleted`` first, so that it is never taken for a checkpoint.
+
+    The folder that is being written is locked, so that what killed processes have left can be told from what others are writing.
 
     Args:
         target: the place.
@@ -34,30 +35,55 @@ class CheckpointFolder:
     def __init__(self, target: str | os.PathLike[str]) -> None:
         # Of a link, the folder behind it is what is replaced.
         self.target = Path(target).resolve()
-        self.partial = self.target.parent / f".{self.target.name}.partial"
-        self.replaced = self.target.parent / f".{self.target.name}.replaced"
+        self.partial = aside(self.target, PARTIAL)
+        self.replaced = aside(self.target, REPLACED)
+        self._lock: int | None = None
 
     def begin(self) -> None:
-        """Make the folder to write into.
+        """Make the folder to write into, and remove what killed processes have left beside it.
 
         Raises:
-            ConfigurationError: the target is a file, or the working directory.
+            ConfigurationError: the target is a file, the working directory or a mount point.
+            CheckpointError: another process is saving to the same place.
         """
         if self.target.is_file():
             raise ConfigurationError(f"{self.target} is a file. Give a folder to save the state in.")
         if self.target == Path.cwd():
             raise ConfigurationError(f"{self.target} is the working directory, which cannot be replaced. Give a folder inside it.")
+        if os.path.ismount(self.target):
+            raise ConfigurationError(f"{self.target} is a mount point, which cannot be replaced. Give a folder inside it.")
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self._take_partial()
         self.recover()
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
+        remove_leftovers(self.target.parent)
+
+    def _take_partial(self) -> None:
+        for _ in range(_LOST_RACES):
+            self.partial.mkdir(exist_ok=True)
+            self._lock = _lock(self.partial)
+            if self._lock is None:
+                raise CheckpointError(f"another process is saving to {self.target} just now. Give each run a folder of its own.")
+            # Another process may have taken this folder for a leftover between the two lines above.
+            if _is_at(self._lock, self.partial):
+                _empty(self.partial)
+                return
+            self.release()
+        raise CheckpointError(f"{self.partial} could not be made: it vanished {_LOST_RACES} times. Is something else deleting it?")
 
     def abandon(self) -> None:
-        """Remove what was written; the older checkpoint, if there is one, is left as it was."""
-        shutil.rmtree(self.partial, ignore_errors=True)
+        """Remove what was written, if anything; the older checkpoint, if there is one, is left as it was."""
+        if self._lock is not None:  # otherwise it is another process that writes there
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.release()
+
+    def release(self) -> None:
+        """Give up the lock."""
+        if self._lock is not None:
+            _unlock(self._lock)
+            self._lock = None
 
     def commit(self) -> None:
-        """Put what was written in its place. Files in the folder that belong to no checkpoint stay."""
-        _sync_tree(self.partial)
+        """Put what was written, which is on the disk, in its place. Files in the folder that belong to no checkpoint stay."""
         if self.target.exists():
             os.rename(self.target, self.replaced)
         try:
@@ -66,7 +92,8 @@ class CheckpointFolder:
             if self.replaced.exists():
                 os.rename(self.replaced, self.target)
             raise
-        _sync(self.target.parent)
+        sync(self.target.parent)
+        self.release()
         self._clear_replaced()
 
     def recover(self) -> None:
@@ -86,7 +113,7 @@ class CheckpointFolder:
         except Exception as error:
             if not _is_write_error(error):
                 raise
-            free = shutil.disk_usage(self.target.parent).free
+            free = shutil.disk_usage(_existing(self.target.parent)).free
             raise CheckpointError(
                 f"the state could not be written to {self.target}, with {free / 2**20:.1f} MiB free there "
                 f"({type(error).__name__}: {error}). Make room, or save elsewhere; what was there before is unchanged."
@@ -98,7 +125,136 @@ class CheckpointFolder:
         for entry in _foreign_entries(self.replaced):
             if not (self.target / entry.name).exists():
                 os.rename(entry, self.target / entry.name)
-        shutil.rmtree(self.replaced)
+        delete(self.replaced, aside(self.target, DELETED))
+
+
+def aside(target: Path, kind: str) -> Path:
+    """The hidden name beside a checkpoint's own."""
+    return target.parent / f".{target.name}.{kind}"
+
+
+def name_of(path: Path, kind: str) -> str | None:
+    """The checkpoint's own name in a hidden one of some kind, or None."""
+    hidden = path.name.startswith(".") and path.name.endswith(f".{kind}")
+    return path.name[1 : -len(kind) - 1] or None if hidden else None
+
+
+def delete(path: Path, temporary: Path) -> None:
+    """Delete a checkpoint so that, if this is interrupted, what is left of it is not taken for one."""
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    os.rename(path, temporary)
+    shutil.rmtree(temporary)
+
+
+def _lock(folder: Path) -> int | None:
+    """An open, locked folder; None if another process holds the lock. Where folders cannot be locked, it is open only."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except (ImportError, OSError):  # no such locks on this system, or on this (network) file system
+        pass
+    _drop_in_forked_processes()
+    _held.add(descriptor)
+    return descriptor
+
+
+def _unlock(descriptor: int) -> None:
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    _held.discard(descriptor)
+    os.close(descriptor)
+
+
+# Locks of this process.
+_held: set[int] = set()
+
+
+@cache
+def _drop_in_forked_processes() -> None:
+    """Have processes that are forked from this one close its locks: a loader's worker that outlives it must not keep them."""
+    os.register_at_fork(after_in_child=_drop_locks)
+
+
+def _drop_locks() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+def _is_locked_or_unknown(folder: Path) -> bool:
+    """Whether a process may still be writing a folder."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    opened = os.fstat(descriptor)
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    return (opened.st_dev, opened.st_ino) == (found.st_dev, found.st_ino)
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return folder if folder.exists() else _existing(folder.parent)
+
+
+def remove_leftovers(parent: Path) -> list[Path]:
+    """Remove what killed processes had begun to write in a folder, or to delete from it; and finish replacements they had begun.
+
+    Returns:
+        What was removed.
+    """
+    entries = [entry for entry in parent.iterdir() if entry.is_dir()]
+    stale = [entry for entry in entries if name_of(entry, PARTIAL) and not _is_locked_or_unknown(entry)]
+    stale += [entry for entry in entries if name_of(entry, DELETED)]
+    for entry in stale:
+        # Not an error: another process may be clearing up too.
+        shutil.rmtree(entry, ignore_errors=True)
+    recover_all(parent)
+    return stale
+
+
+def recover_all(parent: Path) -> None:
+    """Finish, or take back, every interrupted replacement in a folder."""
+    for entry in list(parent.iterdir()):
+        name = name_of(entry, REPLACED)
+        if name and not _is_being_written(parent / name):
+            with suppress(FileNotFoundError):  # another process may be doing the same
+                CheckpointFolder(parent / name).recover()
+
+
+def _is_being_written(target: Path) -> bool:
+    partial = aside(target, PARTIAL)
+    return partial.exists() and _is_locked_or_unknown(partial)
 
 
 def _is_write_error(error: Exception) -> bool:
@@ -114,72 +270,13 @@ def _foreign_entries(folder: Path) -> list[Path]:
     except CheckpointError:
         manifest = None
     own = {name.split("/")[0] for name in manifest.files} if manifest is not None else set()
-    return [entry for entry in folder.iterdir() if entry.name not in own and not _OF_A_STATE.fullmatch(entry.name)]
+    return [entry for entry in folder.iterdir() if entry.name not in own and not is_file_of_a_state(entry.name)]
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sync_tree(folder: Path) -> None:
-    for parent, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            _sync(Path(parent) / name)
-        _sync(Path(parent))
-
-
-def numbered_checkpoints(folder: Path) -> dict[int, Path]:
-    """The automatically named checkpoints in a folder by number, in ascending order."""
-    entries = folder.iterdir() if folder.is_dir() else []
-    found = {int(match[1]): entry for entry in entries if (match := _NUMBERED.fullmatch(entry.name)) and entry.is_dir()}
-    return dict(sorted(found.items()))
-
-
-def checkpoint_number(folder: Path) -> int | None:
-    """The number in an automatic name, or None."""
-    match = _NUMBERED.fullmatch(folder.name)
-    return int(match[1]) if match else None
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint is whole, as far as can be seen without reading its files; without a manifest, whether it has generators."""
-    try:
-        manifest = Manifest.read(folder)
-    except CheckpointError:
-        return False
-    return (folder / rng_file(0)).is_file() if manifest is None else manifest.has_sizes_of(folder)
-
-
-def newest_complete(folder: Path) -> Path:
-    """The automatically named checkpoint with the highest number that is whole.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
-    found = numbered_checkpoints(folder)
-    for path in reversed(found.values()):
-        if is_complete(path):
-            return path
-    seen = f"only incomplete ones ({', '.join(path.name for path in found.values())})" if found else "no checkpoint_<number>"
-    raise ConfigurationError(f"there is no state to load in {folder}: it has {seen}. Save one first, or give load_state its path.")
-
-
-def rotate(folder: Path, total_limit: int, newest: Path) -> list[Path]:
-    """Delete the checkpoints with the lowest numbers until ``total_limit`` are left, but never the newest.
-
-    Returns:
-        Those that were deleted.
-    """
-    old = [path for path in numbered_checkpoints(folder).values() if path != newest]
-    surplus = old[: max(0, len(old) + 1 - max(total_limit, 1))]
-    for path in surplus:
-        # Under another name it is no checkpoint any more, if deleting it is interrupted.
-        os.rename(path, path.parent / f".{path.name}.deleted")
-    for leftover in folder.glob(".checkpoint_*.deleted"):
-        shutil.rmtree(leftover)
-    return surplus

@@ -8,31 +8,15 @@ from typing import Any
 
 import torch
 
-from accel_data import SeedableRandomSampler, get_sampler
 from accel_state import PartialState
 
-from . import rng_state, saving
-from .checkpoint_files import (
-    LOADER_NAME,
-    OPTIMIZER_NAME,
-    SAMPLER_NAME,
-    SCALER_NAME,
-    SCHEDULER_NAME,
-    check_readable,
-    custom_file,
-    numbered,
-    read,
-    rng_file,
-)
+from . import saving
+from .checkpoint_files import custom_file, read
+from .checkpoint_parts import Part, collect, custom_part, of_this_rank
+from .checkpoint_parts import get_pretty_name as get_pretty_name
 from .saving import load as load
 from .saving import save as save
 from .state_reading import StateReader
-
-
-def get_pretty_name(obj: Any) -> str:
-    """A name for an object in messages: its own, or that of its class."""
-    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
-    return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def save_accelerator_state(
@@ -70,43 +54,20 @@ def save_accelerator_state(
     """
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for index, weights in enumerate(model_states):
-        name = _weights_file(index, safe_serialization)
-        saving.save(weights, folder / name, save_on_each_node, safe_serialization)
-    for stem, objects in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, schedulers)):
-        for index, obj in enumerate(objects):
-            _save_checked(obj.state_dict(), folder / numbered(stem, index, "bin"), f"{stem} {index}", save_on_each_node)
-    positions = _save_loaders(folder, dataloaders, save_on_each_node)
-    if scaler is not None:
-        saving.save(scaler.state_dict(), folder / SCALER_NAME, save_on_each_node)
-    # Beyond the position, a loader's state has generators, which are this rank's own; so each rank keeps all of it.
-    own = {"step": step, **rng_state.capture(PartialState().device_backend), "dataloaders": positions}
-    saving.write_atomically(folder / rng_file(process_index), lambda target: torch.save(own, target))
+    parts = collect(model_states, optimizers, schedulers, dataloaders, process_index, step, scaler, safe_serialization)
+    for part in of_this_rank(parts, _writes(save_on_each_node)):
+        _write(part, folder)
     return folder
 
 
-def _weights_file(index: int, safe_serialization: bool) -> str:
-    return numbered(saving.SAFE_MODEL_NAME, index, "safetensors") if safe_serialization else numbered(saving.MODEL_NAME, index, "bin")
-
-
-def _save_loaders(folder: Path, dataloaders: list[Any], save_on_each_node: bool) -> dict[int, dict[str, Any]]:
-    positions: dict[int, dict[str, Any]] = {}
-    for index, loader in enumerate(dataloaders):
-        sampler = get_sampler(loader)
-        if isinstance(sampler, SeedableRandomSampler):
-            seed = {"initial_seed": sampler.initial_seed, "epoch": sampler.epoch}
-            saving.save(seed, folder / numbered(SAMPLER_NAME, index, "bin"), save_on_each_node)
-        if hasattr(loader, "state_dict"):
-            positions[index] = loader.state_dict()
-            _save_checked(positions[index], folder / numbered(LOADER_NAME, index, "bin"), f"dataloader {index}", save_on_each_node)
-    return positions
-
-
-def _save_checked(state: Any, path: Path, what: str, save_on_each_node: bool) -> None:
-    saving.save(state, path, save_on_each_node)
+def _writes(save_on_each_node: bool) -> bool:
     process = PartialState()
-    if process.is_local_main_process if save_on_each_node else process.is_main_process:
-        check_readable(path, what)
+    return process.is_local_main_process if save_on_each_node else process.is_main_process
+
+
+def _write(part: Part, folder: Path) -> None:
+    saving.write_atomically(folder / part.name, part.write)
+    part.check(folder / part.name)
 
 
 def load_accelerator_state(
@@ -162,8 +123,9 @@ def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, sa
     Raises:
         CheckpointError: the state holds what could not be loaded again without running code.
     """
-    what = f"the registered object {index} ({get_pretty_name(obj)})"
-    _save_checked(obj.state_dict(), Path(path) / custom_file(index), what, save_on_each_node)
+    part = custom_part(index, obj)
+    if _writes(save_on_each_node):
+        _write(part, Path(path))
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:

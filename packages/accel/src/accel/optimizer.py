@@ -34,6 +34,8 @@ class AcceleratedOptimizer(Optimizer):
         self.device_placement = device_placement
         self._is_overflow = False
         self._step_called = False
+        self.steps_taken = 0
+        """How often the wrapped optimizer has stepped, over all runs if the state was saved and loaded."""
         if device_placement and optimizer.state:
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), PartialState().device))
         if isinstance(scaler, SharedGradScaler):
@@ -116,6 +118,7 @@ class AcceleratedOptimizer(Optimizer):
         if not self.gradient_state.sync_gradients:
             return None
         if self.scaler is None:
+            self.steps_taken += 1
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         return self._scaled_step(closure)
 
@@ -135,6 +138,7 @@ class AcceleratedOptimizer(Optimizer):
                 self.optimizer.step = own  # type: ignore[method-assign]
         scaler.update()
         self._is_overflow = not self._step_called
+        self.steps_taken += self._step_called
         return result
 
     @property

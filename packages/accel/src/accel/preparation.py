@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel_data import DataLoaderConfiguration, prepare_data_loader
 from accel_state import RNGType
+from accel_state.errors import ConfigurationError
 
 from .compilation import compile_model, compile_regions
 from .optimizer import AcceleratedOptimizer
@@ -51,8 +52,9 @@ class Preparation:
 
     def prepare(self, objects: tuple[Any, ...], device_placement: list[bool | None]) -> list[Any]:
         """Prepare objects of any kind, in any order; what is of no known kind passes through."""
+        joined = self.setup.precision.join_optimizer(list(objects))
         # Schedulers come last: they belong to prepared optimizers.
-        prepared = [self._prepare_first(obj, place) for obj, place in zip(objects, device_placement, strict=True)]
+        prepared = [self._prepare_first(obj, place) for obj, place in zip(joined, device_placement, strict=True)]
         return [self.scheduler(obj) if is_scheduler(obj) else obj for obj in prepared]
 
     def _prepare_first(self, obj: Any, device_placement: bool | None) -> Any:
@@ -74,22 +76,37 @@ class Preparation:
             return model
         strategy, dynamo = self.setup.strategy, self.setup.dynamo
         strategy.check_model(model)
+        spread = is_spread(model)
+        if spread and not evaluation_mode:
+            self._refuse_spread(model)
         self.setup.precision.wrap_forward(extract_model_from_parallel(model))
-        if self.device_placement if device_placement is None else device_placement:
+        if (self.device_placement if device_placement is None else device_placement) and not spread:
             model = strategy.place(model)
         if not evaluation_mode:
             model = strategy.wrap(model)
+            for optimizer in self.optimizers:
+                strategy.adopt_optimizer(optimizer.optimizer)
         if dynamo.compiles:
             model = (compile_regions if dynamo.use_regional_compilation else compile_model)(model, **dynamo.to_kwargs())
         self.models.append(model)
         return model
+
+    def _refuse_spread(self, model: nn.Module) -> None:
+        if self.setup.process.num_processes > 1:
+            raise ConfigurationError(
+                f"{type(model).__name__} was dispatched over several devices or offloaded (hf_device_map), and each of the "
+                f"{self.setup.process.num_processes} processes would train a copy of it. Start one process, or load the model without "
+                "a device map; for inference prepare it with evaluation_mode=True."
+            )
 
     def optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepare an optimizer."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         place = self.device_placement if device_placement is None else device_placement
+        self.setup.strategy.adopt_optimizer(optimizer)
         prepared = AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.setup.precision.scaler)
+        self.setup.precision.watch(optimizer)
         self.optimizers.append(prepared)
         return prepared
 
@@ -132,6 +149,17 @@ class Preparation:
         """Drop every reference to prepared objects."""
         for prepared in (self.models, self.optimizers, self.schedulers, self.dataloaders):
             prepared.clear()
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether a dispatch has given the model's parts their devices, or offloaded them: it must not be moved as a whole."""
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+    return len(places) > 1 or bool(places & {"disk"}) or any(_is_offloading(module) for module in model.modules())
+
+
+def _is_offloading(module: nn.Module) -> bool:
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(one, "offload", False) is True for one in getattr(hook, "hooks", (hook,)))
 
 
 def is_scheduler(obj: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,33 @@ def restore(state: Any, device: Device, path: Path) -> None:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} holds a damaged state of random number generators: {error}") from error
+
+
+def seed_new_rank(base: Any, rank: int, device: Device, path: Path) -> None:
+    """Seed the generators of a rank that did not exist when the state was saved.
+
+    Its seed is made of the first 8 bytes of SHA-256 over the state that torch's generator has in ``base``, followed by the rank as 8
+    bytes (little endian): another one for every rank and every state, and the same whenever that state is loaded. python's and
+    torch's generators, and those of the devices, are seeded with all of its 63 lower bits, numpy's with the lowest 32.
+
+    Args:
+        base: the state of the lowest rank that was saved.
+        rank: this rank.
+        device: the device that this process computes on.
+        path: of ``base``, for messages.
+
+    Raises:
+        CheckpointError: ``base`` is not such a state.
+    """
+    state = base.get("torch_manual_seed") if isinstance(base, dict) else None
+    if not isinstance(state, torch.Tensor):
+        raise CheckpointError(f"{path} does not hold the state of random number generators: torch_manual_seed missing.")
+    digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
+    seed = int.from_bytes(digest[:8], "little") & (2**63 - 1)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+    device.manual_seed_all(seed)
 
 
 def _restore_device(state: dict[str, Any], device: Device, path: Path) -> None:

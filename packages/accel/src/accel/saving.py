@@ -81,11 +81,21 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 def _safetensors_writer(obj: Any) -> Callable[[str], None]:
     from safetensors.torch import save_file
 
+    content = safetensors_content(obj)
+    return lambda target: save_file(content, target, metadata={"format": "pt"})
+
+
+def safetensors_content(obj: Any) -> dict[str, torch.Tensor]:
+    """What of an object goes into a file in the safetensors format.
+
+    Raises:
+        ConfigurationError: it is more than a dictionary of tensors.
+    """
     if not isinstance(obj, Mapping) or not all(isinstance(value, torch.Tensor) for value in obj.values()):
         raise ConfigurationError(
             f"safe_serialization=True holds dictionaries of tensors only, not {_contents(obj)}. Save it with safe_serialization=False."
         )
-    return lambda target: save_file(clean_state_dict_for_safetensors(dict(obj)), target, metadata={"format": "pt"})
+    return clean_state_dict_for_safetensors(dict(obj))
 
 
 def _contents(obj: Any) -> str:
@@ -132,7 +142,13 @@ def _separate_overlaps(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.T
     return separate
 
 
-def save_model_weights(state_dict: dict[str, Any], folder: Path, max_shard_size: int | str, safe_serialization: bool) -> list[str]:
+def save_model_weights(
+    state_dict: dict[str, Any],
+    folder: Path,
+    max_shard_size: int | str,
+    safe_serialization: bool,
+    read: Callable[[list[str]], dict[str, Any]] | None = None,
+) -> list[str]:
     """Write a model's weights, in shards where they are large, and remove those of an earlier save.
 
     Args:
@@ -140,6 +156,7 @@ def save_model_weights(state_dict: dict[str, Any], folder: Path, max_shard_size:
         folder: where to write.
         max_shard_size: largest file in bytes, or as text such as "5GB".
         safe_serialization: safetensors rather than torch's own format.
+        read: gives the tensors of the names of one file, where ``state_dict`` has them on the meta device only.
 
     Returns:
         The names of the files of this save.
@@ -151,7 +168,7 @@ def save_model_weights(state_dict: dict[str, Any], folder: Path, max_shard_size:
     plan = split_torch_state_dict_into_shards(tensors, filename_pattern=f"{stem}{{suffix}}.{suffix}", max_shard_size=max_shard_size)
     written = list(plan.filename_to_tensors)
     for filename, names in plan.filename_to_tensors.items():
-        shard = {name: tensors[name] for name in names}
+        shard = {name: tensors[name] for name in names} if read is None else read(names)
         writer = _safetensors_writer(shard) if safe_serialization else _torch_writer(shard)
         write_atomically(folder / filename, writer)
     if plan.is_sharded:

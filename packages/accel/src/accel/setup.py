@@ -9,17 +9,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_data import DataLoaderConfiguration
-from accel_state import AcceleratorState, ConfigurationError, GradientAccumulationPlugin, GradientState, PartialState, RNGType
-from accel_state.options import CoreOptions
+from accel_state import AcceleratorState, ConfigurationError, GradientAccumulationPlugin, GradientState, PartialState, RNGType, get_logger
+from accel_state.options import CoreOptions, ParadigmOptions
 
 from .compilation import TorchDynamoPlugin
 from .kwargs.base import Handlers
+from .kwargs.fp8 import FP8Kwargs
 from .kwargs.init_process_group import InitProcessGroupKwargs
 from .precision.full import Precision
 from .precision.registry import PRECISIONS
+from .precision.scaler import SharedGradScaler
 from .project import ProjectConfiguration
 from .strategies.base import Strategy
-from .strategies.registry import STRATEGIES
+from .strategies.registry import PLUGINS, STRATEGIES
+
+logger = get_logger(__name__)
+
+
+# The strategy that each of the launcher's switches asks for.
+LAUNCHED = {
+    "use_deepspeed": "deepspeed",
+    "use_fsdp": "fsdp",
+    "use_megatron_lm": "megatron",
+    "use_parallelism_config": "mesh",
+}
 
 
 class _Unset:
@@ -66,24 +79,97 @@ def build(
         engines: settings of strategies other than data parallelism, by the name they are registered under.
 
     Raises:
-        ConfigurationError: a setting that cannot be used.
+        ConfigurationError: a setting that cannot be used, or the launcher asks for a strategy that is not installed.
     """
-    asked = [name for name, settings in engines.items() if settings is not None]
+    asked = asked_strategies([name for name, settings in engines.items() if settings is not None])
     if len(asked) > 1:
         raise ConfigurationError(f"one strategy trains a model, but settings were given for {', '.join(asked)}. Pass one of them.")
     state = _acquire_state(owner, mixed_precision, cpu, handlers)
+    _check_recipes(handlers.all(FP8Kwargs), state.mixed_precision)
     process = PartialState()
-    name = asked[0] if asked else "ddp" if process.use_distributed else "single"
+    strategy = _choose_strategy(asked[0] if asked else None, engines, handlers, process)
+    # What users ask the state for; inside, nobody branches on it.
+    state._distributed_type = strategy.distributed_type
+    if strategy.settings is not None:
+        setattr(state, f"{asked[0]}_plugin", strategy.settings)
+    precision = PRECISIONS.load(state.mixed_precision)(process, handlers)
+    if isinstance(precision.scaler, SharedGradScaler):
+        strategy.adopt_scaler(precision.scaler)
     return Setup(
         state=state,
         process=process,
         gradient_state=GradientState(accumulation_plugin),
         accumulation_plugin=accumulation_plugin,
         handlers=handlers,
-        strategy=STRATEGIES.load(name)(process, handlers),
-        precision=PRECISIONS.load(state.mixed_precision)(process, handlers),
+        strategy=strategy,
+        precision=precision,
         dynamo=dynamo,
     )
+
+
+def _choose_strategy(engine: str | None, engines: dict[str, Any], handlers: Handlers, process: PartialState) -> Strategy:
+    """The strategy of an engine ("fsdp", ...), with the settings given or those of the launcher; without one, that of the machine."""
+    if engine is not None and not process.use_distributed:
+        logger.warning(
+            "%s divides a model among processes, and there is one: it trains as it is. Start several with `accel launch --num_processes N`.",
+            engine,
+        )
+        engine = None
+    if engine is None:
+        return STRATEGIES.load("ddp" if process.use_distributed else "single")(process, handlers)
+    if engine not in PLUGINS:
+        return STRATEGIES.load(engine)(process, handlers, engines.get(engine))
+    settings = engines.get(engine)
+    settings = PLUGINS.load(engine)() if settings is None else settings
+    return STRATEGIES.load(settings.strategy)(process, handlers, settings)
+
+
+def _check_recipes(recipes: list[FP8Kwargs], mixed_precision: str) -> None:
+    """Refuse recipes of 8-bit floating point that would have no effect."""
+    names = [type(recipe).__name__ for recipe in recipes]
+    if names and mixed_precision != "fp8":
+        raise ConfigurationError(
+            f"kwargs_handlers holds {', '.join(names)}, which has no effect with mixed_precision={mixed_precision!r}. "
+            "Pass mixed_precision='fp8', or leave it out."
+        )
+    if len(names) > 1:
+        raise ConfigurationError(f"kwargs_handlers holds {' and '.join(names)}, but one back end computes in 8 bits. Pass one of them.")
+
+
+def asked_strategies(given: list[str]) -> list[str]:
+    """The strategies that the script asks for, or else those of the launcher.
+
+    Args:
+        given: names of those that the script has settings for.
+
+    Raises:
+        ConfigurationError: script and launcher ask for different ones.
+    """
+    launched = launched_strategies()
+    if given and launched and not set(given) & set(launched):
+        raise ConfigurationError(
+            f"the script passes settings for {', '.join(given)}, but was launched for {', '.join(launched)} (environment variables "
+            f"ACCELERATE_USE_...). Pass no such settings, or launch with the other one."
+        )
+    return given or launched
+
+
+def launched_strategies() -> list[str]:
+    """The strategies that the launcher asks for in this process's environment.
+
+    Raises:
+        ConfigurationError: one of them is not installed. To train without it would be another run than the one that was launched.
+    """
+    launched = ParadigmOptions.from_environment()
+    wanted = [(opt, LAUNCHED[opt.name]) for opt in ParadigmOptions.options() if getattr(launched, opt.field)]
+    for opt, name in wanted:
+        if name not in STRATEGIES and name not in PLUGINS:
+            raise ConfigurationError(
+                f"environment variable {opt.env}=true asks for the strategy {name}, which is not installed. Installed: "
+                f"{', '.join(STRATEGIES)}. Launch without {opt.flags[0]} (or distributed_type in the configuration file), or install "
+                f"a package that provides the strategy."
+            )
+    return [name for _, name in wanted]
 
 
 def _acquire_state(owner: object, mixed_precision: Any, cpu: bool, handlers: Handlers) -> AcceleratorState:

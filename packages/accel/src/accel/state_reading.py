@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from accel_state.errors import ConfigurationError
 from . import rng_state
 from .checkpoint_files import (
     LOADER_NAME,
+    MANIFEST_MARK,
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
     SAMPLER_NAME,
@@ -25,16 +26,25 @@ from .checkpoint_files import (
     CheckpointError,
     custom_file,
     custom_files,
+    is_file_of_a_state,
     numbered,
     numbered_files,
     read,
     require_count,
     require_files,
     rng_file,
+    start_checking_sums,
 )
-from .manifest import Manifest
+from .checkpoint_names import SHARD_SUFFIX, SHARD_TABLE_NAME, holds_shards
+from .digests import Workers
+from .manifest import MANIFEST_NAME, Manifest, Verification
+from .open_windows import check, combine, gradients_file, gradients_files
 from .saving import MODEL_NAME, SAFE_MODEL_NAME
+from .strategies.base import Strategy
 from .unwrapping import clean_name, extract_model_from_parallel, id_tensor_storage
+
+if TYPE_CHECKING:
+    from .sharding.states import Layout
 
 
 class StateReader:
@@ -63,6 +73,9 @@ class StateReader:
         self._load_kwargs = load_kwargs
         self._own: dict[str, Any] = {}
         self._changes: list[Callable[[], Any]] = []
+        self._read_names: set[str] = set()
+        self.windows: dict[str, Any] | None = None
+        """Accumulation windows to be put back; None if none were open."""
 
     @property
     def step(self) -> int:
@@ -70,22 +83,53 @@ class StateReader:
         return int(self._own.get("step", 0))
 
     def verify(self) -> None:
-        """Compare all files with the manifest, but those that belong to other ranks; without a manifest there is nothing to compare with.
+        """Compare the files with the manifest, alone; see :meth:`start_verification`."""
+        with Workers() as workers:
+            check = self.start_verification(workers)
+        check()
+
+    def start_verification(self, workers: Workers, share: tuple[int, int] = (0, 1)) -> Callable[[], None]:
+        """Begin to compare all files with the manifest.
+
+        Files of other libraries, which come without a manifest, are compared with the checksums that torch's format has.
+
+        Args:
+            workers: who does it.
+            share: (i, n) for the i-th of n processes that see the same files and divide the work.
+
+        Returns:
+            What gives the verdict when the workers' block has been left: it raises CheckpointError, which names the damaged file.
 
         Raises:
-            CheckpointError: files are missing or damaged.
+            CheckpointError: files are missing or of another size.
         """
         if self.manifest is None:
-            return
+            return start_checking_sums(self.folder, workers)
         if self._own_file() not in self.manifest.files:
             raise CheckpointError(
-                f"{self.folder} has no {self._own_file()}: it was saved on {self.manifest.world_size} processes, and this is rank "
-                f"{self.rank} of {self._process.num_processes}. Start as many processes as saved it."
+                f"{self.folder} has no {self._own_file()}: it was saved on {self.manifest.world_size} processes with save_on_each_node, "
+                f"and rank {self.rank} was on another node. Start the same ranks on each node, or put the folders of all nodes together."
             )
-        self.manifest.verify(self.folder, lambda name: not name.startswith(f"{RNG_STATE_NAME}_") or name == self._own_file())
+        return Verification(self.manifest, self.folder, workers, share).conclude
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The files of this checkpoint. With a manifest they are its own; what else lies in the folder has not been verified."""
+        if self.manifest is not None:
+            return list(self.manifest.files)
+        return [path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()]
+
+    @property
+    def is_new_rank(self) -> bool:
+        """Whether this rank did not exist when the state was saved, on fewer processes than there are now."""
+        return self.manifest is not None and self.rank >= self.manifest.world_size
 
     def _own_file(self) -> str:
-        return rng_file(self.rank)
+        """The generators of this rank; those of the lowest one that was saved, if this rank did not exist."""
+        if not self.is_new_rank:
+            return rng_file(self.rank)
+        ranks = [rank for rank in range(self.manifest.world_size if self.manifest else 0) if rng_file(rank) in self._names]
+        return rng_file(ranks[0] if ranks else 0)
 
     def read_all(
         self,
@@ -95,17 +139,35 @@ class StateReader:
         dataloaders: list[Any],
         scaler: torch.amp.GradScaler | None,
         load_model_kwargs: dict[str, Any],
+        strategy: Strategy | None = None,
+        layouts: list[Layout] | None = None,
     ) -> None:
-        """Read everything but registered objects; see :func:`accel.checkpointing.load_accelerator_state`."""
-        require_files(self.folder, [self._own_file()])
+        """Read everything but registered objects; see :func:`accel.checkpointing.load_accelerator_state`.
+
+        Args:
+            models: the models.
+            optimizers: the optimizers.
+            schedulers: the schedulers.
+            dataloaders: the loaders.
+            scaler: the loss scaler.
+            load_model_kwargs: for ``load_state_dict`` of the models.
+            strategy: what has prepared the models; with it, states are read that any strategy has saved.
+            layouts: of the models, where the strategy divides them among ranks.
+        """
+        self._require([self._own_file()])
         own = self._read(self._own_file())
         self._own = own if isinstance(own, dict) else {}
-        self._read_models(models, load_model_kwargs)
-        self._read_objects(OPTIMIZER_NAME, optimizers)
+        if self.manifest is None and self._own.get(MANIFEST_MARK):
+            raise CheckpointError(f"{self.folder} has lost its {MANIFEST_NAME}: it is not whole. Copy it again, or choose another one.")
+        if strategy is not None and (layouts is not None or holds_shards(self._names)):
+            self._read_divided(models, optimizers, load_model_kwargs, strategy, layouts)
+        else:
+            self._read_models(models, load_model_kwargs)
+            self._read_objects(OPTIMIZER_NAME, optimizers)
         self._read_objects(SCHEDULER_NAME, schedulers)
         self._read_loaders(dataloaders)
         if scaler is not None:
-            require_files(self.folder, [SCALER_NAME])
+            self._require([SCALER_NAME])
             self._changes.append(partial(scaler.load_state_dict, self._read(SCALER_NAME)))
 
     def read_custom(self, objects: list[Any]) -> None:
@@ -114,10 +176,25 @@ class StateReader:
         Raises:
             CheckpointError: there is another number of them, or one cannot be read.
         """
-        require_count("registered objects", len(custom_files(self.folder)), len(objects), self.folder)
-        require_files(self.folder, [custom_file(index) for index in range(len(objects))])
+        require_count("registered objects", len(custom_files(self._names)), len(objects), self.folder)
+        self._require([custom_file(index) for index in range(len(objects))])
         for index, obj in enumerate(objects):
             self._changes.append(partial(obj.load_state_dict, self._read(custom_file(index))))
+
+    def check_unread(self) -> None:
+        """Read what nobody has asked for, as harmless values only: a file that could run code is refused wherever it lies.
+
+        Raises:
+            CheckpointError: a file is damaged, or reading it could run code.
+        """
+        if (self._load_kwargs or {}).get("weights_only", True):
+            for name in self._names:
+                if (
+                    name not in self._read_names
+                    and is_file_of_a_state(name)
+                    and not name.endswith((".safetensors", ".json", SHARD_TABLE_NAME, SHARD_SUFFIX))
+                ):
+                    read(self.folder / name, mapped=True)
 
     def apply(self) -> None:
         """Put everything that was read in place."""
@@ -127,35 +204,94 @@ class StateReader:
 
     def restore_rng(self) -> None:
         """Put the random number generators back; last, because what came before may have drawn from them."""
-        rng_state.restore(self._own, self._process.device_backend, self.folder / self._own_file())
+        path, device = self.folder / self._own_file(), self._process.device_backend
+        if self.is_new_rank:
+            rng_state.seed_new_rank(self._own, self.rank, device, path)
+        else:
+            rng_state.restore(self._own, device, path)
+
+    def read_windows(self, loaders: list[Any], models: list[Any]) -> None:
+        """Read the accumulation windows that were open, as far as they are this rank's.
+
+        Raises:
+            CheckpointError: a file is damaged, or does not fit what was prepared.
+        """
+        names = gradients_files(self._names) if self.manifest is not None else []
+        if not names:
+            return
+        same_world = self.manifest is not None and self.manifest.world_size == self._process.num_processes
+        saved = [self._read(name) for name in ([gradients_file(self.rank)] if same_world else names)]
+        for name, one in zip(names, saved, strict=False):
+            check(one, str(self.folder / name), loaders, models)
+        self.windows = saved[0] if same_world else combine(saved, self._process.num_processes)
+
+    def _require(self, names: list[str]) -> None:
+        require_files(self.folder, names, self._names)
 
     def _read(self, name: str) -> Any:
+        self._require([name])
+        self._read_names.add(name)
         # Generators take their states from host memory only.
         location = "cpu" if name.startswith((RNG_STATE_NAME, LOADER_NAME)) else self._map_location
         return read(self.folder / name, location, self._load_kwargs)
 
     def _read_models(self, models: list[Any], load_model_kwargs: dict[str, Any]) -> None:
-        safe = numbered_files(self.folder, SAFE_MODEL_NAME, "safetensors")
+        safe = numbered_files(self._names, SAFE_MODEL_NAME, "safetensors")
         stem, suffix = (SAFE_MODEL_NAME, "safetensors") if safe else (MODEL_NAME, "bin")
-        require_count("models", len(numbered_files(self.folder, stem, suffix)), len(models), self.folder)
+        require_count("models", len(numbered_files(self._names, stem, suffix)), len(models), self.folder)
         names = [numbered(stem, index, suffix) for index in range(len(models))]
-        require_files(self.folder, names)
+        self._require(names)
         for model, name in zip(models, names, strict=True):
             path = self.folder / name
-            weights = _read_safetensors(path, self._map_location) if safe else read(path, self._map_location)
+            self._read_names.add(name)
+            weights = _read_safetensors(path, self._map_location) if safe else read(path, self._map_location, mapped=True)
             self._changes.append(plan_weights(model, weights, path, **load_model_kwargs))
 
+    def _read_divided(
+        self,
+        models: list[Any],
+        optimizers: list[Any],
+        load_model_kwargs: dict[str, Any],
+        strategy: Strategy,
+        layouts: list[Layout] | None,
+    ) -> None:
+        """Read models and optimizers that are divided among ranks, or were when they were saved."""
+        from .sharding.state_files import ShardedReader, plan
+        from .sharding.states import owner_of
+
+        options = dict(load_model_kwargs)
+        strict = bool(options.pop("strict", True))
+        if options:
+            raise ConfigurationError(f"load_state got {', '.join(options)}, which a model that is divided among ranks has no use for.")
+        layouts = [strategy.layout(model) for model in models] if layouts is None else layouts
+        reader = ShardedReader(
+            folder=self.folder,
+            names=set(self._names),
+            rank=self.rank,
+            world_size=self._process.num_processes,
+            read=self._read,
+            read_safetensors=lambda name: _read_safetensors(self.folder / name, "cpu"),
+        )
+        owned = []
+        for index, optimizer in enumerate(optimizers):
+            model = owner_of(optimizer, models, f"optimizer {index}")
+            layout = layouts[next(place for place, other in enumerate(models) if other is model)]
+            inner = getattr(optimizer, "optimizer", optimizer)
+            owned.append((layout, inner, strategy.parameter_names(model, inner)))
+        self._changes += plan(reader, layouts, owned, strict)
+        self._read_names |= reader.used
+
     def _read_objects(self, stem: str, objects: list[Any]) -> None:
-        require_count(f"{stem}s", len(numbered_files(self.folder, stem, "bin")), len(objects), self.folder)
+        require_count(f"{stem}s", len(numbered_files(self._names, stem, "bin")), len(objects), self.folder)
         names = [numbered(stem, index, "bin") for index in range(len(objects))]
-        require_files(self.folder, names)
+        self._require(names)
         for obj, name in zip(objects, names, strict=True):
             self._changes.append(partial(obj.load_state_dict, self._read(name)))
 
     def _read_loaders(self, dataloaders: list[Any]) -> None:
         with_position = {index: loader for index, loader in enumerate(dataloaders) if hasattr(loader, "load_state_dict")}
         if self.manifest is not None:
-            saved = len(numbered_files(self.folder, LOADER_NAME, "bin"))
+            saved = len(numbered_files(self._names, LOADER_NAME, "bin"))
             require_count("dataloaders", saved, len(with_position), self.folder)
         for index, loader in enumerate(dataloaders):
             self._read_seed(index, get_sampler(loader))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -14,25 +16,37 @@ from torch.utils.hooks import RemovableHandle
 from accel_state import GradientState, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
-from . import saving
+from . import open_windows, saving
 from .accumulation import Accumulation
-from .agreement import on_all_ranks
-from .checkpoint_files import CheckpointError
-from .checkpoint_folder import CheckpointFolder, checkpoint_number, newest_complete, rotate
-from .checkpointing import save_accelerator_state, save_custom_state
-from .manifest import write_manifest
+from .agreement import Alone, CollectiveAgreement, StoreAgreement, background_agreement, on_all_ranks
+from .background_save import BackgroundSave
+from .checkpoint_folder import CheckpointFolder
+from .checkpoint_list import checkpoint_number, newest_complete, newest_saved
+from .checkpoint_names import MANIFEST_NAME, CheckpointError
+from .checkpoint_parts import Part, collect, copied, custom_part, of_this_rank
+from .digests import Workers
+from .host_copies import HostCopies
 from .preparation import Preparation
 from .project import ProjectConfiguration
 from .state_reading import StateReader
+from .state_writing import StateWriter
 from .strategies.base import Strategy
+from .trackers import Tracking
+
+if TYPE_CHECKING:
+    from .sharding.state_files import Gathered
+    from .sharding.states import Layout
 
 logger = get_logger(__name__)
+
+LATEST = "latest"
+"""What to give :meth:`StateSaving.load_state` for the newest complete checkpoint."""
 
 SaveHook = Callable[[list[Any], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[Any], str], None]
 
 
-class StateSaving:
+class StateSaving(Tracking):
     """Whole states of training, for an Accelerator to inherit; its constructor calls :meth:`_init_state_saving`."""
 
     process_state: PartialState
@@ -47,6 +61,8 @@ class StateSaving:
     def _init_state_saving(self) -> None:
         self._save_state_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_state_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self._host_copies = HostCopies()
+        self._background_save: BackgroundSave | None = None
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Have a function called by each :meth:`save_state`, before anything is written.
@@ -79,7 +95,12 @@ class StateSaving:
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        **save_model_func_kwargs: Any,
     ) -> Path:
         """Save everything that training needs to go on exactly as if it had never stopped. Every rank must call it.
 
@@ -87,43 +108,106 @@ class StateSaving:
         and the registered objects. The checkpoint appears under its name when it is whole and on the disk; if saving fails, one that
         was there before is still there. With automatic naming, old ones are deleted after that, down to ``total_limit``.
 
-        Save between optimizer steps: gradients that are being accumulated are no part of a state.
+        Of accumulation windows that are open, the gradients accumulated so far are saved too.
 
         Args:
             output_dir: the folder of this checkpoint, which replaces an older one there; None with automatic naming.
             safe_serialization: weights in the safetensors format rather than torch's.
+            blocking: return when the checkpoint is in its place. With False, return when the state has been copied into host memory
+                (which is kept for the next time: one more copy of the state), and write it while training goes on. One save is under
+                way at a time: the next one waits for it, as do :meth:`load_state`, :meth:`wait_for_save`, :meth:`end_training` and
+                the end of the process. The first of these raises what went wrong.
             **save_model_func_kwargs: for strategies that save models in their own way.
 
         Returns:
-            The checkpoint.
+            The checkpoint, or where it will be.
 
         Raises:
-            CheckpointError: saving failed on some rank.
+            CheckpointError: saving failed on some rank; or the last save without blocking did.
             ConfigurationError: no folder, or one that cannot be used; with automatic naming, a checkpoint of this number exists.
         """
         if save_model_func_kwargs:
             raise ConfigurationError(
                 f"save_state got {', '.join(save_model_func_kwargs)}, which {type(self.strategy).__name__} has no use for. Leave it out."
             )
-        if not self.gradient_state.sync_gradients:
-            logger.warning(
-                "The state is saved within an accumulation window. Its gradients are no part of it: a resumed run starts a new one."
-            )
+        self.wait_for_save()
         # A path made of the time, say, may differ between ranks.
-        target = Path(self.process_state.collectives.broadcast_object(str(self._save_target(output_dir))))
-        folder, automatic = CheckpointFolder(target), self.project_configuration.automatic_checkpoint_naming
+        chosen = str(self._save_target(output_dir)), f"{time.time_ns()}.{os.getpid()}"
+        path, token = self.process_state.collectives.broadcast_object(chosen)
+        agreement = None if blocking else background_agreement(self.process_state.collectives, token)
+        writer = self._gather_state(Path(path), safe_serialization, copies=None if blocking else self._host_copies)
+        if agreement is None:
+            writer.finish(CollectiveAgreement(self.process_state.collectives))
+            self.project_configuration.iteration += 1
+        else:
+            self._start_background_save(writer, agreement)
+        return Path(path)
+
+    def wait_for_save(self) -> None:
+        """Return when the save that was started with ``blocking=False`` has ended; at once if there is none. Every rank must call it.
+
+        Raises:
+            CheckpointError: it failed on some rank.
+        """
+        save, self._background_save = self._background_save, None
+        if save is None:
+            return
         try:
-            self._on_all_ranks(f"saving {target}", lambda: self._begin(folder, must_be_new=automatic))
-            self._on_all_ranks(f"saving {target}", lambda: self._write(folder, safe_serialization))
-            self._on_all_ranks(f"saving {target}", lambda: self._commit(folder))
+            save.wait()
+        except BaseException:
+            if not save.writer.committed:
+                # The number was not used.
+                self.project_configuration.iteration = save.number
+            raise
+
+    @property
+    def save_in_flight(self) -> bool:
+        """Whether a save that was started with ``blocking=False`` is still being written on this rank."""
+        return self._background_save is not None and self._background_save.running
+
+    def _start_background_save(self, writer: StateWriter, agreement: StoreAgreement | Alone) -> None:
+        # The loop has the processors; files are digested as they come.
+        writer.workers = 1
+        self._background_save = BackgroundSave(writer, agreement, self.project_configuration.iteration)
+        self.project_configuration.iteration += 1
+
+    def _gather_state(self, target: Path, safe_serialization: bool, copies: HostCopies | None) -> StateWriter:
+        """Collect, on all ranks, what is to be saved, with a folder to write it to.
+
+        Args:
+            target: where the checkpoint will be.
+            safe_serialization: see :meth:`save_state`.
+            copies: what to copy the state with, if training is to change it before it is written.
+        """
+        settings, folder = self.project_configuration, CheckpointFolder(target)
+        parts: list[Part] = []
+        closings: list[Callable[[Path], None]] = []
+        try:
+            self._on_all_ranks(f"saving {target}", lambda: self._begin(folder, must_be_new=settings.automatic_checkpoint_naming))
+            weights = self._weights_to_save()
+            self._on_all_ranks(f"saving {target}", lambda: self._run_save_hooks(folder, weights))
+            gathered = self.strategy.gather_state(
+                self.prepared.models, weights, [prepared.optimizer for prepared in self.prepared.optimizers]
+            )
+            self._on_all_ranks(f"saving {target}", lambda: parts.extend(self._collect(weights, gathered, safe_serialization, copies)))
+            closings.extend(gathered.closings if gathered is not None else ())
         except BaseException:
             if self._writes_state:
                 folder.abandon()
             raise
-        self.project_configuration.iteration += 1
-        if automatic:
-            self._on_all_ranks(f"deleting old checkpoints beside {target}", lambda: self._rotate(folder.target))
-        return target
+        return StateWriter(
+            folder=folder,
+            is_writer=self._writes_state,
+            parts=parts,
+            world_size=self.process_state.num_processes,
+            counters=self._counters(),
+            total_limit=settings.total_limit if settings.automatic_checkpoint_naming else None,
+            closings=closings,
+        )
+
+    def _counters(self) -> dict[str, int]:
+        steps = self.prepared.optimizers[0].steps_taken if self.prepared.optimizers else 0
+        return {"iteration": self.project_configuration.iteration + 1, "step": self._accumulation.position, "optimizer_steps": steps}
 
     def _save_target(self, output_dir: str | os.PathLike[str] | None) -> Path:
         settings = self.project_configuration
@@ -160,52 +244,58 @@ class StateSaving:
             )
         folder.begin()
 
-    def _write(self, folder: CheckpointFolder, safe_serialization: bool) -> None:
-        partial = folder.partial
+    def _weights_to_save(self) -> list[dict[str, Any]]:
+        """The weights of all models; where ranks hold parts of them, they may talk for it."""
+        return [self.strategy.weights_to_save(model) for model in self.prepared.models]
+
+    def _run_save_hooks(self, folder: CheckpointFolder, weights: list[dict[str, Any]]) -> None:
+        partial, models = folder.partial, list(self.prepared.models)
         if not partial.is_dir():
             raise CheckpointError(
                 f"rank {self.process_state.process_index} does not see {partial}, which another rank made. Save to a file system that all "
                 "nodes share, or set ProjectConfiguration(save_on_each_node=True)."
             )
-        models = list(self.prepared.models)
-        weights = [self.strategy.state_dict(model) for model in models]
         for model, state in zip(models, weights, strict=True):
             saving.refuse_unsavable(model, state)
-        for hook in list(self._save_state_hooks.values()):
-            hook(models, weights, str(partial))
         with folder.explaining_write_errors():
-            self._write_parts(partial, weights, safe_serialization)
+            for hook in list(self._save_state_hooks.values()):
+                hook(models, weights, str(partial))
+            self._save_runs(partial)
 
-    def _write_parts(self, partial: Path, weights: list[dict[str, Any]], safe_serialization: bool) -> None:
-        prepared, each_node = self.prepared, self.project_configuration.save_on_each_node
-        save_accelerator_state(
-            partial,
-            weights,
-            prepared.optimizers,
+    def _collect(
+        self, weights: list[dict[str, Any]], gathered: Gathered | None, safe_serialization: bool, copies: HostCopies | None
+    ) -> list[Part]:
+        if gathered is not None and gathered.closings and self.project_configuration.save_on_each_node:
+            raise ConfigurationError(
+                "save_on_each_node=True keeps a whole checkpoint on each node, and SHARDED_STATE_DICT divides one among all ranks. Save to a "
+                "file system that all nodes share, or set state_dict_type=FULL_STATE_DICT."
+            )
+        parts = of_this_rank(self._parts(weights, gathered, safe_serialization), self._writes_state)
+        if copies is None:
+            return parts
+        copies.start()
+        copied_parts = copied(parts, copies.copy)
+        copies.finish()
+        return copied_parts
+
+    def _parts(self, weights: list[dict[str, Any]], gathered: Gathered | None, safe_serialization: bool) -> list[Part]:
+        prepared = self.prepared
+        parts = collect(
+            weights if gathered is None else [],
+            prepared.optimizers if gathered is None else [],
             prepared.schedulers,
             prepared.dataloaders,
             self.process_state.process_index,
             self._accumulation.position,
             self.scaler,
-            each_node,
             safe_serialization,
+            with_manifest=True,
         )
-        for index, obj in enumerate(self._custom_objects):
-            save_custom_state(obj, partial, index, each_node)
-
-    def _commit(self, folder: CheckpointFolder) -> None:
-        if self._writes_state:
-            counters = {"iteration": self.project_configuration.iteration + 1, "step": self._accumulation.position}
-            with folder.explaining_write_errors():
-                write_manifest(folder.partial, self.process_state.num_processes, counters)
-                folder.commit()
-
-    def _rotate(self, newest: Path) -> None:
-        limit = self.project_configuration.total_limit
-        if self._writes_state and limit is not None:
-            deleted = rotate(newest.parent, limit, newest)
-            if deleted:
-                logger.info("Deleted %s: total_limit=%d.", ", ".join(path.name for path in deleted), limit)
+        parts += gathered.parts if gathered is not None else []
+        windows = open_windows.capture(self._accumulation, prepared.dataloaders, prepared.models)
+        if windows is not None:
+            parts.append(Part(open_windows.gradients_file(self.process_state.process_index), windows, each_rank=True))
+        return parts + [custom_part(index, obj) for index, obj in enumerate(self._custom_objects)]
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
@@ -218,7 +308,8 @@ class StateSaving:
         iteration, later epochs are whole. Files are verified first, and reading them runs no code.
 
         Args:
-            input_dir: the checkpoint; None takes the newest complete one of automatic naming.
+            input_dir: the checkpoint. "latest" is the newest complete one: of automatic naming, or else in the project's folder. None is
+                the same, with automatic naming.
             load_kwargs: for ``torch.load`` of everything but weights. ``weights_only=False`` allows code in the files to run.
             **load_model_func_kwargs: for ``load_state_dict`` of the models, such as ``strict=False``; and ``map_location``, where
                 tensors are read to: "cpu" (the default) or "on_device".
@@ -227,33 +318,79 @@ class StateSaving:
             CheckpointError: files are missing or damaged, or there is another number of some kind of object; on every rank, if on one.
             ConfigurationError: there is no such folder, or no checkpoint in it.
         """
+        self.wait_for_save()
         found: list[str] = []
         self._on_all_ranks("looking for a state to load", lambda: found.append(str(self._find_state(input_dir))))
         folder = Path(self.process_state.collectives.broadcast_object(found[0]))
-        self._on_all_ranks(f"loading {folder}", lambda: self._read(folder, load_kwargs, load_model_func_kwargs))
+        share = self._share_of(folder)
+        readers: list[StateReader] = []
+        # Where ranks hold parts of models, they may talk to find out which.
+        layouts = [self.strategy.layout(model) for model in self.prepared.models] if self.strategy.divides_models else None
+        self._on_all_ranks(
+            f"loading {folder}", lambda: readers.append(self._read(folder, share, layouts, load_kwargs, load_model_func_kwargs))
+        )
+        self._on_all_ranks(f"loading {folder}", lambda: self._apply(folder, readers[0]))
 
     def _find_state(self, input_dir: str | os.PathLike[str] | None) -> Path:
-        if input_dir is not None:
-            if self._writes_state:
-                CheckpointFolder(input_dir).recover()
-            return Path(input_dir)
-        if not self.project_configuration.automatic_checkpoint_naming:
+        automatic = self.project_configuration.automatic_checkpoint_naming
+        if input_dir is None and not automatic:
             raise ConfigurationError("load_state needs input_dir, because automatic_checkpoint_naming is off.")
-        folder = self._checkpoints()
-        # What is newest must be the same for all, so one process looks.
-        return newest_complete(folder) if self.process_state.is_main_process else folder
+        if input_dir is None or (str(input_dir) == LATEST and (automatic or not Path(LATEST).is_dir())):
+            # What is newest must be the same for all, so one process looks.
+            return self._find_latest() if self.process_state.is_main_process else Path(LATEST)
+        if self._writes_state:
+            CheckpointFolder(input_dir).recover()
+        return Path(input_dir)
 
-    def _read(self, folder: Path, load_kwargs: dict[str, Any] | None, load_model_func_kwargs: dict[str, Any]) -> None:
-        map_location = load_model_func_kwargs.pop("map_location", None)
-        reader = StateReader(folder, self.process_state.process_index, map_location, load_kwargs)
-        reader.verify()
-        models, prepared = list(self.prepared.models), self.prepared
-        for hook in list(self._load_state_hooks.values()):
-            hook(models, str(folder))
-        reader.read_all(models, prepared.optimizers, prepared.schedulers, prepared.dataloaders, self.scaler, load_model_func_kwargs)
+    def _find_latest(self) -> Path:
+        settings = self.project_configuration
+        if settings.automatic_checkpoint_naming:
+            return newest_complete(self._checkpoints())
+        if settings.project_dir is None:
+            raise ConfigurationError(f"load_state({LATEST!r}) needs a folder to look in. Give the Accelerator project_dir=..., or a path.")
+        return newest_saved(Path(settings.project_dir))
+
+    def _share_of(self, folder: Path) -> tuple[int, int]:
+        """Which share of the files this process verifies, of as many as there are processes that see the same ones."""
+        seen = self.process_state.collectives.all_gather_object(_identity(folder / MANIFEST_NAME))
+        rank = self.process_state.process_index
+        return seen[:rank].count(seen[rank]), seen.count(seen[rank])
+
+    def _read(
+        self,
+        folder: Path,
+        share: tuple[int, int],
+        layouts: list[Layout] | None,
+        load_kwargs: dict[str, Any] | None,
+        load_model_func_kwargs: dict[str, Any],
+    ) -> StateReader:
+        options = dict(load_model_func_kwargs)
+        reader = StateReader(folder, self.process_state.process_index, options.pop("map_location", None), load_kwargs)
+        models, hooks = list(self.prepared.models), list(self._load_state_hooks.values())
+        # Files are read while they are verified; nothing of it is used before both are done.
+        with Workers() as workers:
+            conclude = reader.start_verification(workers, share)
+            if not hooks:
+                self._read_objects(reader, models, layouts, options)
+        conclude()
+        if hooks:
+            for hook in hooks:
+                hook(models, str(folder))
+            self._read_objects(reader, models, layouts, options)
+        return reader
+
+    def _read_objects(self, reader: StateReader, models: list[Any], layouts: list[Layout] | None, options: dict[str, Any]) -> None:
+        prepared = self.prepared
+        chosen = None if layouts is None else [layout for layout, own in zip(layouts, prepared.models, strict=True) if own in models]
+        reader.read_all(models, prepared.optimizers, prepared.schedulers, prepared.dataloaders, self.scaler, options, self.strategy, chosen)
         reader.read_custom(self._custom_objects)
+        reader.read_windows(prepared.dataloaders, prepared.models)
+        reader.check_unread()
+
+    def _apply(self, folder: Path, reader: StateReader) -> None:
         reader.apply()
-        # The micro batches of an open window are not counted on, since their gradients are gone.
+        self._load_runs(folder)
+        open_windows.restore(self._accumulation, reader.windows, self.prepared.dataloaders, self.prepared.models)
         self._continue_numbering(folder, reader)
         reader.restore_rng()
 
@@ -261,8 +398,19 @@ class StateSaving:
         number = checkpoint_number(folder)
         if reader.manifest is not None:
             self.project_configuration.iteration = reader.manifest.counters["iteration"]
+            for optimizer in self.prepared.optimizers[:1]:
+                optimizer.steps_taken = reader.manifest.counters.get("optimizer_steps", 0)
         elif number is not None:
             self.project_configuration.iteration = number + 1
 
     def _on_all_ranks(self, what: str, action: Callable[[], Any]) -> None:
         on_all_ranks(self.process_state.collectives, what, action)
+
+
+def _identity(path: Path) -> tuple[Any, ...]:
+    """The same for two processes only if they see the same file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return os.getpid(), socket.gethostname()
+    return socket.gethostname(), found.st_dev, found.st_ino, found.st_mtime_ns

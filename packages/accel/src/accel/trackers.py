@@ -1,128 +1,94 @@
-"""Experiment trackers: which ones a run logs to, and the calls that reach them.
-
-The trackers themselves come from other distributions, by entry point, or from the user as objects. Only the main process talks
-to a tracker, unless its class says otherwise.
-"""
+"""The Accelerator's side of experiment trackers; the work is done by accel_track."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
-from typing import Any, Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from accel_state import ConfigurationError, PartialState
-from accel_state.registry import Registry
-from accel_state.state import do_nothing
+from accel_state import PartialState, get_logger
+from accel_track.tracking import Settings
+from accel_track.tracking import Tracking as Run
 
-from .project import ProjectConfiguration
+from .kwargs.tracking import TrackingKwargs
+from .saving import write_atomically
 
+logger = get_logger(__name__)
 
-class Tracker(Protocol):
-    """What an Accelerator asks of a tracker. Its constructor takes the project's name first."""
-
-    name: str
-    requires_logging_directory: bool
-
-    @property
-    def tracker(self) -> Any:
-        """The object of the tracker's own library."""
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the hyperparameters of the run."""
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of a step."""
-
-
-TRACKERS: Registry[Any] = Registry("tracker", {}, entry_point_group="accel.trackers")
-_REQUIRED = ("name", "requires_logging_directory", "tracker", "store_init_configuration", "log")
-
-
-class Silence:
-    """Stands in for a tracker on processes that do not log: every method of it does nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return do_nothing
-
-
-def resolve(log_with: Any, logging_dir: str | None) -> list[Any]:
-    """The classes and objects that ``log_with`` asks for: a name, "all", an object, or a list of those.
-
-    Raises:
-        ConfigurationError: a name that is not known, an object that is no tracker, or a missing folder for logs.
-    """
-    asked = list(log_with) if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
-    names = [str(item) for item in asked if isinstance(item, str)]
-    chosen = [item for item in asked if not isinstance(item, str)]
-    for name in TRACKERS.names() if "all" in names else dict.fromkeys(names):
-        chosen.append(TRACKERS.load(name))
-    for tracker in chosen:
-        _check(tracker, logging_dir)
-    return chosen
-
-
-def _check(tracker: Any, logging_dir: str | None) -> None:
-    missing = [attribute for attribute in _REQUIRED if not hasattr(tracker, attribute)]
-    if missing:
-        raise ConfigurationError(
-            f"log_with={tracker!r} is no tracker: it lacks {', '.join(missing)}. Pass an object with these, or the name of one that is "
-            f"installed ({', '.join(TRACKERS.names()) or 'none is'})."
-        )
-    if tracker.requires_logging_directory and logging_dir is None:
-        raise ConfigurationError(
-            f"the tracker {tracker.name!r} needs a folder for its logs. Pass project_dir=... or ProjectConfiguration(logging_dir=...)."
-        )
+RUNS_NAME = "trackers"
 
 
 class Tracking:
-    """The Accelerator's methods for trackers."""
+    """The Accelerator's methods for trackers; its constructor calls :meth:`_init_tracking`."""
 
-    project_configuration: ProjectConfiguration
     process_state: PartialState
-    log_with: list[Any]
-    trackers: list[Any]
 
-    def init_trackers(
-        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> None:
+    def _init_tracking(self, log_with: Any, logging_dir: str | os.PathLike[str] | None, settings: TrackingKwargs) -> None:
+        self._run = Run(log_with, logging_dir, delivery=settings.to_delivery())
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The tracker classes and objects that were asked for."""
+        return self._run.log_with
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers that run in this process, when they have been given everything that was logged."""
+        return self._run.trackers
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Settings = None) -> None:
         """Start a run in every tracker.
 
         Args:
             project_name: name of the project or experiment.
-            config: hyperparameters to keep with the run.
+            config: hyperparameters to keep with the run: a dictionary, a namespace of argparse, or a data class; values of any kind.
             init_kwargs: further arguments for a tracker's constructor, by the tracker's name.
+
+        Raises:
+            ConfigurationError: a config of another kind.
+            TrackerError: in strict mode (TrackingKwargs), a tracker failed to start.
         """
-        self.trackers = []
-        for tracker in self.log_with:
-            if not (self.process_state.is_main_process or not getattr(tracker, "main_process_only", True)):
-                continue
-            started = self._construct(tracker, project_name, dict((init_kwargs or {}).get(tracker.name, {})))
-            getattr(started, "start", do_nothing)()
-            if config is not None:
-                started.store_init_configuration(dict(config))
-            self.trackers.append(started)
+        self._run.init_trackers(project_name, config, init_kwargs)
 
-    def _construct(self, tracker: Any, project_name: str, arguments: dict[str, Any]) -> Any:
-        if not isinstance(tracker, type):
-            return tracker
-        if tracker.requires_logging_directory:  # type: ignore[attr-defined]
-            arguments.setdefault("logging_dir", self.project_configuration.logging_dir)
-        return tracker(project_name, **arguments)
-
-    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """Log values to every tracker.
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Settings = None) -> None:
+        """Log values to every tracker, as they are now; they are delivered in the background.
 
         Args:
-            values: names to numbers, texts or what else the trackers take.
+            values: names to numbers, tensors (on any device), texts, or what else the trackers take.
             step: the step they belong to.
             log_kwargs: further arguments for a tracker's ``log``, by the tracker's name.
+
+        Raises:
+            ConfigurationError: ``values`` is no dictionary.
+            TrackerError: in strict mode, a tracker failed since the last call.
         """
-        for tracker in self.trackers:
-            tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+        self._run.log(values, step, log_kwargs)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Settings = None) -> None:
+        """Log images to every tracker that keeps images; see :meth:`accel_track.Tracking.log_images`."""
+        self._run.log_images(values, step, log_kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: Settings = None,
+    ) -> None:
+        """Log a table to every tracker that keeps tables; see :meth:`accel_track.Tracking.log_table`."""
+        self._run.log_table(table_name, columns, data, dataframe, step, log_kwargs)
+
+    def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None, log_kwargs: Settings = None) -> None:
+        """Keep a file in every tracker that keeps files; see :meth:`accel_track.Tracking.log_artifact`."""
+        self._run.log_artifact(local_path, artifact_path, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name; on processes that do not log, an object whose methods do nothing.
+        """A tracker by its name; where it does not run, an object whose methods do nothing.
 
         Args:
             name: the tracker's name.
@@ -131,15 +97,29 @@ class Tracking:
         Raises:
             ConfigurationError: no tracker of that name was started.
         """
-        for tracker in self.trackers:
-            if tracker.name == name:
-                return tracker.tracker if unwrap else tracker
-        if any(tracker.name == name for tracker in self.log_with) and not self.process_state.is_main_process:
-            return Silence()
-        started = ", ".join(tracker.name for tracker in self.trackers) or "none"
-        raise ConfigurationError(f"no tracker {name!r} was started; started: {started}. Name it in log_with and call init_trackers first.")
+        return self._run.get_tracker(name, unwrap)
 
     def _finish_trackers(self) -> None:
-        for tracker in self.trackers:
-            getattr(tracker, "finish", do_nothing)()
-        self.trackers = []
+        self._run.finish()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save_runs(self, folder: Path) -> None:
+        """Write which runs this rank is in, for a resumed job to continue them."""
+        state = self._run.state_dict()
+        if state["trackers"]:
+            write_atomically(folder / self._runs_file(), partial(_write_json, state))
+
+    def _load_runs(self, folder: Path) -> None:
+        """Continue the runs of a checkpoint."""
+        path = folder / self._runs_file()
+        if path.is_file():
+            self._run.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+
+    def _runs_file(self) -> str:
+        rank = self.process_state.process_index
+        return f"{RUNS_NAME}.json" if rank == 0 else f"{RUNS_NAME}_{rank}.json"
+
+
+def _write_json(content: Any, path: str) -> None:
+    Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

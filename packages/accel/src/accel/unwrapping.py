@@ -10,13 +10,20 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-_COMPILED_PREFIX = "_orig_mod."
+# What torch.compile, FSDP and activation checkpointing put into the names of parameters.
+_MARKS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def _is_optimized_module(module: nn.Module) -> bool:
     """Whether ``torch.compile`` made this module. Its class is loaded only by torch.compile itself: importing it costs a second."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    """Whether version 1 of FSDP wrapped this module; its class is loaded only where it is used."""
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -51,7 +58,7 @@ def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
             compiled = model
         if _is_optimized_module(model):
             model = model._orig_mod  # type: ignore[assignment]
-        elif isinstance(model, (DistributedDataParallel, DataParallel)):
+        elif isinstance(model, (DistributedDataParallel, DataParallel)) or _is_fully_sharded(model):
             model = model.module
         else:
             return model, compiled
@@ -97,13 +104,27 @@ def _without_compilation(model: nn.Module) -> nn.Module:
 
 
 def parameter_state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()`` under the names of the uncompiled model; compiled submodules leave their mark in the names."""
-    return {clean_name(name): value for name, value in model.state_dict().items()}
+    """``model.state_dict()`` under the names of the uncompiled model, with the values of offloaded weights.
+
+    Compiled submodules leave their mark in the names. What is offloaded is mapped from where it lies, and not read as a whole.
+    """
+    return {clean_name(name): value for name, value in _state_dict(model).items()}
+
+
+def _state_dict(model: nn.Module) -> dict[str, Any]:
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        from accel_bigmodel import get_state_dict_offloaded_model, has_offloaded_weights
+
+        if has_offloaded_weights(model):
+            return get_state_dict_offloaded_model(model)
+    return model.state_dict()
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without the marks of torch.compile."""
-    return name.replace(_COMPILED_PREFIX, "")
+    """A parameter's name without the marks of what lies around its modules."""
+    for mark in _MARKS:
+        name = name.replace(mark, "")
+    return name
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:

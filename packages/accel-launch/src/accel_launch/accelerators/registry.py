@@ -35,3 +35,12 @@ def find_visible(environ: Mapping[str, str]) -> Visible:
         if count:
             return Visible(count, kind.visible_variables[0])
     return Visible(0, None)
+
+
+def find_installed() -> tuple[int, tuple[str, ...]]:
+    """The devices that the machine has of the first kind that it has any of, whatever hides them, and the variables that can."""
+    for name in ACCELERATORS:
+        kind = ACCELERATORS.load(name)()
+        if count := kind.count_installed():
+            return count, kind.visible_variables
+    return 0, ()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 
-from accel_state.options import Resolution, load_groups, resolve
+from accel_state.env import read_str
+from accel_state.options import Resolution, check_deepspeed_file
 
-from ..config import read_config
+from ..config import load_settings
+from ..dry_run import render
+from ..elastic.worker import RELAY_VARIABLE
 from ..launchers.registry import choose_launcher
 from ..parser import parse
 from ..plan import Plan, make_plan
@@ -21,22 +23,20 @@ def run(argv: list[str]) -> int:
         ConfigurationError: the command line, a variable or the configuration file is wrong.
     """
     command_line = parse(argv)
-    settings = resolve_settings(command_line.options)
+    settings = load_settings(command_line.options)
+    check_deepspeed_file(settings, must_exist=not settings["dry_run"])
     plan = make_plan(settings, command_line.script, command_line.script_args)
-    show_notes(plan)
-    return choose_launcher(plan).run(plan)
+    show_notes(plan, settings)
+    launcher = choose_launcher(plan)
+    if settings["dry_run"]:
+        print(render(launcher.starts(plan), as_json=settings["json"]))
+        return 0
+    return launcher.run(plan)
 
 
-def resolve_settings(options: Mapping[str, str]) -> Resolution:
-    """Settings from the command line, the environment and the configuration file that these two name."""
-    groups = load_groups()
-    config_path = resolve(groups, {name: text for name, text in options.items() if name == "config_file"})["config_file"]
-    return resolve(groups, options, config=read_config(config_path))
-
-
-def show_notes(plan: Plan, notes: Sequence[str] | None = None) -> None:
-    """Print what was decided for the user to stderr, unless he asked for quiet."""
-    for note in () if plan.quiet else (plan.notes if notes is None else notes):
+def show_notes(plan: Plan, settings: Resolution) -> None:
+    """Print what was decided for the user to stderr, unless he asked for quiet, or another launcher has said it already."""
+    for note in () if plan.quiet or read_str(RELAY_VARIABLE) else (*settings.notes(), *plan.notes):
         print(f"accel launch: {note}", file=sys.stderr, flush=True)
 
 

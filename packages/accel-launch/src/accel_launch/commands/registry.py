@@ -6,4 +6,14 @@ from accel_state.registry import Registry
 
 from .base import Command
 
-COMMANDS: Registry[Command] = Registry("command", {"launch": "accel_launch.commands.launch:COMMAND"}, "accel.commands")
+COMMANDS: Registry[Command] = Registry(
+    "command",
+    {
+        "launch": "accel_launch.commands.launch:COMMAND",
+        "config": "accel_launch.commands.config:COMMAND",
+        "env": "accel_launch.commands.env:COMMAND",
+        "doctor": "accel_launch.commands.doctor:COMMAND",
+        "tpu-config": "accel_launch.commands.tpu_config:COMMAND",
+    },
+    "accel.commands",
+)

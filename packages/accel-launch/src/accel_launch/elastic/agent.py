@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,11 @@ from typing import Any
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+
+from accel_state.preemption import Note
+
+from .preemption import grace_seconds, let_save, saved_by_all
+from .signals import SignalWatch
 
 EXIT_BARRIER_SECONDS = 300.0
 _POLL_SECONDS = 0.2
@@ -26,10 +32,11 @@ class LogFolders(DefaultLogsSpecs):
     Args:
         log_dir: base folder.
         tee: streams by local rank that go to a file as well as to the screen.
-        on_restart: called with the number of the restart before processes are started again.
+        on_restart: called before processes are started again, with the number of the restart, and the state that they saved because
+            they were told to end, or None.
     """
 
-    def __init__(self, log_dir: str, tee: Std | dict[int, Std], on_restart: Callable[[int], None]) -> None:
+    def __init__(self, log_dir: str, tee: Std | dict[int, Std], on_restart: Callable[[int, Note | None], None]) -> None:
         super().__init__(log_dir=log_dir, tee=tee)
         self._on_restart = on_restart
         self.folders: dict[int, Path] = {}
@@ -38,7 +45,7 @@ class LogFolders(DefaultLogsSpecs):
         """Make the folders of one start."""
         restart = int(envs[0].get("TORCHELASTIC_RESTART_COUNT", "0"))
         if self.folders:
-            self._on_restart(restart)
+            self._on_restart(restart, saved_by_all(self.folders))
         destination = super().reify(envs)
         self.folders = {local_rank: Path(file).parent for local_rank, file in destination.error_files.items()}
         return destination
@@ -48,22 +55,53 @@ class Agent(LocalElasticAgent):
     """The agent of this machine.
 
     Args:
-        after_start: called each time processes have been started.
+        spec: what to start.
+        logs: where the ranks report to.
+        watch: hears the signals to this launcher.
+        start_method: see :class:`Job`.
+        line_prefix: likewise.
     """
 
-    def __init__(
-        self, spec: WorkerSpec, logs: LogFolders, after_start: Callable[[], None], start_method: str, line_prefix: str | None
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, logs: LogFolders, watch: SignalWatch, start_method: str, line_prefix: str | None) -> None:
         super().__init__(
             spec, logs, start_method=start_method, exit_barrier_timeout=EXIT_BARRIER_SECONDS, log_line_prefix_template=line_prefix
         )
-        self._after_start = after_start
+        self._logs = logs
+        self._watch = watch
+        watch.ranks = self.pids
+        watch.grace = lambda number: grace_seconds(logs.folders, number)
         self.failed_elsewhere: list[int] = []
 
     def _start_workers(self, worker_group: Any) -> Any:
         pids = super()._start_workers(worker_group)
-        self._after_start()
+        self._watch.install()
         return pids
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks of this machine."""
+        return [worker.id for worker in self.get_worker_group().workers if isinstance(worker.id, int) and worker.id > 0]
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        # torch keeps the store of the ranks over a restart, and with it the addresses of those that are gone: gloo then connects to them
+        # or to the new ones, whichever it reads first. Without these two the rendezvous makes a new store.
+        handler = worker_group.spec.rdzv_handler
+        for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
+            if hasattr(handler, name):
+                setattr(handler, name, None)
+        super()._rendezvous(worker_group)
+
+    def _shutdown(self, death_sig: Any = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        if self._watch.received is not None:
+            # torch kills ranks that have not ended after half a minute; a big training takes longer to save.
+            let_save(self._logs.folders, self._watch.received)
+        super()._shutdown(death_sig, *args, **kwargs)
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        result = super()._monitor_workers(worker_group)
+        if self._watch.forwarded is not None and saved_by_all(self._logs.folders) is not None:
+            # The whole machine is about to go, not one rank of it.
+            self._remaining_restarts = 0
+        return result
 
     def _exit_barrier(self) -> None:
         # torch's own barrier is one call into the store: deaf to signals, and it waits its five minutes out for an agent that failed.

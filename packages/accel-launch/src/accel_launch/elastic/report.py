@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE_NAME = "failure.json"
+
+# What collectives say when another rank has gone.
+_LOST_CONNECTION = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|DistBackendError|DistNetworkError|gloo|nccl|socket", re.IGNORECASE
+)
 
 _HINTS = {
     "SIGKILL": "Nothing but the system or a person sends it; mostly the system was out of memory (see `dmesg`).",
@@ -28,6 +34,7 @@ class RankFailure:
         signal: name of the signal that ended it, or empty.
         time_ns: when, by the rank's own report; None where it left none (killed, or not Python).
         traceback: text, or empty.
+        host: where it ran; empty for this machine.
     """
 
     rank: int
@@ -37,6 +44,7 @@ class RankFailure:
     signal: str = ""
     time_ns: int | None = None
     traceback: str = ""
+    host: str = ""
 
 
 def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, folder: Path) -> RankFailure:
@@ -47,7 +55,7 @@ def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, folder: P
     """
     report = _read_report(folder / FILE_NAME, pid)
     if report is None:
-        return RankFailure(rank, local_rank, pid, shell_exit_code(exit_code), _signal_name(exit_code))
+        return RankFailure(rank, local_rank, pid, shell_exit_code(exit_code), signal_name(-exit_code) if exit_code < 0 else "")
     # A report names what the script ended with. That it then also crashed while shutting down is of no interest.
     return RankFailure(
         rank, local_rank, pid, int(str(report["exit_code"])), time_ns=int(str(report["time_ns"])), traceback=str(report["traceback"])
@@ -57,21 +65,23 @@ def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, folder: P
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
     """The failure that the others follow from.
 
-    A rank that was killed or crashed comes before those with a report: an error in Python does not crash other ranks, while
-    a crash makes their collectives raise. Ranks that the launcher itself ended with SIGTERM come last.
+    An error of Python's own comes first, by its time: a rank that it ends can make the others crash in their collectives. Then come
+    ranks that were killed or crashed, and then errors that tell of a lost connection, which follow from either. Ranks that the launcher
+    itself ended with SIGTERM come last.
     """
 
     def order(failure: RankFailure) -> tuple[int, int]:
         if failure.time_ns is not None:
-            return 1, failure.time_ns
-        return (2 if failure.signal == "SIGTERM" else 0), failure.rank
+            own = failure.traceback and not _LOST_CONNECTION.search(failure.traceback.rstrip().rpartition("\n")[2])
+            return (0 if own else 2), failure.time_ns
+        return (3 if failure.signal == "SIGTERM" else 1), failure.rank
 
     return min(failures, key=order)
 
 
 def describe(failure: RankFailure, world_size: int) -> str:
     """The message for the screen: the rank with host and exit code, then its traceback, which ends the text."""
-    where = f"local rank {failure.local_rank} on {socket.gethostname()}, pid {failure.pid}"
+    where = f"local rank {failure.local_rank} on {failure.host or socket.gethostname()}, pid {failure.pid}"
     subject = f"rank {failure.rank} of {world_size}"
     if failure.traceback:
         return f"accel launch: {subject} failed first ({where}), exit code {failure.exit_code}:\n{failure.traceback.rstrip()}"
@@ -86,13 +96,12 @@ def shell_exit_code(exit_code: int) -> int:
     return 128 - exit_code if exit_code < 0 else exit_code
 
 
-def _signal_name(exit_code: int) -> str:
-    if exit_code >= 0:
-        return ""
+def signal_name(number: int) -> str:
+    """The name of a signal: SIGKILL for 9."""
     try:
-        return signal.Signals(-exit_code).name
+        return signal.Signals(number).name
     except ValueError:
-        return f"signal {-exit_code}"
+        return f"signal {number}"
 
 
 def _read_report(path: Path, pid: int) -> Mapping[str, object] | None:

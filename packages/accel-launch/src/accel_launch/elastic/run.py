@@ -20,10 +20,13 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
+from accel_state.preemption import Note
 
+from ..relay import announce
 from .agent import Agent, LogFolders, parse_tee, post_state, quiet_torch_logs
+from .preemption import saved_by_all, tell
 from .rendezvous import await_main_machine, make_parameters, not_met, static_address
-from .report import RankFailure, describe, first_failure, read_failure
+from .report import RankFailure, first_failure, read_failure
 from .signals import SignalWatch, end_groups
 
 
@@ -100,9 +103,9 @@ def run_job(job: Job) -> Outcome:
                 master_port=port,
                 local_addr=parameters.local_addr,
             )
-            return _run_agent(Agent(spec, logs, watch.install, job.start_method, job.line_prefix), logs)
+            return _run_agent(Agent(spec, logs, watch, job.start_method, job.line_prefix), logs)
         except SignalException as error:
-            return Outcome(128 + error.sigval)
+            return _preempted(logs) or Outcome(128 + error.sigval)
         except (RendezvousError, DistError, TimeoutError) as error:
             raise ConfigurationError(_rendezvous_message(parameters, bool(logs.folders), error)) from None
 
@@ -114,13 +117,13 @@ def _run_agent(agent: Agent, logs: LogFolders) -> Outcome:
         result = agent.run()
     except BaseException:
         post_state(agent, "failed")
-        end_groups(_pids(agent))
+        end_groups(agent.pids())
         raise
     if result is None:
         raise ConfigurationError("the rendezvous was closed by another machine before this one joined. Start all machines again.")
     if result.is_failed():
         post_state(agent, "failed")
-        end_groups(_pids(agent))
+        end_groups(agent.pids())
     handler.shutdown()
     return _outcome(agent, result, logs)
 
@@ -128,6 +131,9 @@ def _run_agent(agent: Agent, logs: LogFolders) -> Outcome:
 def _outcome(agent: Agent, result: RunResult, logs: LogFolders) -> Outcome:
     world_size = int(agent.get_worker_group().workers[0].world_size)
     if result.is_failed():
+        preempted = _preempted(logs, world_size)
+        if preempted is not None:
+            return preempted
         first = first_failure(_failures(agent, result, logs))
         return Outcome(first.exit_code, world_size, first)
     if agent.failed_elsewhere:
@@ -135,6 +141,15 @@ def _outcome(agent: Agent, result: RunResult, logs: LogFolders) -> Outcome:
         print(f"accel launch: the processes of this machine succeeded; those of machine rank {machines} failed.", file=sys.stderr)
         return Outcome(1, world_size)
     return Outcome(0, world_size, results=dict(result.return_values))
+
+
+def _preempted(logs: LogFolders, world_size: int = 0) -> Outcome | None:
+    """The outcome of ranks that saved the training because they were told to end; None if they did not."""
+    note = saved_by_all(logs.folders)
+    if note is None:
+        return None
+    tell(note)
+    return Outcome(note.exit_code, world_size)
 
 
 def _failures(agent: Agent, result: RunResult, logs: LogFolders) -> Iterator[RankFailure]:
@@ -151,20 +166,16 @@ def _failures(agent: Agent, result: RunResult, logs: LogFolders) -> Iterator[Ran
 def report(outcome: Outcome) -> None:
     """Print what failed to stderr, if anything did."""
     if outcome.failure is not None:
-        sys.stdout.flush()
-        print(describe(outcome.failure, outcome.world_size), file=sys.stderr, flush=True)
+        announce(outcome.failure, outcome.world_size)
 
 
-def _pids(agent: Agent) -> list[int]:
-    return [worker.id for worker in agent.get_worker_group().workers if isinstance(worker.id, int) and worker.id > 0]
-
-
-def _restart_note(max_restarts: int) -> Callable[[int], None]:
-    def note(restart: int) -> None:
-        print(
-            f"accel launch: a process failed or machines changed; starting all processes again (restart {restart} of {max_restarts})",
-            file=sys.stderr,
-        )
+def _restart_note(max_restarts: int) -> Callable[[int, Note | None], None]:
+    def note(restart: int, saved: Note | None) -> None:
+        again = f"tarting all processes again (restart {restart} of {max_restarts})"
+        if saved is not None:
+            tell(saved, f"S{again}")
+            return
+        print(f"accel launch: a process failed or machines changed; s{again}", file=sys.stderr)
 
     return note
 

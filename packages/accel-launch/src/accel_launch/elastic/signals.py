@@ -12,10 +12,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 
 import psutil
 from torch.distributed.elastic.multiprocessing import SignalException
+
+from .preemption import FORWARDED, send
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 
@@ -40,12 +43,18 @@ class SignalWatch:
         self._owns_process = owns_process and sys.platform != "win32"
         self._active = threading.current_thread() is threading.main_thread()
         self.received: signal.Signals | None = None
+        self.forwarded: signal.Signals | None = None
+        """The latest signal that was handed on to the ranks."""
+        self.ranks: Callable[[], Iterable[int]] = tuple
+        """Tells the processes that signals are handed on to."""
+        self.grace: Callable[[int], float] = lambda number: 0.0
+        """Tells how long ranks may take to end after a signal, beyond what is usual."""
         self._ended = threading.Event()
         self._count = 0
 
     def __enter__(self) -> SignalWatch:
         if self._active:
-            self._former = {number: signal.getsignal(number) for number in SIGNALS}
+            self._former = {number: signal.getsignal(number) for number in (*SIGNALS, *FORWARDED)}
             self.install()
         if self._active and self._owns_process:
             self._start_watching()
@@ -69,9 +78,18 @@ class SignalWatch:
 
     def install(self) -> None:
         """Take the handlers; torch's agent sets its own whenever it starts processes, so it is called again after that."""
-        for number in SIGNALS if self._active else ():
+        for number in (*SIGNALS, *FORWARDED) if self._active else ():
             # What is ignored on purpose stays so: nohup ignores SIGHUP, and a shell SIGINT for what it starts in the background.
-            signal.signal(number, signal.SIG_IGN if self._former[number] is signal.SIG_IGN else self._handle)
+            signal.signal(number, signal.SIG_IGN if self._former[number] is signal.SIG_IGN else self._handler_of(number))
+
+    def _handler_of(self, number: int) -> Callable[[int, FrameType | None], None]:
+        return self._forward if number in FORWARDED else self._handle
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if send(self.ranks(), number):
+            self.forwarded = signal.Signals(number)
+        else:
+            self._handle(number, frame)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -98,7 +116,7 @@ class SignalWatch:
 
     def _enforce(self, number: int) -> None:
         """Leave when the main thread does not get to it."""
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + max(GRACE_SECONDS, self.grace(number) + STUCK_SECONDS)
         alone_since: float | None = None
         while not self._ended.wait(0.1):
             now = time.monotonic()

@@ -9,13 +9,28 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from types import ModuleType, TracebackType
+
+RELAY_VARIABLE = "ACCEL_LAUNCH_RELAY"
+"""Set by a launcher that gathers what failed from the stderr of all ranks; see :mod:`accel_launch.relay`."""
+
+FAILURE_MARK = "\x1eaccel-launch-failure "
+"""Begins the line on stderr that tells that launcher of a failure."""
+
+LONGEST_TRACEBACK = 2600
+
+ENCODED = "encoded"
+"""Stands for the launcher's pid where the arguments come as one word: a shell on the way would take empty ones and quotes apart."""
 
 
 def main() -> None:
     """Run the target named on the command line."""
     mode, launcher_pid, target, *args = sys.argv[1:]
-    die_with_launcher(int(launcher_pid))
+    if launcher_pid == ENCODED:
+        args = decode(args[0])
+    else:
+        die_with_launcher(int(launcher_pid))
     sys.argv = [target, *args]
     if mode == "executable":
         execute(target, args)
@@ -34,8 +49,28 @@ def main() -> None:
     except BaseException as error:
         error.__traceback__ = strip_own_frames(error.__traceback__)
         write_report(error, 1, with_traceback=True)
+        introduce_traceback()
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+
+
+def decode(word: str) -> list[str]:
+    """The arguments in a word made by :func:`encode`."""
+    import base64
+    import json
+
+    words: list[str] = json.loads(base64.urlsafe_b64decode(word))
+    return words
+
+
+def encode(args: Sequence[str]) -> str:
+    """Arguments as one word of letters, digits, - and _, which no shell changes."""
+    import base64
+    import json
+
+    # Padded with spaces, which JSON allows, rather than with = signs.
+    text = json.dumps(list(args))
+    return base64.urlsafe_b64encode((text + " " * (-len(text) % 3)).encode()).decode()
 
 
 def print_by_line() -> None:
@@ -123,22 +158,34 @@ def strip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def write_report(error: BaseException, exit_code: int, *, with_traceback: bool) -> None:
-    """Write failure.json beside torch's error file, under a temporary name first, since the launcher may read at any time."""
+    """Tell the launcher: in failure.json beside torch's error file, or on stderr where the ranks share no files with it."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file:
-        return
-    import json
+    if error_file:
+        write_file(os.path.join(os.path.dirname(error_file), "failure.json"), describe_failure(error, exit_code, with_traceback))
+    elif RELAYED:
+        report = describe_failure(error, exit_code, with_traceback)
+        places = {"local_rank": int(os.environ.get("LOCAL_RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+        write_line({**report, **places})
+
+
+def describe_failure(error: BaseException, exit_code: int, with_traceback: bool) -> dict[str, object]:
+    """What the launcher is told of a failure."""
     import time
     import traceback
 
-    report = {
+    return {
         "time_ns": time.time_ns(),
         "rank": int(os.environ.get("RANK", "0")),
         "pid": os.getpid(),
         "exit_code": exit_code & 0xFF,
         "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)) if with_traceback else "",
     }
-    path = os.path.join(os.path.dirname(error_file), "failure.json")
+
+
+def write_file(path: str, report: dict[str, object]) -> None:
+    """Write a report under a temporary name first, since the launcher may read at any time."""
+    import json
+
     try:
         with open(path + ".tmp", "w", encoding="utf-8", errors="replace") as file:
             json.dump(report, file)
@@ -147,6 +194,32 @@ def write_report(error: BaseException, exit_code: int, *, with_traceback: bool) 
         # A full or vanished disk must not hide the error that is being reported.
         print(f"accel launch: no report could be written to {path}: {problem}", file=sys.stderr)
 
+
+def write_line(report: dict[str, object]) -> None:
+    """Write a report as one marked line, for a launcher that reads the stderr of all ranks."""
+    import json
+    import socket
+
+    # A pipe keeps a line together only up to 4096 bytes; an error's end says more than its beginning.
+    text = str(report["traceback"])
+    shortened = text if len(text) <= LONGEST_TRACEBACK else "Traceback (its beginning is left out):\n  ..." + text[-LONGEST_TRACEBACK:]
+    line = FAILURE_MARK + json.dumps({"host": socket.gethostname(), **report, "traceback": shortened}) + "\n"
+    sys.stderr.flush()
+    os.write(2, line.encode())
+
+
+def introduce_traceback() -> None:
+    """Say whose traceback follows, where no launcher will: each rank was started by somebody else's (mpirun, srun)."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE") or RELAYED or "RANK" not in os.environ:
+        return
+    import socket
+
+    place = f"local rank {os.environ.get('LOCAL_RANK', '0')} on {socket.gethostname()}, pid {os.getpid()}"
+    print(f"accel launch: rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '1')} failed ({place}):", file=sys.stderr)
+
+
+# Taken out of the environment: what the script starts is not what the launcher waits for.
+RELAYED = bool(__name__ == "__main__" and os.environ.pop(RELAY_VARIABLE, ""))
 
 OWN_FILE = os.path.abspath(__file__)
 

@@ -5,10 +5,21 @@ from __future__ import annotations
 from accel_state.errors import ConfigurationError
 from accel_state.registry import Registry
 
+from ..kinds import Kind
 from ..plan import Plan
 from .base import Launcher
 
-_BUILT_IN = {"single": "accel_launch.launchers.single:SingleLauncher", "elastic": "accel_launch.launchers.elastic:ElasticLauncher"}
+_BUILT_IN = {
+    "rank": "accel_launch.launchers.rank:RankLauncher",
+    "srun": "accel_launch.launchers.srun:SrunLauncher",
+    "mpirun": "accel_launch.launchers.mpirun:MpirunLauncher",
+    "deepspeed": "accel_launch.launchers.deepspeed:DeepSpeedLauncher",
+    "tpu": "accel_launch.launchers.tpu:TpuLauncher",
+    "tpu_pod": "accel_launch.launchers.tpu_pod:TpuPodLauncher",
+    "sagemaker": "accel_launch.launchers.sagemaker:SageMakerLauncher",
+    "single": "accel_launch.launchers.single:SingleLauncher",
+    "elastic": "accel_launch.launchers.elastic:ElasticLauncher",
+}
 
 LAUNCHERS: Registry[type[Launcher]] = Registry(
     "launcher",
@@ -24,7 +35,11 @@ def choose_launcher(plan: Plan) -> Launcher:
         ConfigurationError: there is none.
     """
     # Between them, ours take every plan: what somebody installed beside them is meant to come first.
-    for name in sorted(LAUNCHERS, key=lambda name: name in _BUILT_IN):
+    names = [name for name in LAUNCHERS if name not in _BUILT_IN]
+    # Only the module of the one that is needed is imported.
+    alone = plan.num_processes == 1 and not plan.rendezvous.max_restarts
+    ours = plan.kind.value if plan.kind is not Kind.LOCAL else "single" if alone else "elastic"
+    for name in [*names, ours]:
         launcher = LAUNCHERS.load(name)()
         if launcher.accepts(plan):
             return launcher

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 
 from accel_state.errors import ConfigurationError
 
 from ..interpreter import python_command
+from ..kinds import Kind
 from ..plan import Plan
-from .base import Launcher
+from .base import Launcher, Start
 
 
 def restore_signals() -> None:
@@ -21,24 +23,35 @@ def restore_signals() -> None:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
+def become(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Replace this process. On Windows, where that is not possible, run a child and return its exit code.
+
+    Raises:
+        ConfigurationError: the command cannot be started.
+    """
+    if sys.platform == "win32":
+        return subprocess.call(command, env=environment)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    restore_signals()
+    try:
+        os.execvpe(command[0], list(command), dict(environment))
+    except OSError as error:
+        raise ConfigurationError(f"{command[0]} cannot be started: {error.strerror}.") from None
+
+
 class SingleLauncher(Launcher):
     """Replaces this process by the script, so that its exit code, its signals and its terminal are its own."""
 
     def accepts(self, plan: Plan) -> bool:
-        """One process in all."""
-        return plan.num_processes == 1
+        """One process in all, which nobody has to start again."""
+        return plan.kind is Kind.LOCAL and plan.num_processes == 1 and not plan.rendezvous.max_restarts
 
     def run(self, plan: Plan) -> int:
-        """Replace this process. On Windows, where that is not possible, run a child and return its exit code."""
+        """Become the script."""
+        return become(self.starts(plan)[0].command, plan.full_environment())
+
+    def starts(self, plan: Plan) -> Sequence[Start]:
+        """The script."""
         # Through a pipe, Python would otherwise hand over what a script prints in blocks of 8 kB, long after the fact.
-        command = plan.target.command(python_command("-u"))
-        environment = plan.full_environment()
-        if sys.platform == "win32":
-            return subprocess.call(command, env=environment)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        restore_signals()
-        try:
-            os.execve(command[0], command, environment)
-        except OSError as error:
-            raise ConfigurationError(f"{command[0]} cannot be started: {error.strerror}.") from None
+        return [Start("this machine", plan.target.command(python_command("-u")), plan.environment)]

@@ -6,8 +6,6 @@ import contextlib
 from dataclasses import dataclass
 from typing import ClassVar
 
-import psutil
-
 from ..errors import ConfigurationError
 from .base import Environment, Variables
 from .slurm import in_step
@@ -41,6 +39,8 @@ class HydraEnvironment(Environment):
 
 def _proxy() -> str | None:
     """Identity of the proxy process that started the ranks of this node: hydra names a job nowhere in the environment."""
+    import psutil
+
     for ancestor in psutil.Process().parents():
         # A process may end, or belong to somebody who hides it, while we look.
         with contextlib.suppress(psutil.Error):

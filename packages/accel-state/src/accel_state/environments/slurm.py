@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from ..errors import ConfigurationError
 from .base import Environment, Variables, main_endpoint
+from .slurm_hosts import expand_hosts, find_address
 
 # Step ids from here on are SLURM's own: the shell of salloc, the batch script, the external step.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
@@ -38,6 +39,45 @@ class SlurmEnvironment(Environment):
         return cls(rank, world_size, local_rank, local_world_size, node_rank, nodes, address or _first_host(variables), port)
 
 
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of a SLURM job, as one of its processes sees them: a batch script, a shell of salloc, or a task.
+
+    Attributes:
+        job: its number.
+        hosts: its nodes, in SLURM's order.
+        tasks_per_node: tasks that were asked for on every node; None where nodes differ, or nobody asked.
+        on_node: whether this process runs on a node of the job (the shell of salloc mostly runs where it was called).
+        in_step: whether srun started this process, as one of the job's tasks.
+    """
+
+    job: str
+    hosts: tuple[str, ...]
+    tasks_per_node: int | None
+    on_node: bool
+    in_step: bool
+
+    @classmethod
+    def read(cls, variables: Variables) -> Allocation | None:
+        """The allocation this process belongs to; None outside SLURM.
+
+        Raises:
+            ConfigurationError: a variable of SLURM was changed to something that it never holds.
+        """
+        job, hosts = variables.text("SLURM_JOB_ID"), variables.text("SLURM_JOB_NODELIST")
+        if job is None or hosts is None:
+            return None
+        on_node = "SLURMD_NODENAME" in variables
+        return cls(job, expand_hosts(hosts), _even_tasks(variables), on_node, in_step(variables))
+
+
+def _even_tasks(variables: Variables) -> int | None:
+    """Tasks of each node, where somebody asked for a number of tasks: SLURM_TASKS_PER_NODE alone is also set where nobody did."""
+    asked = variables.first("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
+    match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", variables.text("SLURM_TASKS_PER_NODE") or "")
+    return int(match[1]) if asked and match else None
+
+
 def in_step(variables: Variables) -> bool:
     """Whether srun started this process as a task of a step."""
     if "SLURM_STEP_NUM_TASKS" not in variables or "SLURM_PROCID" not in variables:
@@ -63,10 +103,6 @@ def _local_world_size(variables: Variables, node_rank: int, nodes: int) -> int:
 
 
 def _first_host(variables: Variables) -> str | None:
-    """The first host of a SLURM host list: ``"gpu[07-09,12],big1"`` begins with gpu07."""
+    """Where the first host of the step's host list is reached."""
     hosts = variables.text("SLURM_STEP_NODELIST")
-    if hosts is None:
-        return None
-    # Everything up to the first comma that is not inside brackets, each bracket cut to its first number.
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else None
+    return None if hosts is None else find_address(expand_hosts(hosts)[0])

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from .declare import OptionGroup, option
 
-PRECISIONS = ("no", "fp16", "bf16")
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class CoreOptions(OptionGroup):
         exported=True,
         help="Mixed precision of the training. Left out, the script decides, and full precision is what it gets by default.",
         question="Do you wish to use mixed precision?",
+        asked_when={"deepspeed_config_file": (None,)},
+        suggested="no",
     )
     gradient_accumulation_steps: int | None = option(
         None,
@@ -32,9 +34,12 @@ class CoreOptions(OptionGroup):
         minimum=1,
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         exported=True,
+        other_keys=("deepspeed_config.gradient_accumulation_steps",),
         metavar="K",
         help="Batches whose gradients are summed before an optimizer step.",
         question="Over how many batches should gradients be accumulated?",
+        asked_when={"use_deepspeed": (True,), "deepspeed_config_file": (None,)},
+        suggested=1,
     )
     cpu: bool = option(
         False,
@@ -42,8 +47,10 @@ class CoreOptions(OptionGroup):
         env="ACCELERATE_USE_CPU",
         key="use_cpu",
         exported=True,
+        implied_by=("distributed_type", ("MULTI_CPU",)),
         help="Train on the CPU even where there is an accelerator.",
         question="Do you want to train on the CPU only, even if there is a GPU?",
+        asked_when={"distributed_type": ("NO",)},
     )
     debug: bool = option(
         False,

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
-from ..env import read_str, str_to_bool
+from ..env import read_str
 from ..errors import ConfigurationError
+from .values import allowed, convert, to_text
 
 G = TypeVar("G", bound="OptionGroup")
 
 _METADATA_KEY = "accel.option"
+
+# In ``Option.asked_when``, beside values: the answer is a number above one; there is an answer at all.
+MORE_THAN_ONE = "> 1"
+GIVEN = "given"
 
 
 @dataclass(frozen=True)
@@ -27,17 +31,26 @@ class Option:
 
     Attributes:
         field: name of the attribute in its group.
-        kind: type of a value: bool, int, float or str.
+        kind: type of a value: bool, int, float, str, tuple (of texts) or dict.
         default: the value where nobody sets it; None means "not set".
         flags: spellings on the command line, the main one first, each with underscores as well as with dashes.
+        undo_flags: spellings, given alone, that set a yes-or-no option to false.
         env: variable that sets it, or None.
         key: key in a configuration file, ``section.key`` where it is nested; None where a file cannot set it.
+        other_keys: keys of files written by other versions of this format, each read as ``key`` is.
         choices: the only values allowed; compared without regard to case, and stored as spelt here.
+        synonyms: other words for choices.
         minimum: the least number allowed.
         exported: whether the launched processes receive it (under ``env``).
+        alone: whether a yes-or-no option may be given without a value (``--cpu``).
+        implied_by: an option whose having one of some values sets this one to true, where nobody sets this one.
+        retired: why it has no effect any more, for a note to whoever sets it; None for all others.
+        secret: whether its value must not be shown or stored.
         parser: turns text into the value where ``kind`` and ``choices`` do not say enough. Raises ValueError with what is allowed.
         help: what it does, for ``--help`` and the documentation.
         question: how a questionnaire asks for it, or None where it does not.
+        asked_when: values, by option, of which each must be among the answers for the question to be asked.
+        suggested: what the questionnaire proposes, where that is not the default.
         metavar: how the value is shown in ``--help``.
     """
 
@@ -45,14 +58,23 @@ class Option:
     kind: type
     default: Any
     flags: tuple[str, ...]
+    undo_flags: tuple[str, ...]
     env: str | None
     key: str | None
+    other_keys: tuple[str, ...]
     choices: tuple[str, ...] | None
+    synonyms: Mapping[str, str]
     minimum: float | None
     exported: bool
+    alone: bool
+    implied_by: tuple[str, tuple[Any, ...]] | None
+    retired: str | None
+    secret: bool
     parser: Callable[[str], Any] | None
     help: str
     question: str | None
+    asked_when: Mapping[str, tuple[Any, ...]]
+    suggested: Any
     metavar: str | None
 
     @property
@@ -63,7 +85,12 @@ class Option:
     @property
     def is_flag(self) -> bool:
         """Whether it is given alone (``--cpu``) rather than with a value (``--num_processes 2``)."""
-        return self.kind is bool
+        return self.kind is bool and self.alone
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key that sets it, the main one first."""
+        return (self.key, *self.other_keys) if self.key else ()
 
     def parse(self, raw: Any, where: str) -> Any:
         """The value that ``raw`` stands for.
@@ -76,64 +103,21 @@ class Option:
             ConfigurationError: ``raw`` is not allowed.
         """
         try:
-            value = self._convert(raw)
+            return convert(self, raw)
         except ValueError as error:
-            raise ConfigurationError(f"{where}: {error}") from None
-        return value
+            raise ConfigurationError(f"{where}: {'the value is not allowed' if self.secret else error}") from None
 
     def format(self, value: Any) -> str:
         """The text of a value, as it stands in an environment variable; :meth:`parse` reads it back."""
-        return ("true" if value else "false") if self.kind is bool else str(value)
+        return to_text(self, value)
+
+    def shown(self, value: Any) -> str:
+        """The text of a value for the eyes of people: a secret is hidden."""
+        return "(hidden)" if self.secret else self.format(value)
 
     def allowed(self) -> str:
         """What may be given, in words."""
-        if self.choices is not None:
-            return "one of " + ", ".join(self.choices)
-        names = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-        return names[self.kind] + (f" of at least {self.minimum:g}" if self.minimum is not None else "")
-
-    def _convert(self, raw: Any) -> Any:
-        if isinstance(raw, (dict, list, tuple)):
-            raise ValueError(f"{raw!r} is not {self.allowed()}")
-        text = str(raw).strip()
-        if self.parser is not None:
-            return self.parser(text)
-        if self.choices is not None:
-            return self._choose(text)
-        if self.kind is bool:
-            return bool(str_to_bool(text))
-        if self.kind is str:
-            return self._not_empty(text)
-        return self._number(raw, text)
-
-    def _choose(self, text: str) -> str:
-        # YAML reads a bare `no` as false.
-        word = "no" if text == "False" and "no" in self._lower_choices() else text
-        try:
-            return self._lower_choices()[word.lower()]
-        except KeyError:
-            raise ValueError(f"{text!r} is not {self.allowed()}") from None
-
-    def _lower_choices(self) -> dict[str, str]:
-        return {choice.lower(): choice for choice in self.choices or ()}
-
-    def _not_empty(self, text: str) -> str:
-        if not text:
-            raise ValueError("the value is empty; give text, or leave the option out")
-        return text
-
-    def _number(self, raw: Any, text: str) -> Any:
-        try:
-            if isinstance(raw, bool):
-                raise ValueError
-            number = self.kind(text)
-            if not math.isfinite(number):
-                raise ValueError
-        except ValueError:
-            raise ValueError(f"{text!r} is not {self.allowed()}") from None
-        if self.minimum is not None and not number >= self.minimum:
-            raise ValueError(f"{text} is not {self.allowed()}")
-        return number
+        return allowed(self)
 
 
 def option(
@@ -143,13 +127,23 @@ def option(
     help: str,
     name: str | None = None,
     short: str | None = None,
+    also: Iterable[str] = (),
+    undo: str | None = None,
     env: str | None = None,
     key: str | None = "",
+    other_keys: Iterable[str] = (),
     choices: Iterable[str] | None = None,
+    synonyms: Mapping[str, str] | None = None,
     minimum: float | None = None,
     exported: bool = False,
+    alone: bool = True,
+    implied_by: tuple[str, tuple[Any, ...]] | None = None,
+    retired: str | None = None,
+    secret: bool = False,
     parser: Callable[[str], Any] | None = None,
     question: str | None = None,
+    asked_when: Mapping[str, tuple[Any, ...]] | None = None,
+    suggested: Any = None,
     metavar: str | None = None,
 ) -> Any:
     """A dataclass field that is an option; see :class:`Option` for the arguments.
@@ -157,38 +151,80 @@ def option(
     Args:
         name: the flag without dashes, where it is not the name of the field.
         short: one-letter alias ("-m").
+        also: further names of the flag, without dashes.
+        undo: name, without dashes, of a flag that sets a yes-or-no option to false.
         key: the configuration key; left out, it is ``name``; None means that no file can set it.
     """
 
     def bind(field: str) -> Option:
-        flag = f"--{name or field}"
-        dashed = flag[:2] + flag[2:].replace("_", "-")
-        spellings = [flag, *([dashed] if dashed != flag else []), *([short] if short else [])]
+        spellings = [spelling for flag in (name or field, *also) for spelling in _spell(flag)]
         return Option(
             field=field,
             kind=kind,
             default=default,
-            flags=tuple(spellings),
+            flags=(*spellings, short) if short else tuple(spellings),
+            undo_flags=_spell(undo) if undo else (),
             env=env,
             key=(name or field) if key == "" else key,
+            other_keys=tuple(other_keys),
             choices=tuple(choices) if choices is not None else None,
+            synonyms=dict(synonyms or {}),
             minimum=minimum,
             exported=exported,
+            alone=alone,
+            implied_by=implied_by,
+            retired=retired,
+            secret=secret,
             parser=parser,
             help=help,
             question=question,
+            asked_when=dict(asked_when or {}),
+            suggested=suggested,
             metavar=metavar,
         )
 
     return dataclasses.field(default=default, metadata={_METADATA_KEY: bind})
 
 
+def in_section(section: str, prefix: str, exported: bool = True) -> Callable[..., Any]:
+    """Make a maker of options that stand together in a section of a file.
+
+    Args:
+        section: the section ("fsdp_config").
+        prefix: what the names of its options begin with ("fsdp_").
+        exported: whether the launched processes receive them.
+
+    Returns:
+        A function like :func:`option` whose second argument is the name without the prefix; flag, key and (where ``env`` does not say
+        otherwise) variable follow from it, and a yes-or-no option takes a value.
+    """
+
+    def make(default: Any, short_name: str, *, env: str | None = None, **declaration: Any) -> Any:
+        name = prefix + short_name
+        return option(default, name=name, env=env or name.upper(), key=f"{section}.{name}", exported=exported, alone=False, **declaration)
+
+    return make
+
+
+def _spell(flag: str) -> tuple[str, ...]:
+    dashed = flag.replace("_", "-")
+    return (f"--{flag}", f"--{dashed}") if dashed != flag else (f"--{flag}",)
+
+
 @dataclass(frozen=True)
 class OptionGroup:
-    """Options that belong together. A subclass is a frozen dataclass whose fields are all made by :func:`option`."""
+    """Options that belong together. A subclass is a frozen dataclass whose fields are all made by :func:`option`.
+
+    Attributes:
+        title: heading in ``--help`` and in the documentation.
+        description: a sentence under it.
+        enabled_by: the option, and its value, without which the group has no effect, or None. With it every option of the group
+            that is exported and not None reaches the processes, also with its default.
+    """
 
     title: ClassVar[str] = ""
     description: ClassVar[str] = ""
+    enabled_by: ClassVar[tuple[str, Any] | None] = None
     _declared: ClassVar[tuple[Option, ...]]
 
     @classmethod
@@ -218,7 +254,12 @@ class OptionGroup:
         Raises:
             ConfigurationError: a value is not allowed; the message names its key.
         """
-        found = {opt.field: opt.parse(raw, opt.key or "") for opt in cls.options() if (raw := look_up(mapping, opt.key)) is not None}
+        found = {
+            opt.field: opt.parse(raw, key)
+            for opt in cls.options()
+            for key in reversed(opt.keys)
+            if (raw := look_up(mapping, key)) is not None
+        }
         return cls(**found)
 
     def to_environment(self) -> dict[str, str]:
@@ -227,23 +268,38 @@ class OptionGroup:
         return {str(opt.env): opt.format(value) for opt, value in values if value is not None and value != opt.default}
 
     @classmethod
-    def add_to_parser(cls, parser: argparse.ArgumentParser) -> None:
-        """Add the group's flags. Each is stored, as text, under :attr:`Option.name`, and only where it was given."""
+    def add_to_parser(cls, parser: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
+        """Add the group's flags. Each is stored, as text, under :attr:`Option.name`, and only where it was given.
+
+        Args:
+            leave_out: names of options that the parser has of its own.
+        """
         section = parser.add_argument_group(cls.title, cls.description or None)
         for opt in cls.options():
-            add_argument(section, opt)
+            if opt.name not in leave_out:
+                add_argument(section, opt)
 
 
 def add_argument(section: argparse._ArgumentGroup, opt: Option) -> None:
     """Add one option's flags; a yes-or-no option may be given alone, or as ``--flag=false`` to undo a variable or a file."""
-    notes = describe(opt)
-    text = f"{opt.help}{notes}".replace("%", "%%")
+    text = f"{opt.help}{describe(opt)}".replace("%", "%%")
     # Text only: the value is checked in one place, for command line, environment and file alike.
+    settings: dict[str, Any] = {"dest": opt.name, "default": argparse.SUPPRESS}
     if opt.is_flag:
-        section.add_argument(*opt.flags, dest=opt.name, nargs="?", const="true", default=argparse.SUPPRESS, metavar="BOOL", help=text)
+        section.add_argument(*opt.flags, nargs="?", const="true", metavar="BOOL", help=text, **settings)
     else:
-        metavar = opt.metavar or ("{" + ",".join(opt.choices) + "}" if opt.choices and len(opt.choices) < 6 else opt.kind.__name__.upper())
-        section.add_argument(*opt.flags, dest=opt.name, default=argparse.SUPPRESS, metavar=metavar, help=text)
+        action = "append" if opt.kind is tuple else "store"
+        section.add_argument(*opt.flags, action=action, metavar=_metavar(opt), help=text, **settings)
+    if opt.undo_flags:
+        section.add_argument(*opt.undo_flags, action="store_const", const="false", help=f"The same as {opt.flags[0]}=false.", **settings)
+
+
+def _metavar(opt: Option) -> str:
+    if opt.metavar:
+        return opt.metavar
+    if opt.choices and len(opt.choices) < 6:
+        return "{" + ",".join(opt.choices) + "}"
+    return {bool: "BOOL", tuple: "TEXT", dict: "JSON"}.get(opt.kind, opt.kind.__name__.upper())
 
 
 def describe(opt: Option) -> str:
@@ -251,8 +307,8 @@ def describe(opt: Option) -> str:
     notes = []
     if opt.choices and len(opt.choices) >= 6:
         notes.append("one of " + ", ".join(opt.choices))
-    if opt.default not in (None, False, ""):
-        notes.append(f"default: {opt.default}")
+    if opt.default not in (None, "", ()) and not (opt.is_flag and opt.default is False):
+        notes.append(f"default: {opt.format(opt.default)}")
     if opt.env:
         notes.append(f"variable {opt.env}")
     if opt.key and opt.key != opt.name:

@@ -8,6 +8,8 @@ from typing import ClassVar
 from ..enums import DynamoBackend
 from .declare import OptionGroup, option
 
+_COMPILED = {"dynamo_backend": tuple(name for name in DynamoBackend.list() if name != "NO")}
+
 
 @dataclass(frozen=True)
 class DynamoOptions(OptionGroup):
@@ -24,9 +26,12 @@ class DynamoOptions(OptionGroup):
         env="ACCELERATE_DYNAMO_BACKEND",
         exported=True,
         key="dynamo_config.dynamo_backend",
+        other_keys=("dynamo_backend",),
+        synonyms={"torhchxla_trace_once": "TORCHXLA_TRACE_ONCE"},
         metavar="BACKEND",
         help="Back end of torch.compile; NO, or left out, compiles nothing.",
-        question="Which dynamo back end would you like to use?",
+        question="Which back end of torch.compile should be used (NO compiles nothing)?",
+        suggested="NO",
     )
     mode: str | None = option(
         None,
@@ -38,6 +43,8 @@ class DynamoOptions(OptionGroup):
         key="dynamo_config.dynamo_mode",
         help="What torch.compile optimises for.",
         question="Which mode do you want to use?",
+        asked_when=_COMPILED,
+        suggested="default",
     )
     use_fullgraph: bool | None = option(
         None,
@@ -48,6 +55,8 @@ class DynamoOptions(OptionGroup):
         key="dynamo_config.dynamo_use_fullgraph",
         help="Fail where a model cannot be compiled as one graph.",
         question="Must the whole model be one graph?",
+        asked_when=_COMPILED,
+        suggested=False,
     )
     use_dynamic: bool | None = option(
         None,
@@ -58,6 +67,8 @@ class DynamoOptions(OptionGroup):
         key="dynamo_config.dynamo_use_dynamic",
         help="Compile for shapes that change from batch to batch.",
         question="Do shapes change from batch to batch?",
+        asked_when=_COMPILED,
+        suggested=False,
     )
     use_regional_compilation: bool | None = option(
         None,
@@ -68,4 +79,6 @@ class DynamoOptions(OptionGroup):
         key="dynamo_config.dynamo_use_regional_compilation",
         help="Compile the repeated blocks of a model rather than all of it.",
         question="Should repeated blocks be compiled on their own (much faster to start)?",
+        asked_when=_COMPILED,
+        suggested=False,
     )

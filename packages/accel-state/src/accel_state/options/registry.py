@@ -9,11 +9,21 @@ OPTION_GROUPS: Registry[type[OptionGroup]] = Registry(
     "option group",
     {
         "script": "accel_state.options.script:ScriptOptions",
-        "core": "accel_state.options.core:CoreOptions",
+        "kind_of_run": "accel_state.options.kind_of_run:RunOptions",
         "hardware": "accel_state.options.hardware:HardwareOptions",
         "resources": "accel_state.options.resources:ResourceOptions",
+        "core": "accel_state.options.core:CoreOptions",
         "dynamo": "accel_state.options.dynamo:DynamoOptions",
+        "paradigm": "accel_state.options.paradigm:ParadigmOptions",
         "rendezvous": "accel_state.options.rendezvous:RendezvousOptions",
+        "mpi": "accel_state.options.mpi:MpiOptions",
+        "deepspeed": "accel_state.options.deepspeed:DeepSpeedOptions",
+        "fsdp": "accel_state.options.fsdp:FsdpOptions",
+        "parallelism": "accel_state.options.parallelism:ParallelismOptions",
+        "megatron": "accel_state.options.megatron:MegatronOptions",
+        "fp8": "accel_state.options.fp8:FP8Options",
+        "tpu": "accel_state.options.tpu:TpuOptions",
+        "sagemaker": "accel_state.options.sagemaker:SageMakerOptions",
     },
 )
 

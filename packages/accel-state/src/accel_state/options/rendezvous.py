@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .declare import OptionGroup, option
+from .declare import MORE_THAN_ONE, OptionGroup, option
 
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
@@ -61,6 +61,7 @@ class RendezvousOptions(OptionGroup):
         metavar="RANK",
         help="Rank of this machine, from 0 to num_machines - 1; with --rdzv_backend c10d the rendezvous assigns it.",
         question="What is the rank of this machine?",
+        asked_when={"num_machines": (MORE_THAN_ONE,)},
     )
     main_process_ip: str | None = option(
         None,
@@ -69,6 +70,7 @@ class RendezvousOptions(OptionGroup):
         metavar="HOST",
         help="Address or host name of the machine of rank 0.",
         question="What is the IP address of the machine that will host the main process?",
+        asked_when={"num_machines": (MORE_THAN_ONE,)},
     )
     main_process_port: int | None = option(
         None,
@@ -78,6 +80,16 @@ class RendezvousOptions(OptionGroup):
         metavar="PORT",
         help="Port on the machine of rank 0. Left out, or 0: any free port on one machine, 29500 on several.",
         question="What is the port you will use to communicate with the main process?",
+        asked_when={"num_machines": (MORE_THAN_ONE,)},
+    )
+    same_network: bool = option(
+        False,
+        kind=bool,
+        env="ACCELERATE_SAME_NETWORK",
+        help="All machines are on one local network, so rank 0 need not be reachable by a public address.",
+        question="Are all the machines on the same local network? Answer no if they are in a cloud or on different networks.",
+        asked_when={"num_machines": (MORE_THAN_ONE,)},
+        suggested=True,
     )
     rdzv_backend: str = option(
         "static",
@@ -86,6 +98,7 @@ class RendezvousOptions(OptionGroup):
         env="ACCELERATE_RDZV_BACKEND",
         help="How machines meet: static, each with its --machine_rank, or c10d, which assigns ranks and survives restarts.",
         question="What rendezvous backend will you use?",
+        asked_when={"num_machines": (MORE_THAN_ONE,)},
     )
     rdzv_conf: str = option(
         "",
@@ -102,7 +115,6 @@ class RendezvousOptions(OptionGroup):
         env="ACCELERATE_MAX_RESTARTS",
         metavar="N",
         help="How often all processes are started again after one of them failed.",
-        question="How often may all processes be restarted after a failure?",
     )
     monitor_interval: float = option(
         0.1,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .declare import OptionGroup, option
+from .kind_of_run import PARALLEL_TYPES
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class ResourceOptions(OptionGroup):
         help="Processes in total, over all machines. Left out: one for each visible GPU of every machine, or one for each machine where "
         "there is no GPU or --cpu is given.",
         question="How many processes in total will you use?",
+        asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA")},
     )
     num_machines: int = option(
         1,
@@ -31,7 +33,8 @@ class ResourceOptions(OptionGroup):
         env="ACCELERATE_NUM_MACHINES",
         metavar="N",
         help="Machines that take part. The command is started once on each.",
-        question="How many different machines will you use?",
+        question="How many different machines will you use (more than 1 for multi-node training)?",
+        asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA", "DATA_PARALLEL", "MODEL_PARALLEL")},
     )
     num_cpu_threads_per_process: int | None = option(
         None,
@@ -42,5 +45,4 @@ class ResourceOptions(OptionGroup):
         metavar="N",
         help="CPU threads of each process. Left out, several processes share the physical cores of the machine evenly; a single one takes "
         "what torch takes.",
-        question="How many CPU threads should each process use?",
     )

@@ -26,3 +26,10 @@ class ScriptOptions(OptionGroup):
     module: bool = option(False, kind=bool, short="-m", key=None, help="The script is a module name, run as by python -m.")
     no_python: bool = option(False, kind=bool, key=None, help="The script is an executable of any kind: do not put python before it.")
     quiet: bool = option(False, kind=bool, short="-q", key=None, help="No notes from the launcher; errors and tracebacks only.")
+    dry_run: bool = option(
+        False,
+        kind=bool,
+        key=None,
+        help="Print what each machine would start, with its environment, and start nothing.",
+    )
+    json: bool = option(False, kind=bool, key=None, help="With --dry-run: print it as JSON.")

@@ -93,6 +93,10 @@ class PartialState(ProcessControl, SharedState):
         self.local_process_index = environment.local_rank
         self.device = torch.device(forced) if forced else backend.device(environment.local_rank)
         self.set_device()
+        if env.parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+            from ..numa import set_numa_affinity
+
+            set_numa_affinity(self.local_process_index)
         self._connect(environment, kwargs)
         self.num_processes = self.collectives.world_size
         self.process_index = self.collectives.rank

@@ -42,8 +42,8 @@ class Handlers:
             if not isinstance(handler, KwargsHandler):
                 raise ConfigurationError(
                     f"kwargs_handlers got {handler!r}, which is a {type(handler).__name__} and no KwargsHandler. Allowed are "
-                    "instances of AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs "
-                    "and others derived from KwargsHandler."
+                    "instances of AutocastKwargs, DistributedDataParallelKwargs, FP8RecipeKwargs, GradScalerKwargs, "
+                    "InitProcessGroupKwargs, ProfileKwargs and others derived from KwargsHandler."
                 )
             if type(handler) in self._by_type:
                 raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}. Pass one, with all settings.")
@@ -55,3 +55,7 @@ class Handlers:
         if found is None:
             found = next((handler for handler in self._by_type.values() if isinstance(handler, kind)), None)
         return found if found is not None else kind()
+
+    def all(self, kind: type[H]) -> list[H]:
+        """The handlers of a kind and of those derived from it."""
+        return [handler for handler in self._by_type.values() if isinstance(handler, kind)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from accel_state import PartialState
 
@@ -49,3 +50,20 @@ class Precision:
     def wrap_forward(self, model: nn.Module) -> nn.Module:
         """Let a model's forward compute in this precision."""
         return model
+
+    def join_optimizer(self, objects: list[Any]) -> list[Any]:
+        """Prepare a model together with its optimizer, where this precision has to; called before each is prepared by itself.
+
+        Args:
+            objects: all that was given to ``prepare``, in any order.
+
+        Returns:
+            The objects, some of them replaced.
+        """
+        return objects
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Called with each optimizer that is prepared."""
+
+    def check_uneven_inputs(self) -> None:
+        """Refuse a loop that may end earlier on some ranks than on others, where this precision needs all of them."""

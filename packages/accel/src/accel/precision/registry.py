@@ -12,6 +12,7 @@ PRECISIONS: Registry[type[Precision]] = Registry(
         "no": "accel.precision.full:Precision",
         "fp16": "accel.precision.amp:Float16",
         "bf16": "accel.precision.amp:BFloat16",
+        "fp8": "accel.precision.fp8:FP8",
     },
     entry_point_group="accel.precision",
 )

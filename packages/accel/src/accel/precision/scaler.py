@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ class SharedGradScaler(torch.amp.GradScaler):
 
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
+        self.over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Takes the maximum of a tensor over the ranks that divide gradients among them; None where each rank has all of them."""
         self._expected: set[int] = set()
         self._stepped: set[int] = set()
 
@@ -38,8 +41,18 @@ class SharedGradScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        if self._enabled and not self.is_unscaled(optimizer) and _has_gradients(optimizer):
+        if self._enabled and not self.is_unscaled(optimizer) and (_has_gradients(optimizer) or self.over_ranks is not None):
             super().unscale_(optimizer)
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(*args, **kwargs)
+        if self.over_ranks is not None:
+            # A gradient may overflow in the part of one rank alone, and either all of them step or none does.
+            mine = [value.detach().float() for value in found.values()]
+            worst = self.over_ranks(torch.stack([value.to(mine[0].device) for value in mine]).amax(0) if mine else torch.zeros(1))
+            for value in found.values():
+                value.copy_(worst)
+        return found
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's gradients have been divided by the scale already."""

@@ -5,19 +5,23 @@ What not every strategy can do is a small protocol of its own: callers ask for t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from accel_state import PartialState
+from accel_state import DistributedType, PartialState
 
 from ..unwrapping import extract_model_from_parallel, parameter_state_dict
 
 if TYPE_CHECKING:
     from ..kwargs.base import Handlers
+    from ..precision.scaler import SharedGradScaler
+    from ..sharding.state_files import Gathered
+    from ..sharding.states import Layout
 
 
 @runtime_checkable
@@ -45,11 +49,18 @@ class Strategy:
     Args:
         state: rank, world and device.
         handlers: the settings given to the Accelerator.
+        settings: the plugin of this strategy, of those that have one.
+
+    Attributes:
+        distributed_type: what ``accelerator.distributed_type`` says where this strategy trains; None: what the devices say.
     """
 
-    def __init__(self, state: PartialState, handlers: Handlers) -> None:
+    distributed_type: DistributedType | None = None
+
+    def __init__(self, state: PartialState, handlers: Handlers, settings: Any = None) -> None:
         self.state = state
         self.handlers = handlers
+        self.settings = settings
 
     def axis_rank(self, axis: str) -> int:
         """This process's coordinate on a mesh axis ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp"); 0 on an axis of size 1."""
@@ -66,6 +77,9 @@ class Strategy:
         """Make a model ready for training; it is on its device."""
         return model
 
+    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+        """Let an optimizer update what wrapping has made of its parameters; called for each prepared one after each wrapping."""
+
     def is_wrapped(self, model: nn.Module) -> bool:
         """Whether a model has been through :meth:`wrap`."""
         return False
@@ -73,6 +87,9 @@ class Strategy:
     def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
         """The user's model inside."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def adopt_scaler(self, scaler: SharedGradScaler) -> None:
+        """Let the loss scale know whether ranks have different parts of the gradients; here each has all of them."""
 
     def context_parallel(
         self,
@@ -100,6 +117,41 @@ class Strategy:
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
         nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
+        """What of a model goes into a checkpoint. Every rank must call it."""
+        return self.state_dict(model)
+
+    def gather_state(
+        self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
+    ) -> Gathered | None:
+        """Models and optimizers in files of this strategy's own; None: each as a whole. Every rank must call it.
+
+        Args:
+            models: the prepared models.
+            weights: of each, as :meth:`weights_to_save` gave them, without those that somebody else has saved.
+            optimizers: those that were prepared.
+        """
+        return None
+
+    def layout(self, model: nn.Module) -> Layout:
+        """How a model's tensors lie on the ranks, for reading them from files of any strategy. Every rank must call it."""
+        from ..sharding.states import Layout, tied_names
+
+        whole = extract_model_from_parallel(model, keep_torch_compile=False)
+        tensors = {name: value for name, value in parameter_state_dict(whole).items() if isinstance(value, torch.Tensor)}
+        return Layout(whole, tensors, tied_names(whole))
+
+    def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
+        """The names of an optimizer's parameters, in the order in which its state counts them."""
+        from ..sharding.states import names_in_order
+
+        return names_in_order(extract_model_from_parallel(model, keep_torch_compile=False), optimizer)
+
+    @property
+    def divides_models(self) -> bool:
+        """Whether ranks hold parts of a model's tensors."""
+        return False
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state, under the names of the user's own model unless ``unwrap`` is off."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from accel_state.registry import Registry
 
 from .base import Strategy
@@ -11,6 +13,16 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
     {
         "single": "accel.strategies.single:SingleStrategy",
         "ddp": "accel.strategies.ddp:DDPStrategy",
+        "fsdp1": "accel.strategies.fsdp1:FSDP1Strategy",
+        "fsdp2": "accel.strategies.fsdp2:FSDP2Strategy",
     },
     entry_point_group="accel.strategies",
 )
+
+PLUGINS: Registry[type[Any]] = Registry(
+    "strategy plugin",
+    {"fsdp": "accel.sharding.plugin:FullyShardedDataParallelPlugin"},
+    entry_point_group="accel.strategy_plugins",
+)
+"""The settings of strategies that have some, by what the launcher and the Accelerator call them. Made without arguments, such an
+object reads what the launcher handed over; its ``strategy`` is the name of the strategy that it configures."""

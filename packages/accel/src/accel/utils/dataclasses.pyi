@@ -11,13 +11,21 @@ from accel_state import PrecisionType as PrecisionType
 from accel_state import RNGType as RNGType
 from accel_state import SageMakerDistributedType as SageMakerDistributedType
 from accel_state.operations import TensorInformation as TensorInformation
+from accel_track import LoggerType as LoggerType
 
 from ..compilation import TorchDynamoPlugin as TorchDynamoPlugin
 from ..kwargs.autocast import AutocastKwargs as AutocastKwargs
 from ..kwargs.base import KwargsHandler as KwargsHandler
 from ..kwargs.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from ..kwargs.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from ..kwargs.fp8 import AORecipeKwargs as AORecipeKwargs
+from ..kwargs.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
+from ..kwargs.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from ..kwargs.fp8 import NativeRecipeKwargs as NativeRecipeKwargs
+from ..kwargs.fp8 import TERecipeKwargs as TERecipeKwargs
 from ..kwargs.grad_scaler import GradScalerKwargs as GradScalerKwargs
 from ..kwargs.init_process_group import InitProcessGroupKwargs as InitProcessGroupKwargs
 from ..kwargs.profile import ProfileKwargs as ProfileKwargs
+from ..kwargs.tracking import TrackingKwargs as TrackingKwargs
 from ..project import ProjectConfiguration as ProjectConfiguration
+from ..quantization import BnbQuantizationConfig as BnbQuantizationConfig

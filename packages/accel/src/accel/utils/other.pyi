@@ -1,5 +1,7 @@
 """Helpers for models and files, under the module path that other libraries know."""
 
+from accel_bigmodel import get_module_children_bottom_up as get_module_children_bottom_up
+from accel_launch import write_basic_config as write_basic_config
 from accel_state.env import clear_environment as clear_environment
 from accel_state.env import convert_dict_to_env_variables as convert_dict_to_env_variables
 from accel_state.env import patch_environment as patch_environment

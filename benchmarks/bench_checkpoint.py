@@ -1,0 +1,148 @@
+"""What a checkpoint costs compared with torch.save and torch.load of the same tensors.
+
+    python benchmarks/bench_checkpoint.py [--megabytes 512] [--folder .]
+
+The state is that of AdamW: weights and twice as much of averages. Plain PyTorch saves the two state dicts to two files, brings them to the
+disk (fsync; without it a crash of the machine loses them, with either library) and loads them back into a model and an optimizer. accel
+does the same and more within its times: digests, the manifest, random number generators, and verification of every byte before anything
+is loaded. Both write to the same file system; give --folder to choose it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import _measure
+import torch
+from torch import nn
+
+SAVE_TARGET = 1.1
+LOAD_TARGET = 1.1
+BLOCKED_TARGET = 1 / 3
+ROUNDS = 7
+WIDTH = 1024
+
+
+def trained(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that together hold this much."""
+    layers = max(1, megabytes * 2**20 // (3 * 4 * WIDTH * WIDTH))
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def plain_save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Two files of torch's, on the disk."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, state in (("model.pt", model.state_dict()), ("optimizer.pt", optimizer.state_dict())):
+        with open(folder / name, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def plain_load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Back from the two files."""
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+
+
+def variants_of_saving(accelerator: Any, model: nn.Module, optimizer: Any, place: Path, asynchronous: bool) -> dict[str, Any]:
+    """What takes turns."""
+    prepared = accelerator.prepare(model, optimizer)
+
+    def save() -> None:
+        shutil.rmtree(place / "state", ignore_errors=True)
+        accelerator.save_state(str(place / "state"))
+
+    plain_model, plain_optimizer = accelerator.unwrap_model(prepared[0]), prepared[1].optimizer
+    variants = {"raw": lambda: plain_save(plain_model, plain_optimizer, place / "plain"), "saved": save}
+    if asynchronous:
+        variants["blocked"] = lambda: accelerator.save_state(str(place / "beside"), blocking=False)
+        variants["rest"] = accelerator.wait_for_save
+    return variants
+
+
+def measure(library: str, megabytes: int, parent: str) -> dict[str, Any]:
+    """The figures of one library."""
+    accelerator = importlib.import_module(library).Accelerator(cpu=True)
+    place = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=parent))
+    try:
+        asynchronous = hasattr(accelerator, "wait_for_save")
+        variants = variants_of_saving(accelerator, *trained(megabytes), place, asynchronous)
+        saving = in_order(variants, ROUNDS)
+        raw_model, raw_optimizer = accelerator._models[0], accelerator._optimizers[0].optimizer
+        loading = _measure.in_turns(
+            {
+                "raw": lambda: plain_load(raw_model, raw_optimizer, place / "plain"),
+                "loaded": lambda: accelerator.load_state(str(place / "state")),
+            },
+            ROUNDS,
+            clock=time.perf_counter,
+        )
+        figures = {"raw_save": statistics.median(saving["raw"]), "raw_load": statistics.median(loading["raw"])}
+        figures |= {"save": _measure.ratio(saving, "saved"), "load": _measure.ratio(loading, "loaded")}
+        if asynchronous:
+            figures |= {"blocked": _measure.ratio(saving, "blocked"), "first_blocked": saving["first blocked"][0] / saving["raw"][0]}
+        return figures
+    finally:
+        shutil.rmtree(place)
+
+
+def in_order(variants: dict[str, Any], rounds: int) -> _measure.Times:
+    """Seconds of each variant in each round, always in the same order, because "rest" waits for what "blocked" began."""
+    times: _measure.Times = {name: [] for name in variants}
+    times["first blocked"] = []
+    for turn in range(-1, rounds):
+        for name, variant in variants.items():
+            os.sync()  # what was written before must not slow this one down
+            begin = time.perf_counter()
+            variant()
+            took = time.perf_counter() - begin
+            if turn >= 0:
+                times[name].append(took)
+            elif name == "blocked":
+                times["first blocked"].append(took)
+    return times
+
+
+def main(megabytes: int, parent: str) -> None:
+    """Print the table and the verdicts."""
+    found = _measure.libraries()
+    words = ("--megabytes", str(megabytes), "--folder", parent)
+    figures = {label: _measure.worker(python, __file__, "--library", module, *words) for label, (python, module) in found.items()}
+    ours = figures["accel"]
+    _measure.heading(f"A checkpoint of {megabytes} MiB (a third weights, two thirds AdamW's averages)")
+    _measure.row("torch.save and fsync", f"{ours['raw_save'] * 1e3:.0f} ms", f"{megabytes / 1024 / ours['raw_save']:.2f} GiB/s")
+    _measure.row("torch.load and load_state_dict", f"{ours['raw_load'] * 1e3:.0f} ms", f"{megabytes / 1024 / ours['raw_load']:.2f} GiB/s")
+    for what, target in (("save", SAVE_TARGET), ("load", LOAD_TARGET), ("blocked", BLOCKED_TARGET)):
+        for label, of_one in figures.items():
+            if what in of_one:
+                note = f"target: at most {target:.2f}: {_measure.verdict(of_one[what], target)}" if label == "accel" else ""
+                _measure.row(f"{label}: {what}, of torch's", f"{of_one[what]:.3f} x", note)
+    _measure.row("accel: blocked by the first save", f"{ours['first_blocked']:.3f} x", "finds the memory that later ones reuse")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=384, help="size of the state")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where to write (default: the folder for temporary files)")
+    parser.add_argument("--library", help="measure this library in this process (what the benchmark starts itself with)")
+    chosen = parser.parse_args()
+    if chosen.library:
+        _measure.report(measure(chosen.library, chosen.megabytes, chosen.folder))
+    else:
+        main(chosen.megabytes, chosen.folder)

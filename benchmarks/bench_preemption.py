@@ -1,0 +1,91 @@
+"""What saving on a signal and exact random numbers of workers cost while nothing happens.
+
+    python benchmarks/bench_preemption.py
+
+A step of an empty loop over a prepared loader with `save_on_signal`, on top of one without; in one process, and on two ranks, where
+a rank asks the store of the process group about four times a second. Then a pass over a loader with two worker processes that
+augment their samples, on top of plain PyTorch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from typing import Any
+
+import _measure
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from accel import Accelerator
+from accel.preemption import Preemption, SaveOnSignal
+
+TARGET_MICROSECONDS = 20.0
+STEPS = 2000
+ROUNDS = 15
+
+
+class Rows(Dataset):
+    """Numbers, with noise if they are augmented."""
+
+    def __init__(self, length: int, augment: bool = False) -> None:
+        self.rows, self.augment = torch.randn(length, 64), augment
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index] + torch.randn(64) if self.augment else self.rows[index]
+
+
+def through(loader: Any) -> None:
+    for _ in loader:
+        pass
+
+
+def work() -> None:
+    """Measure in this process: extra microseconds a step."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True, project_dir=tempfile.mkdtemp())
+    loader = accelerator.prepare(DataLoader(Rows(STEPS * accelerator.num_processes), batch_size=1))
+    watching: list[Preemption] = []
+
+    def watched() -> None:
+        watching.append(Preemption(SaveOnSignal(), accelerator))
+        through(loader)
+        watching.pop().remove()
+
+    times = _measure.in_turns({"raw": lambda: through(loader), "watched": watched}, ROUNDS, clock=time.perf_counter)
+    if accelerator.is_main_process:
+        _measure.report(_measure.extra(times, "watched") / STEPS * 1e6)
+    accelerator.end_training()
+
+
+def workers() -> float:
+    """A pass of a prepared loader with workers that augment, as a multiple of a plain one."""
+    data = Rows(6400, augment=True)
+    settings: dict[str, Any] = {"batch_size": 32, "num_workers": 2, "persistent_workers": True}
+    accelerator = Accelerator(cpu=True)
+    plain, prepared = DataLoader(data, **settings), accelerator.prepare(DataLoader(data, **settings))
+    times = _measure.in_turns({"raw": lambda: through(plain), "prepared": lambda: through(prepared)}, ROUNDS, clock=time.perf_counter)
+    accelerator.end_training()
+    return _measure.ratio(times, "prepared")
+
+
+def main() -> None:
+    """Print the table and the verdicts."""
+    import sys
+
+    _measure.heading("While nothing happens")
+    for processes in (1, 2):
+        figure = _measure.worker(sys.executable, __file__, "--work", processes=processes)
+        target = f"target: at most {TARGET_MICROSECONDS:.0f} us: {_measure.verdict(figure, TARGET_MICROSECONDS)}"
+        _measure.row(f"save_on_signal, {processes} process{'es' if processes > 1 else ''}", f"{figure:.2f} us a step", target)
+    _measure.row("augmenting workers, of plain PyTorch's", f"{workers():.3f} x")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", action="store_true", help="measure in this process (what the benchmark starts itself with)")
+    work() if parser.parse_args().work else main()

@@ -1,0 +1,58 @@
+"""mkdocs hook: the line `<!-- options -->` in a page becomes tables of every option, from the declarations themselves.
+
+A new option is in the documentation with the commit that declares it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_MARK = re.compile(r"^<!-- options -->$", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
+    """Called by mkdocs with the text of each page."""
+    if not _MARK.search(markdown):
+        return markdown
+    root = Path(config.config_file_path).parent
+    return _MARK.sub(lambda _: reference(root), markdown)
+
+
+def reference(root: Path) -> str:
+    """A section with a table for each group."""
+    sys.path.insert(0, str(root / "packages" / "accel-state" / "src"))
+    try:
+        from accel_state.options import load_groups
+
+        return "\n\n".join(_section(group) for group in load_groups())
+    finally:
+        sys.path.pop(0)
+
+
+def _section(group: Any) -> str:
+    rows = [_row(opt) for opt in group.options()]
+    title = group.title[0].upper() + group.title[1:]
+    head = "| Option | Value | Default | Variable | Key | What it does |\n|---|---|---|---|---|---|"
+    return "\n".join([f"## {title}", "", group.description, "", head, *rows]).replace("\n\n\n\n", "\n\n")
+
+
+def _row(opt: Any) -> str:
+    flags = _codes(flag for flag in (*opt.flags, *opt.undo_flags) if not (flag.startswith("--") and "-" in flag[2:]))
+    default = "" if opt.default in (None, "", ()) else f"`{opt.format(opt.default)}`"
+    variable = f"`{opt.env}`{' *' if opt.exported else ''}" if opt.env else ""
+    cells = (flags, _value(opt), default, variable, _codes(opt.keys), opt.help)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _value(opt: Any) -> str:
+    if opt.choices is not None:
+        return _codes(opt.choices)
+    return "given alone, or `true` or `false`" if opt.is_flag else opt.allowed()
+
+
+def _codes(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)

@@ -1,0 +1,114 @@
+"""Train on scikit-learn's handwritten digits, so that nothing is lost however the run ends: the final weights are the same, bit by bit.
+
+    accel launch --cpu --num_processes 2 examples/resume.py --output_dir runs/resume
+
+Kill it at any moment (`kill -9`, a power cut, the end of a SLURM job's time), and start the same command again. What makes it so is
+`save_state` every few steps, `resume` at the start, and the loop that begins with the epoch the loader is in. On SIGTERM and SIGUSR1
+it saves at once, and ends with exit code 75, upon which `accel launch --max_restarts 1` starts it again, and a SLURM script can
+requeue its job. Dropout, and the noise that worker processes add to the images, continue with the very numbers they would have had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from accel import Accelerator, ProjectConfiguration
+from accel.utils import set_seed
+
+
+class NoisyDigits(Dataset):
+    """1437 scans of 8x8 pixels; each time one is read it has other noise, and is shifted by a pixel or not at all."""
+
+    def __init__(self) -> None:
+        images, labels = load_digits(return_X_y=True)
+        self.images = torch.tensor(images[:1437] / 16, dtype=torch.float32).reshape(-1, 8, 8)
+        self.labels = torch.tensor(labels[:1437])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shift = int(torch.randint(-1, 2, ()))
+        image = self.images[index].roll(shift, dims=1) + 0.1 * torch.randn(8, 8)
+        return image.flatten(), self.labels[index]
+
+
+class Held(Dataset):
+    """360 other scans, as they are."""
+
+    def __init__(self) -> None:
+        images, labels = load_digits(return_X_y=True)
+        self.images = torch.tensor(images[1437:] / 16, dtype=torch.float32)
+        self.labels = torch.tensor(labels[1437:])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.images[index], self.labels[index]
+
+
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
+    """The share of right answers."""
+    model.eval()
+    right = samples = 0
+    with torch.no_grad():
+        for images, labels in loader:
+            answers, labels = accelerator.gather_for_metrics((model(images).argmax(dim=1), labels))
+            right += int((answers == labels).sum())
+            samples += len(labels)
+    return right / samples
+
+
+def train(arguments: argparse.Namespace) -> None:
+    project = ProjectConfiguration(project_dir=arguments.output_dir, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(project_config=project, gradient_accumulation_steps=2, save_on_signal=True)
+    set_seed(arguments.seed, device_specific=True)
+
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.2), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.epochs * 90)
+    training = DataLoader(NoisyDigits(), batch_size=16, shuffle=True, num_workers=arguments.num_workers)
+    held = DataLoader(Held(), batch_size=60)
+    model, optimizer, scheduler, training, held = accelerator.prepare(model, optimizer, scheduler, training, held)
+
+    if accelerator.resume():
+        accelerator.print(f"going on in epoch {training.iteration} after {optimizer.steps_taken} optimizer steps")
+    for epoch in range(training.iteration, arguments.epochs):
+        model.train()
+        for images, labels in training:
+            with accelerator.accumulate(model):
+                accelerator.backward(functional.cross_entropy(model(images), labels))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if optimizer.steps_taken % arguments.save_every == 0 and accelerator.sync_gradients:
+                accelerator.save_state()
+        accelerator.print(f"epoch {epoch}: accuracy {evaluate(accelerator, model, held):.3f}")
+
+    accelerator.save_model(model, f"{arguments.output_dir}/final")
+    weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in accelerator.unwrap_model(model).parameters())
+    accelerator.print(f"weights: sha256 {hashlib.sha256(weights).hexdigest()[:16]}")
+    accelerator.end_training()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output_dir", default="runs/resume", help="folder of the checkpoints and the final weights")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--save_every", type=int, default=10, help="optimizer steps between two checkpoints")
+    parser.add_argument("--num_workers", type=int, default=2, help="processes that read the images, for each process that trains")
+    parser.add_argument("--seed", type=int, default=0)
+    train(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()

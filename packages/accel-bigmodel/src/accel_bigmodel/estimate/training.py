@@ -1,0 +1,132 @@
+"""The memory of training, per process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_state.errors import ConfigurationError
+
+# Bytes that the state of an optimizer takes for each byte of weights it updates.
+OPTIMIZER_COPIES = {"adam": 2, "adamw": 2, "sgd": 0, "sgd_momentum": 1}
+STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+# Of the 34 bytes of activations for each of s*b*h values of a layer, 24 are divided by tensor parallelism and 10 are not:
+# Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198, equations 2 and 4.
+_SHARED_ACTIVATIONS = 24 / 34
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes on each process while a model is trained, at the end of a backward pass.
+
+    Attributes:
+        strategy: how the model is shared ("ddp", "fsdp", "zero1", "zero2", "zero3").
+        weights: the process's own weights.
+        gradients: the gradients it keeps until the step.
+        optimizer: the state of the optimizer, and the float32 weights that it updates where the model's are of half precision.
+        buffers: what communication needs: DDP's copies of the gradients, or the layer that sharded training puts together.
+        activations: what the forward keeps for the backward.
+    """
+
+    strategy: str
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all."""
+        return self.weights + self.gradients + self.optimizer + self.buffers + self.activations
+
+
+def estimate_training(
+    parameters: int,
+    strategy: str = "ddp",
+    *,
+    num_processes: int = 1,
+    tensor_parallel: int = 1,
+    weight_bytes: float = 4.0,
+    master_weights: bool = False,
+    optimizer: str = "adamw",
+    largest_layer: int = 0,
+    activations: int = 0,
+) -> TrainingMemory:
+    """Bytes per process of training a model of which all parameters are trained.
+
+    With N values, b bytes each, k copies of the optimizer, and d = num_processes / tensor_parallel data-parallel processes: weights N*b,
+    gradients N*b, optimizer N*b*k; or, with float32 master weights beside a half-precision model, N*4*(1 + k). ZeRO 1 divides the
+    optimizer by d, ZeRO 2 the gradients too, ZeRO 3 and FSDP the weights too (Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5).
+    Tensor parallelism divides all of them before. ZeRO 3 and FSDP put a layer together to compute with it, and the next one ahead of time:
+    twice the largest layer, and its gradients before they are reduced. DDP on several processes holds the gradients a second time, in
+    buckets. Activations are divided by tensor parallelism as far as they are inside attention and feed-forward (arXiv:2205.05198).
+
+    Args:
+        parameters: number of trained values.
+        strategy: one of ``STRATEGIES``.
+        num_processes: the world size.
+        tensor_parallel: processes that share each layer.
+        weight_bytes: bytes of a value of weights and gradients: 4; 2 for a model that is itself in half precision. Mixed precision by
+            autocast keeps 4.
+        master_weights: keep float32 weights and averages in the optimizer beside half-precision weights, as DeepSpeed does.
+        optimizer: one of ``OPTIMIZER_COPIES``.
+        largest_layer: bytes of the largest layer, in the type of the weights.
+        activations: bytes that one process would keep for its batch without tensor parallelism.
+
+    Raises:
+        ConfigurationError: an unknown name, or degrees that do not divide each other.
+    """
+    _check(strategy, optimizer, num_processes, tensor_parallel)
+    copies = OPTIMIZER_COPIES[optimizer]
+    own = parameters * weight_bytes / tensor_parallel
+    layer = largest_layer / tensor_parallel
+    state = parameters * 4 / tensor_parallel * (1 + copies) if master_weights else own * copies
+    data = num_processes // tensor_parallel
+    sharded = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}[strategy]
+    gathered = 3 * layer if sharded == 3 and data > 1 else own if strategy == "ddp" and data > 1 else 0
+    return TrainingMemory(
+        strategy=strategy,
+        weights=round(own / data if sharded >= 3 else own),
+        gradients=round(own / data if sharded >= 2 else own),
+        optimizer=round(state / data if sharded >= 1 else state),
+        buffers=round(gathered),
+        activations=round(activations * (1 - _SHARED_ACTIVATIONS + _SHARED_ACTIVATIONS / tensor_parallel)),
+    )
+
+
+def estimate_training_usage(total: int, mixed_precision: str) -> dict[str, int]:
+    """Bytes in use at each stage of a training step with Adam on one process, without activations.
+
+    In float32 the gradients equal the weights, and Adam holds two averages. In half precision by autocast the weights stay in float32, and
+    computing needs a half-precision copy of them beside the gradients: https://huggingface.co/docs/transformers/model_memory_anatomy
+
+    Args:
+        total: bytes of the model in float32.
+        mixed_precision: "float32", "float16" or "bfloat16".
+
+    Returns:
+        Bytes of "model", "gradients", "backward pass" and "optimizer step", and their "highest".
+
+    Raises:
+        ConfigurationError: another precision.
+    """
+    if mixed_precision == "float32":
+        stages = {"model": total, "gradients": total, "backward pass": 2 * total, "optimizer step": 4 * total}
+    elif mixed_precision in ("float16", "bfloat16"):
+        stages = {"model": total, "gradients": total + total // 2, "backward pass": 2 * total, "optimizer step": 2 * total}
+    else:
+        raise ConfigurationError(
+            f"mixed_precision={mixed_precision!r} is not one of float32, float16, bfloat16: models are not trained in it."
+        )
+    return {**stages, "highest": max(stages.values())}
+
+
+def _check(strategy: str, optimizer: str, num_processes: int, tensor_parallel: int) -> None:
+    if strategy not in STRATEGIES:
+        raise ConfigurationError(f"strategy={strategy!r} is not one of {', '.join(STRATEGIES)}.")
+    if optimizer not in OPTIMIZER_COPIES:
+        raise ConfigurationError(f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_COPIES)}.")
+    if min(num_processes, tensor_parallel) < 1 or num_processes % tensor_parallel:
+        raise ConfigurationError(
+            f"{num_processes} process(es) cannot be shared by tensor parallelism of {tensor_parallel}: the degree must divide their number."
+        )

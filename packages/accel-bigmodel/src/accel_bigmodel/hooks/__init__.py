@@ -1,0 +1,1 @@
+"""Hooks: what happens before and after the forward of a module."""

@@ -1,0 +1,1 @@
+"""Device maps: which module goes to which device."""

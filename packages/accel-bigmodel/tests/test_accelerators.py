@@ -1,0 +1,100 @@
+"""Models over an accelerator, the CPU and the disk; skipped where there is no accelerator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from bigmodel_nets import Net, blocks_on, net, save, words
+from torch import nn
+
+from accel_bigmodel import (
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    get_max_memory,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    remove_hook_from_submodules,
+)
+from accel_state import devices
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(devices.detect().name == "cpu", reason="this machine has no accelerator"),
+]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    return torch.device(devices.detect().name, 0)
+
+
+@pytest.mark.parametrize("kind", ["all", "memory", "disk", "mixed"])
+def test_every_mixture_gives_the_bits_of_the_accelerator(kind: str, device: torch.device, tmp_path: Path) -> None:
+    plain = net(blocks=6, width=64)
+    file = save(plain, tmp_path / "model.safetensors")
+    device_map = {
+        "all": {"": 0},
+        "memory": blocks_on(plain, "cpu", others=0),
+        "disk": blocks_on(plain, "disk", others=0),
+        "mixed": {**blocks_on(plain, "disk", others=0), "blocks.1": "cpu", "blocks.4": 0},
+    }[kind]
+    with torch.no_grad():
+        expected = net(blocks=6, width=64).to(device)(words().to(device))
+    with init_empty_weights():
+        model = Net(blocks=6, width=64).eval()
+    load_checkpoint_and_dispatch(model, file, device_map=device_map)
+    with torch.no_grad():
+        for inputs in (words(), words().to(device)):
+            for _ in range(3):
+                found = model(inputs)
+                if kind != "all":
+                    assert found["logits"].device == inputs.device, "outputs go to where inputs came from"
+                assert all(torch.equal(found[key].to(device), expected[key]) for key in expected), kind
+            if kind == "all":
+                break
+
+
+def test_offloading_to_memory_and_disk(device: torch.device, tmp_path: Path) -> None:
+    with torch.no_grad():
+        expected = net().to(device)(words().to(device))["logits"].cpu()
+        for offload in (lambda model: cpu_offload(model, device), lambda model: disk_offload(model, tmp_path / "o", device)):
+            model = offload(net())
+            assert torch.equal(model(words())["logits"], expected)
+            remove_hook_from_submodules(model)
+            assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def test_no_more_than_a_few_layers_are_on_the_accelerator(device: torch.device) -> None:
+    kind = devices.get(device.type)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(32)))  # 4 MB each
+    dispatch_model(model, {str(index): "cpu" for index in range(1, 32)} | {"0": 0})
+    base, peak = kind.memory_allocated(0), 0
+
+    def measure(*_: object) -> None:
+        nonlocal peak
+        peak = max(peak, kind.memory_allocated(0))
+
+    for layer in model:
+        layer.register_forward_hook(measure)
+    with torch.no_grad():
+        model(torch.ones(1, 1024, device=device))
+    assert peak - base <= 6 * 2**22
+
+
+def test_models_take_turns(device: torch.device) -> None:
+    first, first_hook = cpu_offload_with_hook(nn.Linear(3, 3), device)
+    second, second_hook = cpu_offload_with_hook(nn.Linear(3, 3), device, prev_module_hook=first_hook)
+    second(first(torch.ones(1, 3)))
+    assert first.weight.device.type == "cpu" and second.weight.device == device
+    second_hook.offload()
+    assert second.weight.device.type == "cpu"
+
+
+def test_its_memory_is_known(device: torch.device) -> None:
+    limits = get_max_memory()
+    assert limits[0] > 0 and list(limits) == [*range(len(limits) - 1), "cpu"]

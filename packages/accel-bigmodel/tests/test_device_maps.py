@@ -1,0 +1,297 @@
+"""Device maps: every parameter placed once, limits kept, nothing spilled that fits, the same map each time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from accel_bigmodel import (
+    check_device_map,
+    check_tied_parameters_on_same_device,
+    clean_device_map,
+    compute_module_sizes,
+    describe_device_map,
+    fallback_allocate,
+    find_tied_parameters,
+    get_balanced_memory,
+    get_max_layer_size,
+    get_max_memory,
+    get_module_size_with_ties,
+    infer_auto_device_map,
+    init_empty_weights,
+    named_device_map,
+)
+from accel_bigmodel.ties import location_of
+from accel_state.errors import ConfigurationError
+
+
+class Leaf(nn.Module):
+    def __init__(self, size: int, buffer: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, device="meta"))
+        if buffer:
+            self.register_buffer("table", torch.empty(buffer, device="meta"), persistent=buffer % 2 == 0)
+
+
+class Block(nn.Module):
+    """A block that may have to stay whole, with tensors of its own."""
+
+    def __init__(self, sizes: list[int], direct: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Leaf(size, size % 3) for size in sizes)
+        if direct:
+            self.scale = nn.Parameter(torch.empty(direct, device="meta"))
+
+
+class Whole(Block):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: list[tuple[list[int], int, bool]], direct: int, ties: list[tuple[int, int]]) -> None:
+        super().__init__()
+        if direct:
+            self.alpha = nn.Parameter(torch.empty(direct, device="meta"))
+        self.blocks = nn.ModuleList((Whole if whole else Block)(sizes, own) for sizes, own, whole in blocks)
+        leaves = [module for module in self.modules() if isinstance(module, Leaf)]
+        for one, other in ties:
+            leaves[other % len(leaves)].weight = leaves[one % len(leaves)].weight
+
+
+BLOCKS = st.lists(st.tuples(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 5), st.booleans()), min_size=1, max_size=6)
+MODELS = st.builds(Model, BLOCKS, st.integers(0, 30), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=3))
+LIMITS = st.one_of(
+    st.fixed_dictionaries({0: st.integers(0, 1200), 1: st.integers(0, 1200), "cpu": st.integers(0, 1200)}),
+    st.fixed_dictionaries({0: st.integers(0, 2000), "cpu": st.integers(0, 2000)}),
+    st.fixed_dictionaries({"cpu": st.integers(0, 2000)}),
+    st.fixed_dictionaries({0: st.integers(0, 2000), 1: st.integers(0, 2000)}),
+)
+OPTIONS = st.fixed_dictionaries({"offload_buffers": st.booleans(), "clean_result": st.booleans(), "fallback_allocation": st.booleans()})
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+def bytes_on(model: nn.Module, device_map: dict) -> dict[object, int]:
+    """Bytes on each device; a weight that is shared counts once on each."""
+    found: dict[object, dict[int, int]] = {}
+    for name, tensor in tensors_of(model).items():
+        found.setdefault(location_of(name, device_map), {})[id(tensor)] = tensor.numel() * tensor.element_size()
+    return {device: sum(sizes.values()) for device, sizes in found.items()}
+
+
+def entries_for(name: str, device_map: dict) -> list[str]:
+    return [entry for entry in device_map if entry == "" or name == entry or name.startswith(f"{entry}.")]
+
+
+@given(model=MODELS, limits=LIMITS, options=OPTIONS)
+def test_every_tensor_has_one_place_and_limits_are_kept(model: Model, limits: dict, options: dict) -> None:
+    device_map = infer_auto_device_map(model, limits, no_split_module_classes=["Whole"], **options)
+    for name in tensors_of(model):
+        assert len(entries_for(name, device_map)) == 1, (name, device_map)
+    check_device_map(model, {name: "cpu" for name in device_map})
+    for device, size in bytes_on(model, device_map).items():
+        assert device == "disk" or size <= limits[device], device_map
+    for group in find_tied_parameters(model):
+        assert len({location_of(name, device_map) for name in group}) == 1, (group, device_map)
+    for name, module in model.named_modules():
+        if isinstance(module, Whole):
+            inside = {location_of(f"{name}.{tensor}", device_map) for tensor in tensors_of(module)}
+            assert len(inside) == 1, (name, device_map)
+
+
+@given(model=MODELS, limits=LIMITS, options=OPTIONS)
+def test_the_main_device_has_room_for_what_visits_it(model: Model, limits: dict, options: dict) -> None:
+    device_map = infer_auto_device_map(model, limits, no_split_module_classes=["Whole"], **options)
+    main = next((device for device in (0, 1, "cpu") if limits.get(device)), "disk")
+    if main == "disk":
+        return
+    offloaded = {"disk"} if main == "cpu" else {"cpu", "disk"}
+    visiting, buffers = [0], 0
+    for name, module in model.named_modules():
+        inside_whole = any(isinstance(model.get_submodule(around), Whole) for around in parents(name))
+        if isinstance(module, (Whole, Leaf)) and not inside_whole and location_of(name, device_map) in offloaded:
+            weights = sum(p.numel() * 4 for p in module.parameters())
+            own = sum(b.numel() * 4 for b in module.buffers())
+            buffers += 0 if options["offload_buffers"] else own
+            visiting.append(weights + own if options["offload_buffers"] else weights)
+    resident = bytes_on(model, device_map).get(main, 0)
+    largest = max(size for size in visiting if size <= limits[main])
+    assert resident + min(largest + buffers, limits[main]) <= limits[main] or resident == 0, device_map
+
+
+def parents(name: str) -> list[str]:
+    parts = name.split(".")[:-1]
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+
+
+@given(model=MODELS, options=OPTIONS, spare=st.integers(0, 3))
+def test_what_fits_is_not_spilled(model: Model, options: dict, spare: int) -> None:
+    total = compute_module_sizes(model)[""]
+    limits = {0: total + spare, 1: total, "cpu": total}
+    assert set(infer_auto_device_map(model, limits, no_split_module_classes=["Whole"], **options).values()) == {0}
+    assert infer_auto_device_map(model, {"cpu": total}) == {"": "cpu"}
+
+
+@given(model=MODELS, limits=LIMITS, options=OPTIONS)
+def test_a_device_is_left_only_when_the_next_layer_does_not_fit(model: Model, limits: dict, options: dict) -> None:
+    """Without ties: the first unit on the device after an accelerator would have exceeded that one's limit."""
+    if find_tied_parameters(model) or len(limits) < 2 or 1 not in limits:
+        return
+    device_map = infer_auto_device_map(model, {0: limits[0], 1: 10**6}, no_split_module_classes=["Whole"], clean_result=False)
+    sizes = compute_module_sizes(model)
+    second = [name for name, device in device_map.items() if device == 1]
+    if second:
+        module = dict(model.named_modules()).get(second[0])
+        assert bytes_on(model, device_map).get(0, 0) + sizes[second[0]] > limits[0]
+        assert module is None or isinstance(module, (Whole, Leaf)), "a block that can be split is split to fill the device"
+
+
+@given(model=MODELS, limits=LIMITS, options=OPTIONS)
+def test_the_same_arguments_give_the_same_map(model: Model, limits: dict, options: dict) -> None:
+    maps = [infer_auto_device_map(model, limits, no_split_module_classes=["Whole"], **options) for _ in range(2)]
+    assert list(maps[0].items()) == list(maps[1].items())
+
+
+@given(model=MODELS, limits=LIMITS)
+def test_a_clean_map_says_the_same(model: Model, limits: dict) -> None:
+    long = infer_auto_device_map(model, limits, clean_result=False)
+    short = clean_device_map(dict(long))
+    assert len(short) <= len(long)
+    assert all(location_of(name, long) == location_of(name, short) for name in tensors_of(model))
+
+
+def test_five_thousand_blocks_take_less_than_a_second() -> None:
+    class TransformerBlock(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def seconds(count: int, **options) -> float:
+        with init_empty_weights():
+            model = nn.Sequential(*(TransformerBlock() for _ in range(count)))
+        total = compute_module_sizes(model)[""]
+        begin = time.process_time()
+        infer_auto_device_map(model, {0: total // 3, 1: total // 4, "cpu": total // 5}, **options)
+        return time.process_time() - begin
+
+    assert seconds(5000, no_split_module_classes=["TransformerBlock"]) < 1.0
+    # Near-linear: four times the blocks take about four times as long, not sixteen.
+    small = min(seconds(1000) for _ in range(3))
+    assert seconds(4000) < 8 * small + 0.2
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear1, self.batchnorm, self.linear2 = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
+
+
+def test_splitting_and_options() -> None:
+    model = Small()  # 64 + 72 (40 of them buffers) + 100 bytes
+    assert infer_auto_device_map(model, {0: 140, 1: 200}) == {"linear1": 0, "batchnorm": 0, "linear2": 1}
+    assert infer_auto_device_map(model, {0: 236}) == {"": 0}
+    # linear2 visits device 0, which keeps 100 bytes free for it; batchnorm then does not fit, and leaves its 40 bytes of buffers there.
+    assert infer_auto_device_map(model, {0: 235}) == {"linear1": 0, "batchnorm": "disk", "linear2": "disk"}
+    assert infer_auto_device_map(model, {0: 203}) == {"": "disk"}
+    assert infer_auto_device_map(model, {0: 164}, offload_buffers=True) == {"linear1": 0, "batchnorm": "disk", "linear2": "disk"}
+    assert infer_auto_device_map(model, {0: 118 + 20}, dtype=torch.float16) == {"": 0}
+    special = {"dtype": "float16", "special_dtypes": {"linear2.weight": torch.float32}}
+    assert infer_auto_device_map(model, {0: 162}, **special) == {"": 0}
+    assert infer_auto_device_map(model, {0: 161}, **special) != {"": 0}
+    assert infer_auto_device_map(model, {"cpu": "1KB", "disk": "0B"}) == {"": "cpu"}
+    # The first layer does not fit: later ones are looked at only when asked.
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(2, 2), nn.Linear(3, 3))
+    assert infer_auto_device_map(model, {0: 100, "cpu": 50000}) == {"": "cpu"}
+    found = infer_auto_device_map(model, {0: 100, "cpu": 50000}, fallback_allocation=True)
+    assert found == {"0": "cpu", "1": 0, "2": "cpu"}
+
+
+def test_verbose_tells_each_decision(capsys: pytest.CaptureFixture[str]) -> None:
+    infer_auto_device_map(Small(), {0: 140, 1: 200}, verbose=True)
+    told = capsys.readouterr().out
+    assert "linear1: 64 bytes on 0" in told and "linear2: 100 bytes do not fit into the rest of 0" in told
+
+
+def test_balanced_maps_spread_the_model() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
+    total = compute_module_sizes(model)[""]
+    limits = dict.fromkeys(range(3), 10 * total)
+    spread = bytes_on(model, named_device_map(model, "balanced", limits))
+    assert set(spread) == {0, 1, 2} and max(spread.values()) - min(spread.values()) <= 2 * total // 12
+    assert named_device_map(model, "auto", limits) == named_device_map(model, "balanced", limits)
+    assert set(named_device_map(model, "sequential", limits).values()) == {0}
+    low = bytes_on(model, named_device_map(model, "balanced_low_0", limits))
+    assert 0 not in low and set(low) == {1, 2}
+    tight = {0: total, 1: total // 3, 2: total // 3}
+    assert bytes_on(model, named_device_map(model, "balanced_low_0", tight))[0] < total // 2
+    with pytest.raises(ConfigurationError, match="device_map='fast' is not one of auto, balanced"):
+        named_device_map(model, "fast")
+    assert get_balanced_memory(model, {0: 500, "cpu": 700}) == {0: 500, "cpu": 700}
+
+
+@given(model=MODELS, one=st.integers(1, 2000), two=st.integers(1, 2000), low_zero=st.booleans())
+def test_balancing_offloads_nothing_that_fits_otherwise(model: Model, one: int, two: int, low_zero: bool) -> None:
+    limits = {0: one, 1: two, "cpu": 10**6}
+    balanced = get_balanced_memory(model, limits, ["Whole"], low_zero=low_zero)
+    assert all(balanced[device] <= limits[device] for device in limits)
+    assert balanced["cpu"] == limits["cpu"] and balanced[1] == limits[1]
+
+
+def test_limits_are_sizes_of_known_devices() -> None:
+    assert get_max_memory({"cpu": "10GB", 1: "3GiB", 0: 5}) == {0: 5, 1: 3 * 2**30, "cpu": 10**10}
+    assert list(get_max_memory({"disk": 1, "cpu": 1, 2: 1})) == [2, "cpu", "disk"]
+    assert get_max_memory()["cpu"] > 10**6
+    for wrong in ({0: "10 apples"}, {0: -1}, {"gpu": 5}, {0: None}):
+        with pytest.raises(ConfigurationError, match="max_memory"):
+            get_max_memory(wrong)
+
+
+def test_a_map_that_does_not_fit_the_model_is_refused() -> None:
+    model = Small()
+    with pytest.raises(ConfigurationError, match=r"no device to batchnorm.weight.*linear2.bias"):
+        check_device_map(model, {"linear1": "cpu", "batchnorm.bias": "cpu", "batchnorm.running_mean": "cpu"})
+    with pytest.raises(ConfigurationError, match="names linear3"):
+        check_device_map(model, {"": "cpu", "linear3": "disk"})
+    with pytest.raises(ConfigurationError, match="'gpu' is not a device"):
+        check_device_map(model, {"": "gpu"})
+    with pytest.raises(ConfigurationError, match="this machine has none"):
+        check_device_map(model, {"": 0})
+    check_device_map(model, {"linear1": "cpu", "batchnorm": torch.device("cpu"), "linear2.weight": "disk", "linear2.bias": "cpu"})
+
+
+def test_the_map_can_be_read() -> None:
+    text = describe_device_map(Small(), {"linear1": 0, "batchnorm": 0, "linear2": "disk"})
+    assert text.splitlines()[0].split() == ["linear1", "0", "64", "bytes"]
+    assert "0: 136 bytes, disk: 100 bytes" in text
+    with pytest.raises(ConfigurationError, match="has no device map"):
+        describe_device_map(Small())
+
+
+def test_ties_across_devices_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="each holds a copy"):
+        check_tied_parameters_on_same_device([["a.w", "b.w"]], {"a": 0, "b": 1})
+    check_tied_parameters_on_same_device([["a.w", "b.w"]], {"a": 0, "b.w": 0, "b": 1})
+
+
+def test_layers_and_fallback() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(4, 4)), nn.Linear(4, 4))
+    sizes = compute_module_sizes(model)
+    assert get_max_layer_size(list(model.named_children()), sizes, []) == (80, ["0.1", "1"])
+    assert get_max_layer_size(list(model.named_children()), sizes, ["Sequential"]) == (104, ["0"])
+    name, module, rest = fallback_allocate(list(model.named_children()), sizes, 30)
+    assert name == "0.0" and module is model[0][0] and [own for own, _ in rest] == ["0.1", "1"]
+    assert fallback_allocate(list(model.named_children()), sizes, "10B")[:2] == (None, None)
+    assert fallback_allocate(list(model.named_children()), sizes, 90)[0] == "1"
+    assert fallback_allocate(list(model.named_children()), sizes, 30, tied_parameters=[["0.0.weight", "1.weight"]])[0] is None
+    size, names, modules = get_module_size_with_ties(["1.weight"], sizes["0"], sizes, list(model.named_children())[1:])
+    assert (size, names, modules) == (104 - 64 + 80, ["1"], [model[1]])
+    assert get_module_size_with_ties([], 7, sizes, []) == (7, [], [])
+    with pytest.raises(ConfigurationError, match=r"none of the modules to treat holds 5\.w"):
+        get_module_size_with_ties(["5.w"], 7, sizes, [])

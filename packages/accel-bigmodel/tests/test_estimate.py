@@ -1,0 +1,390 @@
+"""The memory estimator: the numbers of its documentation, and those of real tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accel_bigmodel.estimate import ModelSize, estimate_training, estimate_training_usage, measure_activations, model_size
+from accel_bigmodel.estimate.__main__ import main
+from accel_bigmodel.estimate.command import COMMAND, run
+from accel_state.errors import ConfigurationError, MissingDependencyError
+from accel_state.units import convert_bytes
+
+MB = 2**20
+
+
+@pytest.fixture
+def bert_cased(tmp_path):
+    """The configuration of bert-base-cased, which no weights belong to."""
+    transformers = pytest.importorskip("transformers")
+    transformers.BertConfig(vocab_size=28996, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
+    return str(tmp_path / "bert")
+
+
+def test_the_table_for_bert_base_cased_is_the_documented_one(bert_cased, capsys) -> None:
+    assert run([bert_cased, "--dtypes", "float32", "float16", "int8", "int4"]) == 0
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert rows[0] == ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
+    assert rows[2:] == [
+        ["float32", "84.95 MB", "413.18 MB", "1.61 GB"],
+        ["float16", "42.47 MB", "206.59 MB", "826.36 MB"],
+        ["int8", "21.24 MB", "103.29 MB", "413.18 MB"],
+        ["int4", "10.62 MB", "51.65 MB", "206.59 MB"],
+    ]
+
+
+def test_the_stages_of_a_step_for_bert_base_cased_are_the_documented_ones(bert_cased, capsys) -> None:
+    total = model_size(bert_cased).total
+    stages = [[convert_bytes(value) for value in estimate_training_usage(total, dtype).values()] for dtype in ("float32", "float16")]
+    assert stages[0] == ["413.18 MB", "413.18 MB", "826.36 MB", "1.61 GB", "1.61 GB"]
+    assert stages[1] == ["413.18 MB", "619.77 MB", "826.36 MB", "826.36 MB", "826.36 MB"]
+    with pytest.raises(ConfigurationError, match="'int8' is not one of float32, float16, bfloat16"):
+        estimate_training_usage(total, "int8")
+
+
+def test_json_gives_bytes_of_everything(bert_cased, capsys) -> None:
+    arguments = ["--json", "--num_processes", "4", "--batch_size", "2", "--sequence_length", "16"]
+    assert run([bert_cased, *arguments]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["parameters"] == 108310272 and answer["source"] == "transformers"
+    assert list(answer["dtypes"]) == ["float32", "float16", "bfloat16", "float8", "int8", "int4"]
+    assert answer["dtypes"]["float8"]["total"] == answer["dtypes"]["float32"]["total"] // 4
+    per_process = answer["training_per_process"]
+    assert list(per_process) == ["ddp", "fsdp", "zero1", "zero2", "zero3"]
+    assert per_process["zero3"]["weights"] == 108310272
+    assert per_process["ddp"]["activations"] > 0
+
+
+def test_tables_of_training(bert_cased, capsys) -> None:
+    assert run([bert_cased, "--dtypes", "float32", "--tensor_parallel", "2", "--batch_size", "1", "--sequence_length", "8"]) == 0
+    output = capsys.readouterr().out
+    assert "2 process(es); adamw, float32 weights; mixed precision: no; tensor parallel: 2; 1 sample(s) of 8 tokens each" in output
+    assert "| Strategy" not in output and "| strategy | Weights" in output and "Optimizer step" in output
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A checkpoint in two shards, with an index."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    first = {"embed.weight": torch.zeros(10, 4, dtype=torch.bfloat16), "h.0.w": torch.zeros(8, 8), "h.0.b": torch.zeros(8)}
+    second = {"h.1.w": torch.zeros(8, 8), "positions": torch.zeros(3, dtype=torch.int64)}
+    save_file(first, folder / "model-00001-of-00002.safetensors")
+    save_file(second, folder / "model-00002-of-00002.safetensors")
+    names = {name: "model-00001-of-00002.safetensors" for name in first} | {name: "model-00002-of-00002.safetensors" for name in second}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+def test_headers_of_files_are_enough(checkpoint) -> None:
+    expected = ModelSize("", "safetensors", 40 + 72 + 64 + 3, 4 * (40 + 72 + 64) + 24, 4 * 72, "h.0")
+    for name in (checkpoint, checkpoint / "model.safetensors.index.json"):
+        size = model_size(str(name))
+        assert vars(size) == {**vars(expected), "name": str(name)}
+    one = model_size(str(checkpoint / "model-00002-of-00002.safetensors"))
+    assert (one.parameters, one.total) == (67, 4 * 64 + 24)
+
+
+def test_no_weight_is_read(tmp_path) -> None:
+    """The file ends right after its header: what is behind it is not looked at."""
+    save_file({"w": torch.zeros(1000, 1000)}, tmp_path / "whole.safetensors")
+    data = (tmp_path / "whole.safetensors").read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    (tmp_path / "model.safetensors").write_bytes(data[: header + 1])
+    assert model_size(str(tmp_path / "model.safetensors")).total == 4_000_000
+
+
+def test_a_repository_is_found_in_the_cache_without_the_hub(tmp_path) -> None:
+    snapshot = tmp_path / "cache" / "models--me--tiny" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("0123")
+    save_file({"w": torch.zeros(5, 2)}, snapshot / "model.safetensors")
+    (snapshot / "config.json").write_text("{}")
+    script = "import sys; from accel_bigmodel.estimate.__main__ import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "me/tiny", "--json"],
+        env={**_environment(), "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["dtypes"]["float32"]["total"] == 40
+
+
+@contextlib.contextmanager
+def hub(answers):
+    """A server that answers as the Hub does: (status, error code) by the repository's name."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            status, code = next((answer for name, answer in answers.items() if name in self.path), (500, ""))
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *args):
+            """Quiet."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (404, "RepoNotFound", "the Hub has no repository 'me/here', or it is private"),
+        (403, "GatedRepo", "'me/here' is gated: ask for access on its page"),
+    ],
+)
+def test_what_the_hub_says_is_passed_on(status, code, message, tmp_path) -> None:
+    with hub({"me/here": (status, code)}) as address:
+        done = subprocess.run(
+            [sys.executable, "-m", "accel_bigmodel.estimate", "me/here"],
+            env={**_environment(), "HF_ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def _environment():
+    return {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_with_the_next_step(tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_bigmodel.estimate", "nobody/nothing"],
+        env={**_environment(), "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "'nobody/nothing' is not in the local cache, and the Hub cannot be reached" in done.stderr
+    assert "give a local folder or a .safetensors file" in done.stderr
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys, contextlib\nfrom accel_bigmodel.estimate.command import COMMAND\n"
+        "with contextlib.suppress(SystemExit): COMMAND.run(['--help'])\nsys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    for option in ("--library_name", "--dtypes", "--trust_remote_code", "--json", "--batch_size", "--tensor_parallel"):
+        assert option in done.stdout
+
+
+def test_the_command_is_registered_for_the_launcher() -> None:
+    from importlib.metadata import entry_points
+
+    (entry,) = entry_points(group="accel.commands", name="estimate-memory")
+    assert entry.load() is COMMAND and COMMAND.summary
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: str(folder), "neither a config.json of a model of transformers or timm nor a .safetensors file"),
+        (lambda folder: _write(folder / "config.json", "{"), "config.json is not JSON"),
+        (lambda folder: _write(folder / "config.json", "[1]"), "holds a list; the configuration of a model is an object"),
+        (lambda folder: _write(folder / "x.safetensors", "no"), "x.safetensors is not a safetensors file that can be read"),
+        (lambda folder: _write(folder / "x.safetensors.index.json", "[]"), "is not the index of a sharded checkpoint"),
+        (lambda folder: _write(folder / "x.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}'), "names 'b.safetensors'"),
+        (lambda folder: "what is/this/name", "neither a folder or file of this machine nor the name of a repository"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(make, message, tmp_path) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        model_size(make(tmp_path))
+
+
+def _write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_files_that_hold_nothing_and_unknown_libraries_are_refused(tmp_path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigurationError, match="there are no tensors in it"):
+        model_size(str(tmp_path / "model.safetensors"))
+    with pytest.raises(ConfigurationError, match="library_name='keras' is not one of transformers, timm, safetensors"):
+        model_size("x", "keras")
+
+
+def test_timm_is_named_where_it_is_missing(tmp_path) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("timm") is not None:
+        pytest.skip("timm is installed")
+    with pytest.raises(MissingDependencyError, match=r"pip install 'timm'"):
+        model_size("timm/resnet50.a1_in1k", "timm")
+    (tmp_path / "config.json").write_text('{"architecture": "resnet50"}')
+    with pytest.raises(MissingDependencyError, match="timm"):
+        model_size(str(tmp_path))
+
+
+def test_code_of_a_model_is_run_only_if_it_is_trusted(tmp_path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit('the code ran')")
+    with pytest.raises(ConfigurationError, match="pass --trust_remote_code to run it; or pass --library_name safetensors"):
+        model_size(str(tmp_path), trust_remote_code=False)
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(ConfigurationError, match="transformers cannot build the model"):
+        model_size(str(tmp_path))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("adamw", lambda p: torch.optim.AdamW(p)),
+        ("adam", lambda p: torch.optim.Adam(p)),
+        ("sgd", lambda p: torch.optim.SGD(p, lr=0.1)),
+        ("sgd_momentum", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    ],
+)
+def test_weights_gradients_and_optimizer_are_those_of_real_tensors(name, make) -> None:
+    model = Small()
+    optimizer = make(model.parameters())
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    parameters = list(model.parameters())
+    estimated = estimate_training(sum(p.numel() for p in parameters), optimizer=name)
+    assert estimated.weights == sum(p.nbytes for p in parameters)
+    assert estimated.gradients == sum(p.grad.nbytes for p in parameters)
+    state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor))
+    assert estimated.optimizer == pytest.approx(state, rel=0.01)  # Adam counts its steps too
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_activations_are_those_that_a_real_forward_keeps(mixed_precision, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from accel_bigmodel.estimate.activations import activations_of_config
+
+    for config in (
+        transformers.BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=200),
+        transformers.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=200),
+        transformers.T5Config(d_model=64, num_layers=2, num_heads=4, d_ff=128, d_kv=16, vocab_size=200),
+    ):
+        config.save_pretrained(tmp_path)
+        estimated = activations_of_config(tmp_path / "config.json", 3, 20, mixed_precision)
+        model = transformers.AutoModel.from_config(config).train()
+        inputs = {"input_ids": torch.ones(3, 20, dtype=torch.int64)}
+        if config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = inputs["input_ids"].clone()
+        else:
+            model.config.use_cache = False
+
+        def run_model(model=model, inputs=inputs):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed_precision == "bf16"):
+                return model(**inputs)
+
+        assert estimated == pytest.approx(measure_activations(model, run_model), rel=0.02), type(config).__name__
+
+
+def test_an_image_model_is_counted_and_others_are_refused(tmp_path, bert_cased) -> None:
+    transformers = pytest.importorskip("transformers")
+    from accel_bigmodel.estimate.activations import activations_of_config
+
+    settings = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    transformers.ViTConfig(**settings, image_size=32, patch_size=16).save_pretrained(tmp_path)
+    assert activations_of_config(tmp_path / "config.json", 2, 1) > 2 * 3 * 32 * 32
+    transformers.Wav2Vec2Config(
+        **settings, conv_dim=(8,), conv_stride=(5,), conv_kernel=(10,), num_conv_pos_embedding_groups=2
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="takes input_values, not tokens or images"):
+        activations_of_config(tmp_path / "config.json", 2, 1)
+    with pytest.raises(ConfigurationError, match="cannot be counted, since it does not run on tensors without values"):
+        activations_of_config(Path(bert_cased) / "config.json", 2, 10_000)  # more tokens than positions
+    with pytest.raises(ConfigurationError, match="mixed_precision='fp8' is not one of"):
+        activations_of_config(Path(bert_cased) / "config.json", 1, 1, "fp8")
+
+
+def test_activations_need_a_configuration(checkpoint) -> None:
+    with pytest.raises(ConfigurationError, match="--batch_size=2: activations are counted by running the model.*come from safetensors"):
+        run([str(checkpoint), "--batch_size", "2"])
+
+
+def test_shares_of_each_strategy() -> None:
+    kwargs = {"num_processes": 8, "largest_layer": 400, "activations": 340}
+    ddp, fsdp, zero1, zero2, zero3 = (estimate_training(1000, name, **kwargs) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3"))
+    assert (ddp.weights, ddp.gradients, ddp.optimizer, ddp.buffers, ddp.activations) == (4000, 4000, 8000, 4000, 340)
+    assert (zero1.weights, zero1.gradients, zero1.optimizer, zero1.buffers) == (4000, 4000, 1000, 0)
+    assert (zero2.weights, zero2.gradients, zero2.optimizer) == (4000, 500, 1000)
+    assert (zero3.weights, zero3.gradients, zero3.optimizer, zero3.buffers) == (500, 500, 1000, 1200)
+    assert {**vars(fsdp), "strategy": "zero3"} == vars(zero3) and zero3.total == 500 + 500 + 1000 + 1200 + 340
+    parallel = estimate_training(1000, "zero1", tensor_parallel=4, **kwargs)
+    assert (parallel.weights, parallel.optimizer, parallel.activations) == (1000, 1000, 160)
+    # ZeRO's own count of mixed precision with Adam: 2 + 2 + 12 bytes for each parameter (arXiv:1910.02054, section 3.1)
+    assert estimate_training(1000, weight_bytes=2, master_weights=True).total == 16_000
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"strategy": "zero4"}, "strategy='zero4' is not one of ddp, fsdp, zero1"),
+        ({"optimizer": "lion"}, "optimizer='lion' is not one of"),
+        ({"num_processes": 6, "tensor_parallel": 4}, r"6 process\(es\) cannot be shared by tensor parallelism of 4"),
+        ({"num_processes": 0}, "0 process"),
+    ],
+)
+def test_bad_degrees_and_names_are_refused(kwargs, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        estimate_training(10, **kwargs)
+
+
+def test_a_wrong_number_on_the_command_line_is_a_usage_error(capsys) -> None:
+    for arguments in (["m", "--batch_size", "0"], ["m", "--dtypes", "int2"], []):
+        with pytest.raises(SystemExit) as stopped:
+            run(arguments)
+        assert stopped.value.code == 2
+    assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_the_module_is_a_program_too(monkeypatch, capsys, checkpoint) -> None:
+    monkeypatch.setattr(sys, "argv", ["estimate", str(checkpoint), "--dtypes", "int4"])
+    assert main() == 0
+    assert "| int4" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["estimate", str(checkpoint), "--batch_size", "1"])
+    assert main() == 2
+    assert capsys.readouterr().err.startswith("python -m accel_bigmodel.estimate: error: --batch_size=1")

@@ -1,0 +1,351 @@
+"""Loading checkpoints: every form, every fault, nothing left without values."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from bigmodel_nets import Net, net, save, words
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from accel_bigmodel import (
+    get_state_dict_offloaded_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+    load_state_dict,
+    shard_checkpoint,
+)
+from accel_state.errors import ConfigurationError
+
+
+def empty(**settings) -> Net:
+    with init_empty_weights():
+        return Net(**settings).eval()
+
+
+def shards(model: nn.Module, folder: Path, index: str, suffix: str, plain: bool = False) -> Path:
+    """Write a checkpoint of several files, with either form of index."""
+    folder.mkdir()
+    state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    files, found = shard_checkpoint(state, 6000, f"weights.{suffix}")
+    assert found is not None and len(files) > 2
+    for file, part in files.items():
+        save_file(part, folder / file) if suffix == "safetensors" else torch.save(part, folder / file)
+    (folder / index).write_text(json.dumps(found["weight_map"] if plain else found))
+    return folder
+
+
+def checkpoints(model: nn.Module, folder: Path) -> dict[str, Path]:
+    """The same weights in every form."""
+    for name in ("one", "bin", "other"):
+        (folder / name).mkdir()
+    state = model.state_dict()
+    torch.save(state, folder / "bin" / "pytorch_model.bin")
+    torch.save(state, folder / "old.bin", _use_new_zipfile_serialization=False)
+    return {
+        "file": save(model, folder / "weights.safetensors"),
+        "folder": save(model, folder / "one" / "model.safetensors").parent,
+        "other name": save(model, folder / "other" / "net.safetensors").parent,
+        "bin file": folder / "bin" / "pytorch_model.bin",
+        "bin folder": folder / "bin",
+        "bin without zip": folder / "old.bin",
+        "index": shards(model, folder / "s1", "model.safetensors.index.json", "safetensors") / "model.safetensors.index.json",
+        "index in folder": shards(model, folder / "s2", "model.safetensors.index.json", "safetensors"),
+        "plain index": shards(model, folder / "s3", "index.json", "bin", plain=True),
+        "bin index": shards(model, folder / "s4", "pytorch_model.bin.index.json", "bin"),
+    }
+
+
+def test_every_form_of_checkpoint_gives_the_same_model(tmp_path: Path) -> None:
+    model = net()
+    expected = model(words())["logits"]
+    forms = checkpoints(model, tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for form, checkpoint in forms.items():
+        for device_map in (None, {"": "cpu"}, "auto"):
+            loaded = load_checkpoint_and_dispatch(empty(), checkpoint, device_map=device_map)
+            assert torch.equal(loaded(words())["logits"], expected), (form, device_map)
+            assert loaded.head.weight is loaded.embed.weight, form
+            assert all(tensor.device.type == "cpu" for tensor in loaded.state_dict().values())
+        if "bin" not in form and form != "plain index":
+            on_disk = load_checkpoint_and_dispatch(empty(), checkpoint, device_map={"": "disk"})
+            assert torch.equal(on_disk(words())["logits"], expected), form
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, "loading writes nothing"
+
+
+def test_other_formats_are_written_for_the_disk(tmp_path: Path) -> None:
+    model = net()
+    expected = model(words())["logits"]
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigurationError, match=r"not a safetensors file: give offload_folder="):
+        load_checkpoint_and_dispatch(empty(), tmp_path, device_map={"": "disk"})
+    loaded = load_checkpoint_and_dispatch(empty(), tmp_path, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
+    assert torch.equal(loaded(words())["logits"], expected)
+    written = {path.name for path in (tmp_path / "offload").iterdir()}
+    assert "index.json" in written and "blocks.0.up.weight.dat" in written
+    assert not {"embed.weight.dat", "head.weight.dat"} <= written, "a shared weight is written once"
+
+
+def test_types(tmp_path: Path) -> None:
+    model = net()
+    file = save(model, tmp_path / "model.safetensors")
+    half = load_checkpoint_and_dispatch(empty(), file, device_map={"": "cpu"}, dtype="bfloat16")
+    assert {value.dtype for value in half.state_dict().values()} == {torch.bfloat16}
+    half.mask = half.mask.bfloat16()  # a buffer in no checkpoint stays as it is
+    expected = half(words())["logits"]
+    for folder in (None, tmp_path / "offload"):
+        loaded = load_checkpoint_and_dispatch(empty(), file, device_map={"": "disk"}, dtype=torch.bfloat16, offload_folder=folder)
+        loaded.shift, loaded.mask = loaded.shift.bfloat16(), half.mask
+        assert torch.equal(loaded(words())["logits"], expected), folder
+    assert (tmp_path / "offload" / "blocks.0.up.weight.dat").stat().st_size == 2 * model.blocks[0].up.weight.numel()
+    kept = empty()
+    load_checkpoint_in_model(kept, file, dtype=torch.float16, keep_in_fp32_modules=["norm"])
+    assert kept.blocks[0].norm.weight.dtype == torch.float32 and kept.blocks[0].up.weight.dtype == torch.float16
+    # Without dtype a model keeps its own types, in memory and on the disk alike.
+    save_file({name: value.half() for name, value in load_file(file).items()}, tmp_path / "half.safetensors")
+    for place in ("cpu", "disk"):
+        full = load_checkpoint_and_dispatch(empty(), tmp_path / "half.safetensors", device_map={"": place})
+        assert full(words())["logits"].dtype == torch.float32
+    with pytest.raises(ConfigurationError, match="dtype='float12' is not a torch type"):
+        load_checkpoint_in_model(empty(), file, dtype="float12")
+
+
+def test_what_does_not_fit_is_listed_and_nothing_is_loaded(tmp_path: Path) -> None:
+    state = {name: value for name, value in load_file(save(net(), tmp_path / "whole.safetensors")).items()}
+    del state["blocks.1.up.weight"], state["scale"]
+    state["extra.weight"] = torch.ones(2)
+    state["blocks.0.down.bias"] = torch.ones(3)
+    save_file(state, tmp_path / "wrong.safetensors")
+    for device_map in (None, {"": "cpu"}, {"": "disk"}):
+        model = empty()
+        with pytest.raises(ConfigurationError, match="Nothing was loaded") as caught:
+            load_checkpoint_and_dispatch(model, tmp_path / "wrong.safetensors", device_map=device_map)
+        text = str(caught.value)
+        assert "missing (2): scale, blocks.1.up.weight" in text and "unexpected (1): extra.weight" in text
+        assert "misshapen (1): blocks.0.down.bias: (3,) in the checkpoint, (16,) in the model" in text
+        assert all(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+def test_strict_is_about_what_has_values_anyway(tmp_path: Path) -> None:
+    file = save(net(), tmp_path / "part.safetensors", without=("scale",))
+    model = Net()
+    with pytest.warns(UserWarning, match=r"missing \(1\): scale.*keeps its values"):
+        load_checkpoint_in_model(model, file)
+    assert torch.equal(model.scale, torch.ones(16)) and torch.equal(model.embed.weight, net().embed.weight)
+    with pytest.raises(ConfigurationError, match=r"missing \(1\): scale"):
+        load_checkpoint_in_model(Net(), file, strict=True)
+    with pytest.raises(ConfigurationError, match=r"missing \(1\): scale"):
+        load_checkpoint_in_model(empty(), file)
+    more = {**load_file(save(net(), tmp_path / "all.safetensors")), "more": torch.ones(1)}
+    save_file(more, tmp_path / "more.safetensors")
+    with pytest.warns(UserWarning, match=r"unexpected \(1\): more"):
+        load_checkpoint_in_model(empty(), tmp_path / "more.safetensors")
+    with pytest.raises(ConfigurationError, match=r"unexpected \(1\): more"):
+        load_checkpoint_in_model(empty(), tmp_path / "more.safetensors", strict=True)
+
+
+def test_buffers_that_no_checkpoint_holds_are_never_garbage(tmp_path: Path) -> None:
+    file = save(net(), tmp_path / "model.safetensors")
+    with init_empty_weights(include_buffers=True):
+        model = Net()
+    assert model.mask.device.type == model.shift.device.type == "meta"
+    for device_map in ({"": "cpu"}, {"": "disk"}, None):
+        with pytest.raises(ConfigurationError, match=r"buffers of Net are on the meta device.*: mask\. Build the model with"):
+            load_checkpoint_and_dispatch(model, file, device_map=device_map)
+    model.mask = torch.linspace(1, 2, 16)
+    loaded = load_checkpoint_and_dispatch(model, file, device_map={"": "cpu"}).eval()
+    assert torch.equal(loaded(words())["logits"], net()(words())["logits"])
+
+
+def test_an_untied_model_gets_both_weights_and_a_tied_one_the_last(tmp_path: Path) -> None:
+    model = net(tied=False)
+    file = save(model, tmp_path / "model.safetensors")
+    for place in ("cpu", "disk"):
+        loaded = load_checkpoint_and_dispatch(empty(tied=False), file, device_map={"": place})
+        assert torch.equal(loaded(words())["logits"], model(words())["logits"])
+    plain = net()
+    plain.load_state_dict(load_file(file))
+    for place in ("cpu", "disk"):
+        loaded = load_checkpoint_and_dispatch(empty(), file, device_map={"": place})
+        assert torch.equal(loaded(words())["logits"], plain(words())["logits"])
+
+
+def test_a_loaded_model_trains_and_does_not_change_its_file(tmp_path: Path) -> None:
+    file = save(net(), tmp_path / "model.safetensors")
+    content = file.read_bytes()
+    plain, loaded = net().train(), load_checkpoint_and_dispatch(empty(), file, device_map={"": "cpu"}).train()
+    for model in (plain, loaded):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(words())["logits"].square().mean().backward()
+            optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), loaded.parameters(), strict=True))
+    assert file.read_bytes() == content
+
+
+def test_a_model_with_values_keeps_its_parameters(tmp_path: Path) -> None:
+    model = Net()
+    held = list(model.parameters())
+    load_checkpoint_in_model(model, save(net(), tmp_path / "model.safetensors"))
+    assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
+    assert torch.equal(held[0], net().embed.weight) or torch.equal(model.embed.weight, net().embed.weight)
+
+
+class Harm:
+    def __reduce__(self):
+        return os.system, ("touch harmed",)
+
+
+def test_damaged_and_hostile_files_are_refused(tmp_path: Path) -> None:
+    good = save(net(), tmp_path / "good.safetensors").read_bytes()
+    faults = {
+        "cut.safetensors": good[:-100],
+        "head.safetensors": good[:50],
+        "text.safetensors": b"this is not a safetensors file at all",
+        "empty.safetensors": b"",
+        "list.safetensors": (4).to_bytes(8, "little") + b"[12]",
+        "entry.safetensors": (20).to_bytes(8, "little") + b'{"a": {"dtype": 1}} ',
+        "sizes.safetensors": (64).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,4]}}'.ljust(64) + b"0000",
+        "text.bin": b"neither a zip nor a pickle",
+    }
+    for name, content in faults.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigurationError, match=name):
+            load_checkpoint_in_model(empty(), tmp_path / name)
+    torch.save({"a": Harm()}, tmp_path / "harm.bin")
+    torch.save([torch.ones(1)], tmp_path / "list.bin")
+    torch.save({"a": torch.ones(1), "b": 3}, tmp_path / "mixed.bin")
+    for name in ("harm.bin", "list.bin", "mixed.bin"):
+        with pytest.raises(ConfigurationError, match=name):
+            load_state_dict(tmp_path / name)
+    assert not Path("harmed").exists()
+
+
+def test_indexes_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
+    save(net(), tmp_path / "model.safetensors")
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    index = folder / "index.json"
+    for file in (
+        "../model.safetensors",
+        str(tmp_path / "model.safetensors"),
+        "a/../../model.safetensors",
+        "C:\\x",
+        "..\\model.safetensors",
+    ):
+        index.write_text(json.dumps({"weight_map": {"scale": file}}))
+        with pytest.raises(ConfigurationError, match="outside its folder"):
+            load_checkpoint_in_model(empty(), folder)
+    for content, message in (
+        ({"weight_map": {"scale": "absent.safetensors"}}, r"not there: \['absent.safetensors'\]"),
+        ({"weight_map": {}}, "not an index of shards"),
+        ({"a": 3}, "not an index of shards"),
+        ([], "not an index of shards"),
+    ):
+        index.write_text(json.dumps(content))
+        with pytest.raises(ConfigurationError, match=message):
+            load_checkpoint_in_model(empty(), folder)
+    index.write_text("{")
+    with pytest.raises(ConfigurationError, match="not an index of shards"):
+        load_checkpoint_in_model(empty(), folder)
+    save(net(), folder / "part.safetensors")
+    index.write_text(json.dumps({"absent": "part.safetensors"}))
+    with pytest.raises(ConfigurationError, match="does not hold what its index says"):
+        load_checkpoint_in_model(empty(), folder)
+
+
+def test_unclear_places_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="holds no weights"):
+        load_checkpoint_in_model(empty(), tmp_path)
+    for name in ("a.safetensors", "b.safetensors"):
+        save(net(), tmp_path / name)
+    with pytest.raises(ConfigurationError, match=r"several checkpoints: \['a.safetensors', 'b.safetensors'\]"):
+        load_checkpoint_in_model(empty(), tmp_path)
+    for absent in (tmp_path / "absent", "absent.safetensors", "/no/such/folder"):
+        with pytest.raises(ConfigurationError, match="does not exist"):
+            load_checkpoint_in_model(empty(), absent)
+
+
+def test_a_repository_is_found_in_the_cache_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    commit = "0" * 40
+    repository = tmp_path / "models--someone--net"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    save(net(), repository / "blobs" / "abc")
+    (repository / "snapshots" / commit / "model.safetensors").symlink_to("../../blobs/abc")
+    loaded = load_checkpoint_and_dispatch(empty(), "someone/net", device_map={"": "disk"})
+    assert torch.equal(loaded(words())["logits"], net()(words())["logits"])
+    with pytest.raises(ConfigurationError, match="as a repository of the Hub it cannot be had"):
+        load_checkpoint_in_model(empty(), "someone/other")
+
+
+def test_a_state_dict_with_devices(tmp_path: Path) -> None:
+    file = save(net(), tmp_path / "model.safetensors")
+    loaded = load_state_dict(file, device_map={"embed": "disk", "blocks": "meta", "": "cpu"})
+    assert loaded["embed.weight"].device.type == "cpu" and loaded["blocks.0.up.bias"].device.type == "meta"
+    assert all(torch.equal(value, net().state_dict()[name]) for name, value in load_state_dict(file).items())
+
+
+def test_types_and_shapes_of_every_kind(tmp_path: Path) -> None:
+    state = {
+        "scalar": torch.tensor(1.5),
+        "none": torch.empty(0, 3),
+        "odd": torch.arange(3, dtype=torch.uint8),
+        "bool": torch.tensor([True, False, True]),
+        "long": torch.arange(5),
+        "half": torch.randn(3).bfloat16(),
+        "eight": torch.randn(3).to(torch.float8_e4m3fn),
+        "big": torch.randn(300, 100),
+        "complex": torch.randn(2, dtype=torch.complex64),
+    }
+    save_file(state, tmp_path / "m.safetensors")
+    loaded = load_state_dict(tmp_path / "m.safetensors")
+    for name, value in state.items():
+        assert loaded[name].dtype == value.dtype and loaded[name].shape == value.shape
+        assert torch.equal(loaded[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+
+
+def test_sharding_follows_the_order_of_names() -> None:
+    sizes = [6, 6, 2, 6, 2, 2]
+    state = {str(index): torch.zeros(size, dtype=torch.uint8) for index, size in enumerate(sizes)}
+    files, index = shard_checkpoint(state, 10)
+    assert [[len(value) for value in part.values()] for part in files.values()] == [[6], [6, 2], [6, 2, 2]]
+    assert list(files) == [f"pytorch_model-0000{number}-of-00003.bin" for number in (1, 2, 3)]
+    assert index == {"metadata": {"total_size": 24}, "weight_map": {name: file for file, part in files.items() for name in part}}
+    assert shard_checkpoint(state, "1KB") == ({"pytorch_model.bin": state}, None)
+    shared = torch.zeros(8, dtype=torch.uint8)
+    files, _ = shard_checkpoint({"a": shared, "b": torch.zeros(8, dtype=torch.uint8), "c": shared}, 8)
+    assert [list(part) for part in files.values()] == [["a", "c"], ["b"]]
+    assert [len(part) for part in shard_checkpoint({"a": torch.zeros(99), "b": torch.zeros(1)}, 8)[0].values()] == [1, 1]
+
+
+def test_the_weights_of_an_offloaded_model_can_be_read_back(tmp_path: Path) -> None:
+    model = net()
+    file = save(model, tmp_path / "model.safetensors")
+    loaded = load_checkpoint_and_dispatch(empty(), file, device_map={"": "disk"})
+    found = get_state_dict_offloaded_model(loaded)
+    assert list(found) == list(model.state_dict())
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
+    assert found["head.weight"] is found["embed.weight"]
+    with pytest.raises(ConfigurationError, match="have no values"):
+        get_state_dict_offloaded_model(empty())
+
+
+def test_loading_warns_of_nothing_when_all_fits(tmp_path: Path) -> None:
+    file = save(net(), tmp_path / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint_and_dispatch(empty(), file, device_map={"": "disk"}, strict=True)

@@ -1,0 +1,124 @@
+"""``accel env``: what a bug report needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import sys
+from importlib import metadata
+from typing import Any
+
+from accel_state.env import all_variables, read_str
+from accel_state.errors import ConfigurationError
+from accel_state.options import ConfigFile, find_default
+from accel_state.options.config_file import expand
+
+from ..accelerators.registry import find_visible
+from ..config import read_config
+from ..parser import ConfigParser, parse_options
+from .base import Command
+
+_GIB = 1024**3
+_LIBRARIES = (
+    "numpy",
+    "safetensors",
+    "transformers",
+    "deepspeed",
+    "bitsandbytes",
+    "torchao",
+    "transformer-engine",
+    "megatron-core",
+    "torch-xla",
+)
+_VARIABLES = re.compile(r"(ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|NCCL|CCL|TORCH|OMP|SLURM|OMPI_COMM|PMI)_|.*_VISIBLE_DEVICES$")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+
+
+def run(argv: list[str]) -> int:
+    """Run ``accel env``.
+
+    Raises:
+        ConfigurationError: the command line is wrong.
+    """
+    parser = ConfigParser(
+        prog="accel env", description="Print what a bug report needs: versions, devices, configuration.", allow_abbrev=False
+    )
+    text = "The configuration file to show. Left out, the default one."
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", default=argparse.SUPPRESS, help=text)
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="Print JSON.")
+    options = parse_options(argv, parser)
+    facts = {**machine(), **torch_facts(), **configuration(options.get("config_file"))}
+    print(json.dumps(facts, indent=2, default=str) if "json" in options else _as_text(facts))
+    return 0
+
+
+def machine() -> dict[str, Any]:
+    """Versions and devices, without torch."""
+    import psutil  # `accel --help` loads this module for its summary
+
+    installed = {name: version for name in (*_ours(), *_LIBRARIES) if (version := _version(name)) is not None}
+    visible = find_visible(all_variables())
+    return {
+        **{f"{name} version": version for name, version in installed.items()},
+        "Platform": platform.platform(),
+        "Python version": platform.python_version(),
+        "Python executable": sys.executable,
+        "CPUs": f"{psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads",
+        "System RAM": f"{psutil.virtual_memory().total / _GIB:.2f} GB",
+        "Visible GPUs": visible.count,
+    }
+
+
+def torch_facts() -> dict[str, Any]:
+    """What only torch knows; that it is missing, or cannot be imported, is a fact too."""
+    try:
+        import torch
+
+        from accel_state.devices import detect
+    except (ImportError, OSError) as error:
+        return {"PyTorch": f"cannot be imported: {error}"}
+    device = detect()
+    return {"PyTorch version": torch.__version__, "PyTorch device": f"{device.name} ({device.device_count()})"}
+
+
+def configuration(path: str | None) -> dict[str, Any]:
+    """The configuration file as it stands, with what is wrong with it, and the variables that the launcher reads."""
+    named = path if path is not None else read_str("ACCELERATE_CONFIG_FILE")
+    found = expand(named) if named is not None else find_default()
+    facts: dict[str, Any] = {"Configuration file": str(found) if found is not None else "none"}
+    if found is not None:
+        try:
+            facts["Configuration"] = {key: entry.value for key, entry in ConfigFile.read(found).entries.items() if "." not in key}
+            read_config(found)
+        except ConfigurationError as error:
+            facts["Configuration error"] = str(error)
+    names = sorted(name for name in all_variables() if _VARIABLES.match(name))
+    return {**facts, "Environment": {name: "(hidden)" if _SECRET.search(name) else all_variables()[name] for name in names}}
+
+
+def _ours() -> list[str]:
+    names = {str(dist.metadata["Name"]).lower() for dist in metadata.distributions() if dist.metadata["Name"]}
+    return sorted(name for name in names if name == "accel" or name.startswith("accel-"))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _as_text(facts: dict[str, Any]) -> str:
+    lines = ["Copy the text below into your bug report", ""]
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            lines.append(f"- {name}:{'' if value else ' none'}")
+            lines += [f"\t- {key}: {inner}" for key, inner in value.items()]
+        else:
+            lines.append(f"- {name}: {value}")
+    return "\n".join(lines)
+
+
+COMMAND = Command("print what a bug report needs: versions, devices, configuration", run)

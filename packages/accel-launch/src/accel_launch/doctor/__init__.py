@@ -1,0 +1,1 @@
+"""``accel doctor``: checks of this machine, and of the machines of a cluster together."""

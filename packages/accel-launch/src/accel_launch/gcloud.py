@@ -1,0 +1,57 @@
+"""Command lines of Google's ``gcloud`` that run something on the machines of a TPU pod."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from accel_state.errors import ConfigurationError
+
+
+def ssh_commands(name: str | None, zone: str | None, command: str, machines: Sequence[str] = (), alpha: bool = False) -> list[list[str]]:
+    """The commands that run one line of shell on every machine of a pod.
+
+    Args:
+        name: of the TPU.
+        zone: it is in.
+        command: the line.
+        machines: names of single virtual machines, to reach these instead of all workers of the TPU.
+        alpha: use ``gcloud alpha``.
+
+    Raises:
+        ConfigurationError: name or zone is missing.
+    """
+    needed = {"--tpu_zone": zone} if machines else {"--tpu_name": name, "--tpu_zone": zone}
+    missing = [flag for flag, value in needed.items() if not value]
+    if missing:
+        raise ConfigurationError(
+            f"{' and '.join(missing)} must be given, on the command line or in the configuration file (tpu_name, tpu_zone)."
+        )
+    gcloud = ["gcloud", *(["alpha"] if alpha else []), "compute"]
+    if machines:
+        return [[*gcloud, "ssh", machine, "--zone", str(zone), "--command", command] for machine in machines]
+    return [[*gcloud, "tpus", "tpu-vm", "ssh", str(name), "--zone", str(zone), "--command", command, "--worker", "all"]]
+
+
+def run_all(commands: Sequence[Sequence[str]]) -> int:
+    """Run the commands at the same time and wait for them.
+
+    Returns:
+        The first exit code that is not 0, else 0.
+
+    Raises:
+        ConfigurationError: gcloud is not installed.
+    """
+    if shutil.which("gcloud") is None:
+        raise ConfigurationError(
+            "gcloud is not on PATH: install the Google Cloud SDK (https://cloud.google.com/sdk), then run `gcloud init`."
+        )
+    processes = [subprocess.Popen(command) for command in commands]
+    try:
+        codes = [process.wait() for process in processes]
+    except BaseException:
+        for process in processes:
+            process.terminate()
+        raise
+    return next((code for code in codes if code), 0)

@@ -1,0 +1,170 @@
+"""Which questions follow from the answers so far. The questions themselves stand in the declarations of the options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from accel_state.env import all_variables
+from accel_state.options import OptionGroup, Resolution, load_groups, resolve
+from accel_state.options.checks import ENGINES, check
+from accel_state.options.declare import GIVEN, MORE_THAN_ONE, Option
+from accel_state.options.kind_of_run import CLOUD_TYPES, LOCAL_TYPES
+from accel_state.options.registry import OPTION_GROUPS
+
+from ..accelerators.registry import find_visible
+from ..config_write import BASE, declared
+
+# Options by name, and whole groups, in the order of the questions.
+LOCAL_ORDER = (
+    "distributed_type",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "same_network",
+    "rdzv_backend",
+    "debug",
+    "cpu",
+    "group:mpi",
+    "group:dynamo",
+    "group:paradigm",
+    "group:deepspeed",
+    "group:fsdp",
+    "group:parallelism",
+    "group:megatron",
+    "tpu_cluster",
+    "num_processes",
+    "gpu_ids",
+    "enable_cpu_affinity",
+    "mixed_precision",
+    "group:fp8",
+    "gradient_accumulation_steps",
+    "group:tpu",
+)
+CLOUD_ORDER = ("group:sagemaker", "distributed_type", "group:dynamo", "num_machines", "mixed_precision", "group:fp8")
+
+Ask = Callable[[Option, Any, tuple[str, ...] | None], Any]
+"""Asks for an option: the option, what is proposed, the choices where they are fewer than the option's. Returns a value, or None."""
+
+
+def ask_all(ask: Ask, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask everything that follows from the answers so far.
+
+    Args:
+        ask: see :data:`Ask`.
+        known: values by option that are proposed, of an existing file.
+
+    Returns:
+        Answers by option.
+    """
+    answers: dict[str, Any] = {}
+    for opt in questions(answers):
+        choices = _choices(opt, answers)
+        proposal = propose(opt, known, answers)
+        answers[opt.name] = ask(opt, proposal if choices is None or proposal in choices else choices[0], choices)
+    return answers
+
+
+def questions(answers: Mapping[str, Any]) -> Iterator[Option]:
+    """The options to ask for, one after the other: whether one comes depends on ``answers``, which the caller fills meanwhile."""
+    options = declared()
+    yield options["compute_environment"]
+    cloud = answers.get("compute_environment") == "AMAZON_SAGEMAKER"
+    for opt, group in _ordered(CLOUD_ORDER if cloud else LOCAL_ORDER):
+        if opt.question is not None and opt.name not in answers and _is_asked(opt, group, answers):
+            yield opt
+
+
+def _ordered(order: tuple[str, ...]) -> Iterator[tuple[Option, type[OptionGroup]]]:
+    owners = {opt.name: (opt, group) for group in load_groups() for opt in group.options()}
+    for name in order:
+        group_name = name.partition(":")[2]
+        if not group_name:
+            yield owners[name]
+        elif group_name in OPTION_GROUPS:
+            group = OPTION_GROUPS.load(group_name)
+            yield from ((opt, group) for opt in group.options())
+
+
+def _is_asked(opt: Option, group: type[OptionGroup], answers: Mapping[str, Any]) -> bool:
+    conditions = dict(opt.asked_when)
+    if group.enabled_by is not None:
+        name, value = group.enabled_by
+        conditions[name] = (value,)
+    return all(_holds(_value(name, answers), allowed) for name, allowed in conditions.items())
+
+
+def _holds(value: Any, allowed: tuple[Any, ...]) -> bool:
+    if MORE_THAN_ONE in allowed:
+        return isinstance(value, int) and value > 1
+    return value is not None if GIVEN in allowed else value in allowed
+
+
+def _value(name: str, answers: Mapping[str, Any]) -> Any:
+    """An answer, or what follows from the kind of run, or the default."""
+    if name == "cpu" and answers.get("distributed_type") == "MULTI_CPU":
+        return True
+    return answers.get(name, declared()[name].default)
+
+
+def _choices(opt: Option, answers: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The choices that make sense; None for all."""
+    if opt.name != "distributed_type":
+        return None
+    if answers.get("compute_environment") == "AMAZON_SAGEMAKER":
+        return CLOUD_TYPES
+    # Engines are asked for one by one.
+    engines = [kind for name, kind in ENGINES.items() if name != "tpu"]
+    return tuple(kind for kind in LOCAL_TYPES if kind not in engines)
+
+
+def propose(opt: Option, known: Mapping[str, Any], answers: Mapping[str, Any]) -> Any:
+    """What to propose: what the file has, else what fits this machine, else what is suggested, else the default."""
+    if known.get(opt.name) is not None:
+        return known[opt.name]
+    count = find_visible(all_variables()).count
+    machine = {
+        "distributed_type": "MULTI_GPU" if count > 1 else "NO",
+        "num_processes": max(1, count) * (_value("num_machines", answers) or 1),
+        "cpu": count == 0,
+        "main_process_port": 29500,
+    }
+    for value in (machine.get(opt.name), opt.suggested):
+        if value is not None:
+            return value
+    return opt.default
+
+
+def known_values(settings: Resolution) -> dict[str, Any]:
+    """What a file sets, as proposals: an engine is a question of its own there."""
+    values = {name: setting.value for name, setting in settings.settings.items() if settings.is_set(name)}
+    if values.get("distributed_type") in ENGINES.values() and values["distributed_type"] != ENGINES["tpu"]:
+        values["distributed_type"] = "MULTI_CPU" if values.get("cpu") else "MULTI_GPU"
+    return values
+
+
+def complete(answers: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a whole file: the answers, what every file holds, and what the old one held that was not asked for.
+
+    Raises:
+        ConfigurationError: answers contradict one another.
+    """
+    groups, asked = load_groups(), {name for name, opt in declared().items() if opt.question is not None}
+    values = {name: value for name, value in answers.items() if value is not None and value != ()}
+    if values.get("distributed_type") == "MULTI_CPU":
+        values["cpu"] = True
+    elif values.get("distributed_type") == "NO" and values["compute_environment"] == "LOCAL_MACHINE":
+        values.setdefault("num_processes", 1)
+    settings = check(resolve(groups, values, environ={}))
+    kept = {name: value for name, value in known.items() if name not in asked and _is_kept(name, settings)}
+    base = {name: settings[name] for name in BASE if values["compute_environment"] == "LOCAL_MACHINE"}
+    switches = {name for name in ENGINES if name in declared()} | {"use_parallelism_config"}
+    whole = {**base, **kept, **values, "distributed_type": settings["distributed_type"]}
+    return {name: value for name, value in whole.items() if name not in switches}
+
+
+def _is_kept(name: str, settings: Resolution) -> bool:
+    opt = settings.settings[name].option
+    owner = next(group for group in settings.groups if opt in group.options())
+    return settings.is_enabled(owner) and opt.retired is None and name not in BASE

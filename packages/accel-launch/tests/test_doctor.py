@@ -1,0 +1,106 @@
+"""``accel doctor``: a verdict on this machine, and advice for whatever does not work."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import resource
+import sys
+
+import pytest
+
+from accel_launch.doctor import machine
+from accel_launch.doctor.finding import Finding, run_check
+from accel_launch.doctor.group import check_group
+
+
+def findings(check) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in check()}
+
+
+@pytest.mark.timeout(150)
+def test_this_machine_works(shell) -> None:
+    result = shell.accel("doctor", "--timeout", "100", "--cpu", "--num_processes", "2", GLOO_SOCKET_IFNAME="lo")
+    subjects = [line[6:20].strip() for line in result.stdout.splitlines() if line[:5] in ("ok   ", "warn ", "fail ")]
+    assert result.returncode == 0, result.stdout + result.stderr
+    here = ["python", "torch", "devices", "computing", "memory", "open files", "ports", "configuration"]
+    expected = [*here, "meeting", "all-reduce", "point to point"]
+    assert [subject for subject in subjects if subject in expected] == expected
+    assert "everything works" in result.stdout and "all-reduce     right; " in result.stdout
+
+
+def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
+    shell.write("c.yaml", "num_proceses: 2\n")
+    code = """
+    import resource, subprocess, sys
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    sys.exit(subprocess.call([sys.executable, "-m", "accel_launch", "doctor", "--timeout", "1", "--cpu"]))
+    """
+    shell.env.update(ACCELERATE_CONFIG_FILE="", HF_HOME=str(shell.folder), RANK="3")
+    shell.write("accel/default_config.yaml", "num_proceses: 2\n")
+    result = shell.python(code)
+    # A file that is wrong is an error of the command line too: it would decide what is checked.
+    assert result.returncode == 2 and "num_proceses is not a known key" in result.stderr
+    (shell.folder / "accel" / "default_config.yaml").unlink()
+    result = shell.python(code)
+    lines = result.stdout.splitlines()
+    assert result.returncode == 1 and lines[-1].startswith("2 thing(s) to mend")
+    failed = [index for index, line in enumerate(lines) if line.startswith("fail ")]
+    assert [lines[index][6:20].strip() for index in failed] == ["open files", "processes"]
+    assert all(lines[index + 1].startswith("        -> ") for index in failed)
+    assert "`ulimit -n 4096` before launching (this machine allows 256" in result.stdout
+    assert "warn  variables      RANK=3: a process would take itself for a rank" in result.stdout
+    assert "did not end within 1 s: no process came as far as to say anything" in result.stdout
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-1", "nan"])
+def test_a_time_limit_that_is_none(shell, text) -> None:
+    result = shell.accel("doctor", f"--timeout={text}")
+    assert result.returncode == 2 and "is not a number of seconds above 0" in result.stderr
+
+
+def test_what_a_machine_can_lack(monkeypatch) -> None:
+    monkeypatch.setattr(machine, "LEAST_SHARED_MEMORY", 2**60)
+    monkeypatch.setattr(machine, "LEAST_MEMORY", 2**60)
+    found = findings(machine.check_memory)
+    assert found["shared memory"].failed and "--shm-size" in found["shared memory"].advice and found["memory"].failed
+    assert not found["temporary"].failed
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 10**6))
+    assert findings(machine.check_limits)["open files"].advice.startswith("`ulimit -n 4096` before launching: ")
+    monkeypatch.setattr("accel_launch.accelerators.registry.find_installed", lambda: (4, ("CUDA_VISIBLE_DEVICES",)))
+    found = findings(machine.check_devices)
+    assert found["devices"].failed and "the machine has 4 accelerator(s), and torch" in found["devices"].text
+    monkeypatch.setattr(machine, "OLDEST_TORCH", (99, 0))
+    assert findings(machine.check_versions)["torch"].failed
+    monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
+    assert findings(machine.check_network)["host name"].state == "warn"
+
+
+def test_a_check_that_raises_is_a_finding() -> None:
+    def check():
+        yield Finding("a", "ok", "fine")
+        raise RuntimeError("no such thing\nsecond line")
+
+    first, second = run_check("thing", check)
+    assert first.state == "ok" and second.failed and "RuntimeError: no such thing" in second.text and second.advice
+
+
+def test_processes_that_fail_are_quoted(shell) -> None:
+    (found,) = check_group(["--num_processes=2", "--cpu", "--main_process_port=x"], shell.env, 60)
+    assert found.failed and "failed with exit code 2" in found.text and "'x' is not a port" in found.text
+
+
+def test_versions_are_those_of_this_machine() -> None:
+    assert machine.versions()["torch"] == importlib.metadata.version("torch")
+    assert machine.versions()["python"] == ".".join(map(str, sys.version_info[:2]))
+
+
+def test_help_imports_no_torch(shell) -> None:
+    result = shell.python("""
+        import sys
+        from accel_launch.cli import main
+        try:
+            main(["doctor", "--help"])
+        except SystemExit:
+            print("torch" in sys.modules)
+    """)
+    assert result.stdout.endswith("False\n") and "--main_process_ip" in result.stdout

@@ -1,0 +1,96 @@
+"""Programs that start ranks, played by scripts of the shell: what comes through, what is told last, and how they end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+
+from accel_launch.elastic.worker import decode, encode
+from accel_launch.launchers.rank import main
+from accel_launch.relay import run_relayed
+from accel_state.errors import ConfigurationError
+
+# A program that runs two ranks one after the other, and ends with a code of its own.
+RELAY = """
+import json, os, subprocess, sys
+from accel_launch.relay import run_relayed
+program = "import subprocess, sys; [subprocess.call(words.split()) for words in sys.argv[2:]]; sys.exit(int(sys.argv[1]))"
+words = [sys.executable, "-c", program, *sys.argv[1:]]
+sys.exit(run_relayed(words, dict(os.environ)))
+"""
+
+
+@pytest.fixture
+def relay(shell):
+    """Run ranks (each the arguments of the worker) under a program with this exit code."""
+    import accel_launch
+
+    worker = f"{next(iter(accel_launch.__path__))}/elastic/worker.py"
+    shell.write("relay.py", RELAY)
+
+    def run(code: int, *ranks: str):
+        import subprocess
+
+        commands = [f"env RANK={index} WORLD_SIZE=2 {sys.executable} {worker} {words}" for index, words in enumerate(ranks)]
+        return subprocess.run(
+            [sys.executable, "relay.py", str(code), *commands],
+            cwd=shell.folder,
+            env=shell.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return run
+
+
+def test_the_first_report_is_told_last(shell, relay) -> None:
+    shell.write("s.py", "import sys\nprint('out')\nprint('err', file=sys.stderr)\nraise KeyError(sys.argv[1:])\n")
+    result = relay(9, f"script encoded s.py {encode(['', 'a b', '$x'])}", f"script encoded s.py {encode([])}")
+    assert result.returncode == 1, "the rank's own code, not the program's"
+    assert result.stdout == "out\nout\n" and result.stderr.count("err\n") == 2 and "accel-launch-failure" not in result.stderr
+    end = result.stderr[result.stderr.index("accel launch: ") :]
+    assert end.startswith("accel launch: rank 0 of 2 failed first") and end.endswith("KeyError: ['', 'a b', '$x']\n")
+
+
+def test_a_long_traceback_keeps_its_end(shell, relay) -> None:
+    shell.write("s.py", f"raise ValueError('{'x' * 9000}' + 'the end')\n")
+    end = relay(1, f"script encoded s.py {encode([])}").stderr.rsplit("accel launch: ", 1)[1]
+    assert "(its beginning is left out)" in end and end.endswith("xthe end\n") and len(end) < 4000
+
+
+def test_a_failure_that_somebody_coped_with(shell, relay) -> None:
+    shell.write("s.py", "raise SystemExit(3)\n")
+    assert relay(0, f"script encoded s.py {encode([])}").returncode == 0
+
+
+def test_a_program_without_reports(relay) -> None:
+    result = relay(7)
+    assert (result.returncode, result.stderr) == (7, "")
+
+
+def test_a_line_that_only_looks_like_a_report(shell, relay) -> None:
+    shell.write("s.py", "import sys\nprint('\\x1eaccel-launch-failure {', file=sys.stderr)\nsys.exit(4)\n")
+    result = relay(4, f"script encoded s.py {encode([])}")
+    assert result.returncode == 4 and "\x1eaccel-launch-failure {\n" in result.stderr
+
+
+def test_a_program_that_cannot_be_started(tmp_path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ConfigurationError, match="cannot be started: No such file"):
+        run_relayed([str(tmp_path / "none")], {})
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_rank_that_no_mpi_started() -> None:
+    with pytest.raises(ConfigurationError, match=r"no MPI launcher has started s\.py"):
+        main(["script", "s.py"], {"RANK": "0", "WORLD_SIZE": "1"})
+
+
+def test_arguments_survive() -> None:
+    for args in ([], [""], ["a b", "'\"$`\\", "é\n"], ["x" * 1000]):
+        assert decode(encode(args)) == args
+        assert "=" not in encode(args)

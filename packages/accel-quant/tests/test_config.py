@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from accel_quant import BnbQuantizationConfig
+from accel_state.enums import CustomDtype
+from accel_state.errors import ConfigurationError
+
+
+def test_defaults_are_those_that_other_libraries_know() -> None:
+    config = BnbQuantizationConfig(load_in_4bit=True)
+    assert [field.name for field in dataclasses.fields(config)] == [
+        *("load_in_8bit", "llm_int8_threshold", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
+        *("bnb_4bit_compute_dtype", "torch_dtype", "skip_modules", "keep_in_fp32_modules"),
+    ]
+    assert (config.llm_int8_threshold, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == (6.0, "fp4", False)
+    assert (config.bnb_4bit_compute_dtype, config.torch_dtype) == (torch.float16, torch.float16)
+    assert config.target_dtype == CustomDtype.INT4
+    assert BnbQuantizationConfig(load_in_8bit=True).target_dtype == torch.int8
+
+
+@pytest.mark.parametrize("given", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_types_are_taken_by_name_or_as_they_are(given) -> None:
+    config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype=given, torch_dtype=given)
+    assert (config.bnb_4bit_compute_dtype, config.torch_dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "load_in_8bit=False and load_in_4bit=False: set exactly one"),
+        ({"load_in_8bit": True, "load_in_4bit": True}, "set exactly one"),
+        ({"load_in_8bit": "yes"}, "load_in_8bit='yes' must be True or False"),
+        ({"load_in_8bit": True, "llm_int8_threshold": -1}, "llm_int8_threshold=-1 must be a number, 0 or more"),
+        ({"load_in_8bit": True, "llm_int8_threshold": True}, "must be a number"),
+        ({"load_in_8bit": True, "llm_int8_threshold": float("nan")}, "must be a number"),
+        ({"load_in_8bit": True, "bnb_4bit_quant_type": "nf4"}, "bnb_4bit_quant_type='nf4' has no effect with load_in_8bit"),
+        ({"load_in_8bit": True, "bnb_4bit_use_double_quant": True}, "no effect"),
+        ({"load_in_8bit": True, "bnb_4bit_compute_dtype": "bf16"}, "no effect"),
+        ({"load_in_4bit": True, "llm_int8_threshold": 5.0}, "llm_int8_threshold=5.0 has no effect with load_in_4bit"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "'int4' is not one of fp4, nf4"),
+        ({"load_in_4bit": True, "bnb_4bit_use_double_quant": 1}, "must be True or False"),
+        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "int8"}, "'int8' is not a type to compute in"),
+        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": None}, "None is not a type to compute in"),
+        ({"load_in_4bit": True, "torch_dtype": "auto"}, "torch_dtype='auto' is not a type to compute in"),
+        ({"load_in_4bit": True, "torch_dtype": torch.int8}, "torch.int8 is not a type"),
+        ({"load_in_4bit": True, "skip_modules": "head"}, "skip_modules='head' must be a list"),
+        ({"load_in_4bit": True, "keep_in_fp32_modules": [1]}, "must be a list of names"),
+    ],
+)
+def test_a_bad_value_or_combination_is_refused_with_the_next_step(kwargs, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        BnbQuantizationConfig(**kwargs)

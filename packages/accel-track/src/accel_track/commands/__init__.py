@@ -1,0 +1,1 @@
+"""What ``accel track`` does."""

@@ -1,0 +1,43 @@
+"""Which process this is, without starting anything: a script that never makes a PartialState can log too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from accel_state import environments
+from accel_state.state import PartialState
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def rank() -> int:
+    """The rank of this process: that of its PartialState, of torch's process group, or of whoever launched it."""
+    if PartialState._shared_state:
+        return int(PartialState().process_index)
+    if dist.is_available() and dist.is_initialized():
+        return int(dist.get_rank())
+    return int(environments.detect().rank)
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0."""
+    return rank() == 0
+
+
+def on_main_process(function: F) -> F:
+    """Decorate a method of a tracker so that it runs on rank 0 only, unless its class says ``main_process_only = False``.
+
+    Elsewhere the method returns None.
+    """
+
+    @wraps(function)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "main_process_only", True) and not is_main_process():
+            return None
+        return function(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]

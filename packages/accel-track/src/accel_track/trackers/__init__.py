@@ -1,0 +1,1 @@
+"""The trackers: one file each."""

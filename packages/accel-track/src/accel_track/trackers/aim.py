@@ -1,0 +1,108 @@
+"""Aim."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..images import as_images
+from ..library import LibraryTracker
+from ..process import on_main_process
+from ..values import as_number, flatten, to_plain
+
+
+class AimTracker(LibraryTracker):
+    """Logs to a repository of Aim, in a folder or on a server (``aim://host:port``).
+
+    Args:
+        run_name: name of the run.
+        logging_dir: the repository.
+        **kwargs: for ``aim.Run``.
+    """
+
+    name = "aim"
+    requires_logging_directory = True
+    module = "aim"
+    offline = "A folder as logging_dir keeps the run on this machine."
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.aim_repo_path = None if logging_dir is None else str(logging_dir)
+        self.writer: Any = None
+        self._kwargs = kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The ``aim.Run``."""
+        return self.writer
+
+    @property
+    def run_id(self) -> str | None:
+        """The hash of the run."""
+        return None if self.writer is None else str(self.writer.hash)
+
+    @on_main_process
+    def start(self) -> None:
+        kwargs = {"repo": self.aim_repo_path, "experiment": self.run_name, **self._kwargs}
+        if self._resumed_id is not None:
+            kwargs.setdefault("run_hash", self._resumed_id)
+        if str(kwargs["repo"]).startswith("aim://"):
+            self._require_server(str(kwargs["repo"]))
+        self.writer = self._library().Run(**kwargs)
+        self.writer.name = self.run_name
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.writer["hparams"] = to_plain(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep values of a step; ``kwargs`` go to ``aim.Run.track`` (``context``, ``epoch``)."""
+        step = self._at(step)
+        aim = self._library()
+        for name, value in flatten(values, "/").items():
+            number = as_number(value)
+            item: Any = number if number is not None else value
+            if isinstance(item, (str, list, type(None))):
+                item = aim.Text(item if isinstance(item, str) else str(to_plain(item)))
+            elif type(item).__module__ in ("torch", "numpy"):
+                item = aim.Distribution(item.reshape(-1).tolist())
+            self.writer.track(item, name=name, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None) -> None:
+        """Keep images of a step.
+
+        Args:
+            values: names to images or lists of them; or to ``(image, caption)``.
+            step: the step.
+            kwargs: ``{"aim_image": arguments of aim.Image, "track": arguments of aim.Run.track}``.
+        """
+        step = self._at(step)
+        chosen = kwargs or {}
+        picture = self._library("PIL.Image")
+        for name, value in values.items():
+            content, caption = value if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str) else (value, "")
+            options = {"caption": caption, **chosen.get("aim_image", {})}
+            for index, image in enumerate(as_images(content)):
+                made = self._library().Image(picture.fromarray(image[..., 0] if image.shape[-1] == 1 else image), **options)
+                # A sequence of Aim holds either images or lists of them, so each of several has a sequence of its own.
+                self.writer.track(made, name=f"{name}_{index}" if index else name, step=step, **chosen.get("track", {}))
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Keep a file in the repository's folder for artifacts."""
+        if not self.writer.artifacts_uri:
+            self.writer.set_artifacts_uri(_artifacts_uri(self.writer))
+        prefix = f"{artifact_path.strip('/')}/" if artifact_path else ""
+        self.writer.log_artifact(local_path, name=prefix + os.path.basename(local_path), block=True)
+
+    @on_main_process
+    def finish(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _artifacts_uri(run: Any) -> str:
+    return "file://" + os.path.join(os.path.abspath(run.repo.path), "artifacts")

@@ -1,0 +1,131 @@
+"""ClearML."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from accel_state import env
+
+from ..images import as_images
+from ..library import LibraryTracker
+from ..process import on_main_process
+from ..values import flatten, to_plain
+
+_SPLIT = re.compile(r"(train|eval|test|val|valid|validation)[_/](.+)")
+
+
+class ClearMLTracker(LibraryTracker):
+    """Logs to a task of ClearML: the current one if there is one, else a new one.
+
+    ``eval_loss`` and ``train/loss`` become the series ``eval`` and ``train`` of the chart ``loss``; other names charts of their own.
+
+    Args:
+        run_name: name of the project and of the task; the variables CLEARML_PROJECT and CLEARML_TASK win.
+        **kwargs: for ``Task.init``. Recording what other libraries do is off for TensorBoard, which would have every value twice, and for
+            torch, which would upload each checkpoint; ``auto_connect_frameworks`` turns it on.
+    """
+
+    name = "clearml"
+    requires_logging_directory = False
+    module = "clearml"
+    offline = "CLEARML_OFFLINE_MODE=1 keeps the task on this machine, for Task.import_offline_session to upload later."
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.user_provided_run_name = run_name
+        self.task: Any = None
+        self._kwargs = kwargs
+        self._owns_task = False
+
+    @property
+    def tracker(self) -> Any:
+        """The ``Task``."""
+        return self.task
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the task."""
+        return None if self.task is None else str(self.task.id)
+
+    @on_main_process
+    def start(self) -> None:
+        clearml = self._library()
+        self.task = clearml.Task.current_task()
+        if self.task is not None:
+            return
+        kwargs = {
+            "project_name": env.read_str("CLEARML_PROJECT") or self.user_provided_run_name,
+            "task_name": env.read_str("CLEARML_TASK") or self.user_provided_run_name,
+            "auto_connect_frameworks": {"tensorboard": False, "pytorch": False},
+            **self._kwargs,
+        }
+        if not clearml.Task.is_offline():
+            self._require_server(self._library("clearml.backend_api").Session.get_api_server_host())
+            if self._resumed_id is not None:
+                kwargs.setdefault("continue_last_task", self._resumed_id)
+        # It would fork a process to report from. In one with the threads of torch and of other trackers, that may hang for ever.
+        clearml.Task._report_subprocess_enabled = False
+        self.task = clearml.Task.init(**kwargs)
+        self._owns_task = True
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.task.connect_configuration(configuration=to_plain(values), name="config")
+        self.task.set_parameters({f"General/{name}": value for name, value in flatten(to_plain(values), "/").items()})
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep values: at a step, or as single values without one; ``kwargs`` go to ``report_scalar`` or ``report_single_value``."""
+        report = self.task.get_logger()
+        for name, number in self._numbers(values).items():
+            if step is None:
+                report.report_single_value(name=name, value=number, **kwargs)
+            else:
+                title, series = _title_and_series(name)
+                report.report_scalar(title=title, series=series, value=number, iteration=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep images of a step; ``kwargs`` go to ``report_image``."""
+        report = self.task.get_logger()
+        for name, value in values.items():
+            title, series = _title_and_series(name)
+            for index, image in enumerate(as_images(value)):
+                squeezed = image[..., 0] if image.shape[-1] == 1 else image
+                named = f"{series}_{index}" if index else series
+                report.report_image(title=title, series=named, iteration=step or 0, image=squeezed, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Keep a table; ``kwargs`` go to ``report_table``."""
+        title, series = _title_and_series(table_name)
+        content = dataframe if dataframe is not None else [*([columns] if columns else []), *(data or [])]
+        self.task.get_logger().report_table(title=title, series=series, iteration=step or 0, table_plot=content, **kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
+        """Keep a file as an artifact; ``kwargs`` go to ``upload_artifact``."""
+        name = f"{artifact_path.strip('/')}/" if artifact_path else ""
+        self.task.upload_artifact(name + local_path.replace("\\", "/").rsplit("/", 1)[-1], local_path, wait_on_upload=True, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        if self.task is None or not self._owns_task:
+            return
+        if self.failed:
+            self.task.mark_failed(status_reason="the script ended with an exception")
+        self.task.close()
+
+
+def _title_and_series(name: str) -> tuple[str, str]:
+    found = _SPLIT.fullmatch(name)
+    return (found[2], found[1]) if found else (name, name)

@@ -1,0 +1,103 @@
+"""Comet."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+from ..images import as_images
+from ..library import LibraryTracker
+from ..process import on_main_process
+from ..values import as_number, flatten, to_plain
+
+
+class CometMLTracker(LibraryTracker):
+    """Logs to an experiment of Comet.
+
+    Args:
+        run_name: name of the project.
+        **kwargs: for ``comet_ml.start``; ``online=False`` keeps the experiment on this machine.
+    """
+
+    name = "comet_ml"
+    requires_logging_directory = False
+    module = "comet_ml"
+    offline = "init_kwargs={'comet_ml': {'online': False}} keeps the experiment on this machine, for `comet upload` to upload later."
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.writer: Any = None
+        self._kwargs = kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The ``CometExperiment``."""
+        return self.writer
+
+    @property
+    def run_id(self) -> str | None:
+        """The key of the experiment."""
+        return None if self.writer is None else str(self.writer.get_key())
+
+    @on_main_process
+    def start(self) -> None:
+        comet = self._library()
+        kwargs = {"project_name": self.run_name, **self._kwargs}
+        if self._resumed_id is not None:
+            kwargs.setdefault("experiment_key", self._resumed_id)
+            kwargs.setdefault("mode", "get_or_create")
+        if kwargs.get("online") is not False:
+            self._require_server(comet.config.get_config("comet.url_override"))
+        self.writer = comet.start(**kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.writer.log_parameters(flatten(to_plain(values)), nested_support=False)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep values of a step; ``kwargs`` go to ``log_metric`` (numbers) or ``log_other`` (texts)."""
+        if step is not None:
+            self.writer.set_step(step)
+        for name, value in flatten(values, "/").items():
+            number = as_number(value)
+            if number is not None:
+                self.writer.log_metric(name, number, step=step, **kwargs)
+            else:
+                self.writer.log_other(name, value if isinstance(value, str) else str(to_plain(value)), **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep images of a step; ``kwargs`` go to ``log_image``."""
+        for name, value in values.items():
+            for index, image in enumerate(as_images(value)):
+                squeezed = image[..., 0] if image.shape[-1] == 1 else image
+                self.writer.log_image(squeezed, name=f"{name}_{index}" if index else name, step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Keep a table as ``<table_name>.csv``; ``kwargs`` go to ``log_table``."""
+        filename = table_name if table_name.endswith((".csv", ".tsv", ".json")) else f"{table_name}.csv"
+        if dataframe is not None:
+            columns, data = [str(column) for column in dataframe.columns], dataframe.to_numpy().tolist()
+        self.writer.log_table(filename, tabular_data=data, headers=columns or False, **kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
+        """Keep a file as an asset; ``kwargs`` go to ``log_asset``."""
+        name = str(PurePosixPath(artifact_path or "") / PurePosixPath(local_path).name)
+        self.writer.log_asset(local_path, file_name=name, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        if self.writer is not None:
+            self.writer.end()

@@ -1,0 +1,89 @@
+"""DVCLive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..images import as_images
+from ..library import LibraryTracker
+from ..process import on_main_process
+from ..values import as_number, flatten, to_plain
+
+
+class DVCLiveTracker(LibraryTracker):
+    """Writes what DVC reads: ``dvclive/metrics.json``, ``params.yaml`` and ``plots/``.
+
+    Args:
+        run_name: not used: DVC names experiments after ``exp_name``.
+        live: a ``dvclive.Live`` of yours.
+        **kwargs: for ``dvclive.Live``.
+    """
+
+    name = "dvclive"
+    requires_logging_directory = False
+    module = "dvclive"
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.live = live
+        self._given = live is not None
+        self._kwargs = kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The ``dvclive.Live``."""
+        return self.live
+
+    @property
+    def run_id(self) -> str | None:
+        """The folder: a resumed run goes on in it."""
+        return None if self.live is None else str(self.live.dir)
+
+    @on_main_process
+    def start(self) -> None:
+        if not self._given:
+            resumed = {} if self._resumed_id is None else {"dir": self._resumed_id, "resume": True}
+            self.live = self._library().Live(**{**resumed, **self._kwargs})
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.live.log_params(_without_none(to_plain(values)))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep values of a step; ``kwargs`` go to ``Live.log_metric``."""
+        if step is not None:
+            self.live.step = step
+        for name, value in flatten(values, "/").items():
+            number = as_number(value)
+            if number is None and not isinstance(value, str):
+                self._numbers({name: value})  # which says that it is left out
+                continue
+            self.live.log_metric(name, value if number is None else number, **kwargs)
+        self.live.next_step()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep images of a step as ``plots/images/<name>/<index>.png``."""
+        for name, value in values.items():
+            for index, image in enumerate(as_images(value)):
+                self.live.log_image(f"{name}/{0 if step is None else step}_{index}.png", image[..., 0] if image.shape[-1] == 1 else image)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
+        """Keep a file under DVC's control; ``kwargs`` go to ``Live.log_artifact``."""
+        self.live.log_artifact(local_path, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        if self.live is not None:
+            self.live.end()
+
+
+def _without_none(value: Any) -> Any:
+    """Parameters as DVC takes them: it has no word for None."""
+    if isinstance(value, dict):
+        return {name: _without_none(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return "None" if value is None else value

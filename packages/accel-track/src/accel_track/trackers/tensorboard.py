@@ -1,0 +1,129 @@
+"""TensorBoard: event files in a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_state.imports import is_package_available
+
+from ..library import LibraryTracker
+from ..process import on_main_process
+from ..values import as_number, flatten, to_plain
+
+
+class TensorBoardTracker(LibraryTracker):
+    """Writes event files into ``<logging_dir>/<run_name>``.
+
+    Numbers become scalars, texts texts, dictionaries of numbers scalars in one chart, tensors and arrays of several numbers histograms.
+    The config becomes hyperparameters, and is written to ``<folder>/<time>/hparams.yml`` whole.
+
+    Args:
+        run_name: name of the run.
+        logging_dir: the folder.
+        **kwargs: for ``SummaryWriter``.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    module = "tensorboard"
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = os.path.join(logging_dir, run_name)
+        self.writer: Any = None
+        self._kwargs = kwargs
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether TensorBoard, or tensorboardX, is installed."""
+        return is_package_available("tensorboard") or is_package_available("tensorboardX")
+
+    @property
+    def tracker(self) -> Any:
+        """The ``SummaryWriter``."""
+        return self.writer
+
+    @property
+    def run_id(self) -> str | None:
+        """The name of the run: a resumed one writes into the same folder."""
+        return self.run_name
+
+    @on_main_process
+    def start(self) -> None:
+        if is_package_available("tensorboard"):
+            writer = self._library("torch.utils.tensorboard").SummaryWriter
+        else:
+            writer = self._library("tensorboardX").SummaryWriter
+        kwargs = {"flush_secs": 20, **self._kwargs}
+        if self._resumed_step is not None:
+            # Readers then drop what an interrupted job has logged after it.
+            kwargs.setdefault("purge_step", self._resumed_step + 1)
+        self.writer = writer(self.logging_dir, **kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        plain = to_plain(values)
+        flat = {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in flatten(plain).items()}
+        self.writer.add_hparams(flat, metric_dict={})
+        self.writer.flush()
+        self._write_whole(plain)
+
+    def _write_whole(self, plain: dict[str, Any]) -> None:
+        folders = [path for path in Path(self.writer.get_logdir()).iterdir() if path.is_dir()]
+        # add_hparams has made a folder named after the time; the config belongs beside its event file.
+        folder = max(folders, key=lambda path: path.stat().st_mtime, default=Path(self.writer.get_logdir()))
+        # JSON is YAML that needs no library.
+        (folder / "hparams.yml").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8", errors="backslashreplace")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep values of a step; ``kwargs`` go to the writer's ``add_scalar``, ``add_text`` or ``add_scalars``."""
+        step = self._at(step)
+        for name, value in values.items():
+            self._add(name, value, step, kwargs)
+
+    def _add(self, name: str, value: Any, step: int, kwargs: dict[str, Any]) -> None:
+        number = as_number(value)
+        if number is not None:
+            self.writer.add_scalar(name, number, global_step=step, **kwargs)
+        elif isinstance(value, str):
+            self.writer.add_text(name, value, global_step=step, **kwargs)
+        elif isinstance(value, dict):
+            self.writer.add_scalars(name, self._numbers(value), global_step=step, **kwargs)
+        elif isinstance(value, torch.Tensor) and value.numel():
+            self.writer.add_histogram(name, value.float() if value.dtype is torch.bfloat16 else value, global_step=step, **kwargs)
+        elif hasattr(value, "dtype") and bool(getattr(value, "size", False)):
+            self.writer.add_histogram(name, value, global_step=step, **kwargs)
+        else:
+            self.writer.add_text(name, str(to_plain(value)), global_step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep images of a step.
+
+        Args:
+            values: names to images or lists of them.
+            step: the step.
+            **kwargs: for ``add_images``; with ``dataformats``, values go there as they are.
+        """
+        from ..images import as_images
+
+        step = self._at(step)
+        for name, value in values.items():
+            if "dataformats" in kwargs:
+                self.writer.add_images(name, value, global_step=step, **kwargs)
+                continue
+            for index, image in enumerate(as_images(value)):
+                self.writer.add_image(f"{name}/{index}" if index else name, image, global_step=step, dataformats="HWC", **kwargs)
+        self.writer.flush()
+
+    @on_main_process
+    def finish(self) -> None:
+        if self.writer is not None:
+            self.writer.close()

@@ -1,0 +1,102 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from ..images import as_images
+from ..library import LibraryTracker
+from ..process import on_main_process
+from ..values import to_plain
+
+
+class WandBTracker(LibraryTracker):
+    """Logs to a run of Weights & Biases.
+
+    Args:
+        run_name: name of the project.
+        **kwargs: for ``wandb.init``.
+    """
+
+    name = "wandb"
+    requires_logging_directory = False
+    module = "wandb"
+    offline = "WANDB_MODE=offline keeps the run on this machine, for `wandb sync` to upload later."
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.run: Any = None
+        self._kwargs = kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The ``wandb`` run."""
+        return self.run
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run."""
+        return None if self.run is None else str(self.run.id)
+
+    @on_main_process
+    def start(self) -> None:
+        wandb = self._library()
+        kwargs = {"project": self.run_name, **self._kwargs}
+        if self._resumed_id is not None:
+            kwargs.setdefault("id", self._resumed_id)
+            kwargs.setdefault("resume", "allow")
+        self._require_server(_server(wandb, kwargs))
+        self.run = wandb.init(**kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.config.update(to_plain(values), allow_val_change=True)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.run.log(self._plain_values(values), step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep images of a step; ``kwargs`` go to the run's ``log``."""
+        image = self._library().Image
+        self.run.log({name: [image(one) for one in as_images(value)] for name, value in values.items()}, step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Keep a table; ``kwargs`` go to the run's ``log``."""
+        table = self._library().Table(columns=columns, data=data, dataframe=dataframe)
+        self.run.log({table_name: table}, step=step, **kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
+        """Keep a file as an artifact of its own name; ``kwargs`` go to ``wandb.Artifact``."""
+        name = PurePosixPath(local_path).name
+        artifact = self._library().Artifact(**{"name": f"run-{self.run.id}-{name}", "type": "file", **kwargs})
+        artifact.add_file(local_path, name=str(PurePosixPath(artifact_path or "") / name))
+        self.run.log_artifact(artifact)
+
+    @on_main_process
+    def finish(self) -> None:
+        if self.run is not None:
+            self.run.finish(exit_code=1 if self.failed else 0)
+
+
+def _server(wandb: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """The address that a run is going to talk to, or None where it keeps to this machine."""
+    settings = wandb.Settings()
+    given = kwargs.get("settings") or {}
+    chosen = given if isinstance(given, Mapping) else given.model_dump(exclude_unset=True)
+    mode = kwargs.get("mode") or chosen.get("mode") or settings.mode
+    return str(chosen.get("base_url") or settings.base_url) if mode in ("online", "run", "shared") else None

@@ -1,0 +1,41 @@
+"""Curves as an image, by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_state.errors import require
+
+from .curves import Chart
+
+_INCHES = (4.6, 2.9)
+
+
+def write_png(charts: Sequence[Chart], path: Path) -> None:
+    """Write charts side by side, two in a row.
+
+    Args:
+        charts: at least one.
+        path: the file; its ending chooses the format (.png, .svg, .pdf).
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    # The figure's own class: pyplot would choose a window system, and keep every figure.
+    figure_class = require("matplotlib.figure", purpose="an image of the curves", install="accel-track[plot]").Figure
+    columns = min(len(charts), 2)
+    rows = -(-len(charts) // columns)
+    figure = figure_class(figsize=(_INCHES[0] * columns, _INCHES[1] * rows), layout="constrained")
+    for index, chart in enumerate(charts):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        for name, points in chart.curves.items():
+            axes.plot([step for step, _ in points], [value for _, value in points], label=name, linewidth=1.4)
+        axes.set_title(chart.metric, fontsize=10)
+        axes.set_xlabel("step", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+        if len(chart.curves) > 1:
+            axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)

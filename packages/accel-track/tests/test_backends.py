@@ -1,0 +1,224 @@
+"""Real back ends, beyond what the example logs: resumed runs, nested runs, values and configs of every kind. Each in a process of its own,
+since their libraries set variables, patch others and keep threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_track import get_available_trackers
+
+NAMES = ["tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"]
+
+pytest.importorskip("numpy")
+
+# Loading takes libraries up to ten seconds, several times a test, on a machine that others use too.
+pytestmark = pytest.mark.timeout(240)
+
+HEAD = """
+import json, sys, enum, math, pathlib, functools
+import torch, numpy as np
+from accel_track import Delivery, Tracking
+name, folder = sys.argv[1], pathlib.Path.cwd() / "runs"
+folder.mkdir(exist_ok=True)
+settings = {
+    "comet_ml": {"online": False},
+    "dvclive": {"dir": str(folder / "dvclive"), "save_dvc_exp": False, "dvcyaml": False},
+    "mlflow": {"logging_dir": folder.as_uri()},
+    "swanlab": {"mode": "offline", "log_dir": str(folder)},
+    "wandb": {"mode": "offline", "dir": str(folder)},
+    "clearml": {"auto_resource_monitoring": False},
+}
+tracking = Tracking(name, folder, strict=True, delivery=Delivery(start_timeout=100, finish_timeout=100))
+"""
+
+
+def environment(folder: Path) -> dict[str, str]:
+    variables = {
+        "AIM_UI_TELEMETRY_ENABLED": "0",
+        "CLEARML_CACHE_DIR": folder / "clearml",
+        "CLEARML_OFFLINE_MODE": "1",
+        "COMET_OFFLINE_DIRECTORY": folder,
+        "HOME": folder,
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+        "OMP_NUM_THREADS": "1",
+        "TRACKIO_DIR": folder / "trackio",
+    }
+    return {**os.environ, **{name: str(value) for name, value in variables.items()}}
+
+
+def run(code: str, name: str, folder: Path, *words: str) -> Any:
+    """What the code prints last, as JSON."""
+    command = [sys.executable, "-c", HEAD + textwrap.dedent(code), name, *words]
+    result = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=220)
+    assert result.returncode == 0, result.stderr[-5000:]
+    return json.loads([line for line in result.stdout.splitlines() if line.startswith("RESULT ")][-1].removeprefix("RESULT "))
+
+
+def installed(name: str) -> None:
+    if name not in get_available_trackers():
+        pytest.skip(f"{name} is not installed here: scripts/test-trackers has an environment with all")
+
+
+ANY_VALUE = """
+class Color(enum.Enum):
+    RED = 1
+loop = {}
+loop["loop"] = loop
+config = {
+    "none": None, "flag": True, "nested": {"a": {"b": [1, {"c": None}]}, "empty": {}, "list": []}, "enum": Color.RED, "path": folder,
+    "tensor": torch.ones(2), "big": torch.ones(10_000), "numpy": np.float32(0.5), "function": math.sqrt, "lambda": lambda x: x,
+    "partial": functools.partial(print, 1), "set": {1, 2}, "loop": loop, "nan": math.nan, "inf": -math.inf,
+    3: "number", "long": "x" * 20_000,
+    "class": torch.nn.ReLU, "module": torch.nn.ReLU(), "text": "grün \\u2713", "bytes": b"a", "int": 10**15,
+}
+tracking.init_trackers("any", config, {name: settings.get(name, {})})
+tracking.log({
+    "float": 0.5, "int": 2, "flag": True, "numpy": np.float64(1.5), "tensor": torch.tensor(3),
+    "half": torch.tensor(0.5, dtype=torch.bfloat16),
+    "nested": {"x": 1.0, "y": 2}, "nan": math.nan, "inf": math.inf, "word": "text",
+}, step=0)
+tracking.log({"float": 1.0, "vector": torch.arange(4.0), "array": np.arange(3), "none": None, "list": [1, 2]}, step=1)
+tracking.log({"float": 1.5})
+for image in (torch.rand(3, 8, 8), np.zeros((8, 8), np.uint8), [torch.rand(1, 8, 8)] * 2):
+    tracking.log_images({"image": image}, step=2)
+tracking.log_table("table", columns=["a", "b"], data=[[1, "x"], [2.5, None]], step=2)
+tracking.finish()
+print("RESULT true")
+"""
+
+
+@pytest.mark.parametrize("name", ["jsonl", *NAMES])
+def test_values_and_configs_of_every_kind_are_taken(name: str, tmp_path: Path) -> None:
+    installed(name)
+    # Strict: whatever the back end refuses would raise.
+    assert run(ANY_VALUE, name, tmp_path) is True
+
+
+RESUMED = """
+part = int(sys.argv[2])
+if part:
+    tracking.load_state_dict(json.loads(pathlib.Path("state.json").read_text()))
+tracking.init_trackers("resumed", {"lr": 0.1}, {name: settings.get(name, {})})
+for step in (range(3) if part == 0 else range(2, 5)):
+    tracking.log({"loss": part * 100 + step}, step=step)
+    if (part, step) == (0, 1):
+        pathlib.Path("state.json").write_text(json.dumps(tracking.state_dict()))
+result = tracking.state_dict()["trackers"][name]["run_id"]
+tracking.finish()
+print("RESULT", json.dumps(result))
+"""
+
+READ = {
+    "tensorboard": """
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        events = EventAccumulator(str(folder / "resumed")); events.Reload()
+        points = [(event.step, event.value) for event in events.Scalars("loss")]
+    """,
+    "mlflow": """
+        from mlflow import MlflowClient
+        client = MlflowClient(); (run,) = client.search_runs([client.get_experiment_by_name("resumed").experiment_id])
+        points = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "loss")]
+    """,
+    "dvclive": """
+        lines = (folder / "dvclive/plots/metrics/loss.tsv").read_text().split()[2:]
+        points = [(int(step), float(value)) for step, value in zip(lines[::2], lines[1::2])]
+    """,
+    "trackio": """
+        from trackio.sqlite_storage import SQLiteStorage
+        (run,) = SQLiteStorage.get_runs("resumed")
+        points = [(row["step"], row["loss"]) for row in SQLiteStorage.get_logs("resumed", run)]
+    """,
+    "aim": """
+        import subprocess
+        aim = pathlib.Path(sys.executable).parent / "aim"
+        subprocess.run([aim, "storage", "--repo", str(folder), "reindex", "-y"], check=True, capture_output=True)
+        from aim import Repo
+        (run,) = Repo(str(folder)).iter_runs()
+        (metric,) = [metric for metric in run.metrics() if metric.name == "loss"]
+        steps, (values, *_) = metric.data.items_list()
+        points = list(zip(steps, values))
+    """,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "clearml"])
+def test_a_resumed_job_continues_the_run(name: str, tmp_path: Path) -> None:
+    """Offline, wandb, comet and swanlab write another file for the same run, which they put together when they upload."""
+    installed(name)
+    first, second = (run(RESUMED, name, tmp_path, str(part)) for part in (0, 1))
+    assert first == second
+    if name in READ:
+        points = dict(map(tuple, run(textwrap.dedent(READ[name]) + "\nprint('RESULT', json.dumps(sorted(points)))", name, tmp_path)))
+        assert points == {0: 0, 1: 1, 2: 102, 3: 103, 4: 104}
+
+
+NESTED = """
+import mlflow
+mlflow.set_experiment("nested")
+with mlflow.start_run() as parent:
+    child = {"nested_run": True, "tags": '{"kind": "child"}', "run_name": "inner", "description": "d"}
+    tracking.init_trackers("nested", {"lr": 0.1}, {name: child})
+    tracking.log({"loss": 1.0}, step=0)
+    figure = __import__("matplotlib.figure").figure.Figure()
+    own = tracking.get_tracker("mlflow")
+    own.log_figure(figure, "figures/empty.png")
+    (folder / "files").mkdir()
+    (folder / "files" / "a.txt").write_text("a")
+    own.log_artifacts(str(folder / "files"), "many")
+    tracking.log_artifact(folder / "files" / "a.txt", "one")
+    assert mlflow.active_run().info.run_id == parent.info.run_id, "the script's own run is left alone"
+    child = tracking.get_tracker("mlflow", unwrap=True)
+    tracking.finish(failed=True)
+client = mlflow.MlflowClient()
+data = client.get_run(child.info.run_id)
+files = [sorted(entry.path for entry in client.list_artifacts(child.info.run_id, path)) for path in ("figures", "many", "one")]
+tags = {key: data.data.tags[key] for key in ("kind", "mlflow.note.content")}
+print("RESULT", json.dumps([data.data.tags["mlflow.parentRunId"] == parent.info.run_id, data.info.run_name, data.info.status, tags, files]))
+"""
+
+
+def test_mlflow_runs_are_nested_and_keep_files(tmp_path: Path) -> None:
+    installed("mlflow")
+    nested, run_name, status, tags, files = run(NESTED, "mlflow", tmp_path)
+    assert nested and run_name == "inner" and status == "FAILED"
+    assert tags == {"kind": "child", "mlflow.note.content": "d"}
+    assert files == [["figures/empty.png"], ["many/a.txt"], ["one/a.txt"]]
+
+
+WRONG = """
+from accel_track import MLflowTracker
+messages = []
+for arguments in ({"tags": "{"}, {"tags": 3}, {"nested_run": True}):
+    try:
+        MLflowTracker("x", **arguments)
+    except Exception as error:
+        messages.append(f"{type(error).__name__}: {error}")
+tracking.init_trackers("again", {"lr": 1})
+first = tracking.state_dict()
+tracking.finish()
+tracking = Tracking(name)
+tracking.init_trackers("again", {"lr": 1})
+unused = tracking.state_dict()["trackers"]["mlflow"]["run_id"]
+tracking.load_state_dict(first)
+tracking.finish()
+from mlflow import MlflowClient
+messages.append(MlflowClient().get_run(unused).info.lifecycle_stage)
+print("RESULT", json.dumps(messages))
+"""
+
+
+def test_mlflow_names_what_is_wrong_and_deletes_a_run_that_was_not_used(tmp_path: Path) -> None:
+    installed("mlflow")
+    json_error, type_error, nested_error, stage = run(WRONG, "mlflow", tmp_path)
+    assert json_error.startswith("ConfigurationError: tags='{' is not JSON")
+    assert type_error == "ConfigurationError: tags=3 is a int. Give a dictionary, or JSON of one."
+    assert nested_error.startswith("ConfigurationError: nested_run=True needs a run to be nested in")
+    assert stage == "deleted"

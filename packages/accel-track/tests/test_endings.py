@@ -1,0 +1,145 @@
+"""Ends that nobody planned: nothing that was logged is lost, and nothing keeps the process from ending."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from accel_track import Run, find_runs
+
+HEAD = """
+import os, sys, threading, time
+from accel_track import Delivery, GeneralTracker, Tracking
+tracking = Tracking("jsonl", "runs")
+tracking.init_trackers("project", {"a": 1})
+for step in range(300):
+    tracking.log({"loss": step}, step=step)
+"""
+
+
+def run_script(code: str, folder: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
+    folder.joinpath("script.py").write_text(textwrap.dedent(code))
+    result = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=115)
+    assert result.returncode == status, result.stderr
+    return result
+
+
+def the_run(folder: Path) -> Run:
+    (run,) = find_runs(folder / "runs")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "marked"),
+    [
+        ("", 0, "finished"),
+        ("tracking.finish()", 0, "finished"),
+        ("sys.exit(3)", 3, "finished"),
+        ("raise ValueError('oh')", 1, "failed"),
+        ("del tracking", 0, "finished"),
+        ("with tracking: raise ValueError('oh')", 1, "failed"),
+    ],
+)
+def test_nothing_is_lost_at_the_end(ending: str, status: int, marked: str, tmp_path: Path) -> None:
+    run_script(HEAD + ending, tmp_path, status)
+    run = the_run(tmp_path)
+    assert [row["loss"] for row in run.rows] == list(range(300))
+    assert run.facts["status"] == marked and run.facts["config"] == {"a": 1}
+
+
+def test_a_tracker_that_hangs_does_not_keep_the_interpreter(tmp_path: Path) -> None:
+    code = """
+    import threading, time
+    from accel_track import Delivery, GeneralTracker, Tracking
+
+    class Stuck(GeneralTracker):
+        name, requires_logging_directory, tracker = "stuck", False, None
+        def log(self, values, step=None, **kwargs):
+            threading.Event().wait()
+
+    tracking = Tracking(Stuck(), delivery=Delivery(stall_timeout=1.0))
+    tracking.init_trackers("project")
+    for step in range(5):
+        tracking.log({"a": 1}, step=step)
+    print(time.time())
+    """
+    result = run_script(code, tmp_path)
+    assert "hangs in log() and is set aside: TimeoutError: no progress for 1 s. Calls that waited for it and are lost: 4" in result.stderr
+    assert time.time() - float(result.stdout) < 30, "the end took no longer, on however slow a machine"
+
+
+def test_strict_failures_at_the_end_are_told(tmp_path: Path) -> None:
+    code = """
+    from accel_track import GeneralTracker, Tracking
+
+    class Broken(GeneralTracker):
+        name, requires_logging_directory, tracker = "broken", False, None
+        def log(self, values, step=None, **kwargs):
+            raise OSError("full")
+
+    tracking = Tracking(Broken(), strict=True)
+    tracking.init_trackers("project")
+    tracking.log({"a": 1})
+    """
+    assert "The tracker 'broken' failed in log() and is set aside: OSError: full" in run_script(code, tmp_path).stderr
+
+
+FORK = """
+import multiprocessing
+def child():
+    tracking.log({"loss": -1}, step=1)
+    tracking.log({"loss": -1}, step=1)
+    tracking.get_tracker("jsonl").log({"loss": -2})
+    tracking.log_images({})
+    assert tracking.trackers != []
+    tracking.flush()
+    tracking.finish()
+processes = [multiprocessing.get_context("fork").Process(target=child) for _ in range(3)]
+for process in processes:
+    process.start()
+for step in range(300, 400):
+    tracking.log({"loss": step}, step=step)
+for process in processes:
+    process.join(30)
+    assert process.exitcode == 0, process.exitcode
+pid = os.fork()
+if pid == 0:
+    sys.exit(5)  # runs what is registered for the end
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+"""
+
+
+def test_forked_processes_neither_log_nor_hang(tmp_path: Path) -> None:
+    result = run_script(HEAD + FORK, tmp_path)
+    assert [row["loss"] for row in the_run(tmp_path).rows] == list(range(400))
+    assert result.stderr.count("was called in a process forked from the one that tracks the run") == 3
+
+
+def test_a_process_of_multiprocessing_keeps_its_run(tmp_path: Path) -> None:
+    body = textwrap.indent(HEAD.replace("import os", "import multiprocessing, os"), "    ")
+    code = f"""
+import multiprocessing
+def child():
+{body}
+if __name__ == "__main__":
+    for method in ("spawn", "fork"):
+        process = multiprocessing.get_context(method).Process(target=child)
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+"""
+    run_script(code, tmp_path)
+    runs = find_runs(tmp_path / "runs")
+    assert [len(run.rows) for run in runs] == [300, 300] and {run.facts["status"] for run in runs} == {"finished"}
+
+
+def test_a_killed_process_leaves_what_was_delivered(tmp_path: Path) -> None:
+    result = run_script(HEAD + "tracking.flush()\nos.kill(os.getpid(), 9)", tmp_path, -9)
+    assert result.stderr == ""
+    run = the_run(tmp_path)
+    assert len(run.rows) == 300 and run.facts["status"] == "running"

@@ -1,0 +1,351 @@
+"""From the loop to the trackers: in order, whole, and never in the way."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_state import ConfigurationError
+from accel_state.testing import run_world
+from accel_track import Delivery, GeneralTracker, Silence, TrackerError, Tracking, get_available_trackers, read_run, register_tracker_class
+
+QUICK = Delivery(start_timeout=0.5, stall_timeout=0.5, finish_timeout=0.5)
+
+
+class Recorder(GeneralTracker):
+    """Keeps what it is told, and fails or hangs where it is told to."""
+
+    name = "recorder"
+    requires_logging_directory = False
+
+    def __init__(
+        self, run_name: str = "run", fail: str = "", hang: str = "", delay: float = 0.0, error: BaseException | None = None
+    ) -> None:
+        super().__init__()
+        self.run_name, self.fail, self.hang, self.delay = run_name, fail, hang, delay
+        self.error = error or RuntimeError("the service is down")
+        self.told: list[Any] = []
+        self.threads: set[str] = set()
+        self.release = threading.Event()
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.told
+
+    def _do(self, what: str, *told: Any) -> None:
+        self.threads.add(threading.current_thread().name)
+        time.sleep(self.delay)
+        if what == self.hang:
+            self.release.wait(30)
+        if what == self.fail:
+            raise self.error
+        self.told.append((what, *told) if told else what)
+
+    def start(self) -> None:
+        self._do("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._do("config", values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._do("log", values, step, kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._do("images", values, step)
+
+    def log_table(self, table_name: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None) -> None:
+        self._do("table", table_name, columns, data, step)
+
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        self._do("artifact", Path(local_path).read_text(), artifact_path)
+
+    def finish(self) -> None:
+        self._do("finish", self.failed)
+
+
+class InTheLoop(Recorder):
+    name = "in_the_loop"
+    background = False
+
+
+@pytest.mark.parametrize("kind", [Recorder, InTheLoop])
+def test_everything_arrives_in_order(kind: type[Recorder], tmp_path: Path) -> None:
+    tmp_path.joinpath("file.txt").write_text("kept")
+    tracker = kind()
+    with Tracking(tracker) as tracking:
+        tracking.init_trackers("project", config={"lr": 0.1})
+        loss = torch.tensor(0.0)
+        for step in range(200):
+            tracking.log({"loss": loss, "nested": {"x": step}}, step=step, log_kwargs={tracker.name: {"prefix": "a"}})
+            loss += 1.0
+        tracking.log_images({"image": [torch.zeros(1, 2, 2)]}, step=3)
+        tracking.log_table("table", columns=["a"], data=[[1]], step=4)
+        tracking.log_artifact(tmp_path / "file.txt", "folder")
+        assert tracker.told[-1] == ("artifact", "kept", "folder")
+    expected = [("log", {"loss": step, "nested": {"x": step}}, step, {"prefix": "a"}) for step in range(200)]
+    assert tracker.told[:2] == ["start", ("config", {"lr": 0.1})]
+    assert tracker.told[2:202] == expected
+    assert [told[0] for told in tracker.told[202:]] == ["images", "table", "artifact", "finish"] and tracker.told[-1] == ("finish", False)
+    assert (threading.current_thread().name in tracker.threads) == (kind is InTheLoop) and len(tracker.threads) == 1
+
+
+def test_the_loop_does_not_wait_for_a_slow_tracker() -> None:
+    tracker = Recorder(delay=0.02)
+    tracking = Tracking(tracker)
+    tracking.init_trackers("project")
+    begin = time.perf_counter()
+    for step in range(50):
+        tracking.log({"loss": 1.0}, step=step)
+    took = time.perf_counter() - begin
+    tracking.finish()
+    assert took < 0.5 < 50 * 0.02
+    assert len([told for told in tracker.told if told[0] == "log"]) == 50
+
+
+def test_a_full_queue_slows_the_loop_down_and_loses_nothing() -> None:
+    tracker = Recorder(delay=0.005)
+    tracking = Tracking(tracker, delivery=Delivery(queue_size=3))
+    tracking.init_trackers("project")
+    waiting = []
+    for step in range(40):
+        tracking.log({"loss": 1.0}, step=step)
+        waiting.append(tracking._channels[0].pending)
+    tracking.finish()
+    assert max(waiting) <= 3
+    assert [told[2] for told in tracker.told if told[0] == "log"] == list(range(40))
+
+
+@pytest.mark.parametrize("fail", ["start", "config", "log", "images", "finish"])
+@pytest.mark.parametrize("kind", [Recorder, InTheLoop])
+def test_a_tracker_that_raises_is_set_aside_with_one_warning(kind: type[Recorder], fail: str, caplog: pytest.LogCaptureFixture) -> None:
+    broken, sound = kind(fail=fail), Recorder()
+    tracking = Tracking([broken, sound])
+    tracking.init_trackers("project", config={"lr": 1})
+    for step in range(5):
+        tracking.log({"loss": 1.0}, step=step)
+        tracking.log_images({"image": torch.zeros(1, 2, 2)}, step=step)
+    if fail in ("start", "config"):
+        assert isinstance(tracking.get_tracker(broken.name), Silence)
+        tracking.get_tracker(broken.name).anything.at_all(1)
+        assert tracking.trackers == [sound]
+    tracking.finish()
+    assert len([told for told in sound.told if told[0] == "log"]) == 5
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    method = {"config": "store_init_configuration", "images": "log_images"}.get(fail, fail)
+    assert len(warnings) == 1
+    assert f"The tracker '{broken.name}' failed in {method}() and is set aside: RuntimeError: the service is down" in warnings[0]
+    assert "The run goes on." in warnings[0]
+    if fail != "finish":
+        assert broken.told[-1] == ("finish", False), "also one that was set aside lets go of what it holds"
+
+
+def test_what_is_no_exception_of_the_usual_kind_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    tracking = Tracking(Recorder(fail="log", error=SystemExit(3)))
+    tracking.init_trackers("project")
+    tracking.log({"a": 1})
+    tracking.finish()
+    assert "SystemExit: 3" in caplog.text
+
+
+@pytest.mark.parametrize("fail", ["start", "log", "finish"])
+@pytest.mark.parametrize("kind", [Recorder, InTheLoop])
+def test_strict_mode_raises(kind: type[Recorder], fail: str, caplog: pytest.LogCaptureFixture) -> None:
+    tracking = Tracking(kind(fail=fail), strict=True)
+
+    def run() -> None:
+        tracking.init_trackers("project")
+        tracking.log({"a": 1}, step=0)
+        tracking.flush()
+        tracking.finish()
+
+    with pytest.raises(TrackerError, match=rf"failed in {fail}\(\).*RuntimeError: the service is down") as error:
+        run()
+    assert isinstance(error.value.__cause__, RuntimeError)
+    tracking.finish()
+    assert not caplog.records
+
+
+def test_a_constructor_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+    class Unmakeable(Recorder):
+        name = "unmakeable"
+
+        def __init__(self, run_name: str) -> None:
+            raise OSError("no place")
+
+    tracking = Tracking([Unmakeable])
+    tracking.init_trackers("project")
+    tracking.log({"a": 1})
+    assert isinstance(tracking.get_tracker("unmakeable"), Silence)
+    tracking.finish()
+    assert len(caplog.records) == 1 and "could not be made and is set aside: OSError: no place" in caplog.text
+    with pytest.raises(TrackerError, match="could not be made: no place"):
+        Tracking([Unmakeable], strict=True).init_trackers("project")
+
+
+@pytest.mark.parametrize("hang", ["start", "log", "finish"])
+def test_a_tracker_that_hangs_is_waited_for_within_bounds(hang: str, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Recorder(hang=hang)
+    tracking = Tracking(tracker, delivery=QUICK)
+    begin = time.monotonic()
+    tracking.init_trackers("project")
+    for step in range(10):
+        tracking.log({"a": 1}, step=step)
+    tracking.finish()
+    took = time.monotonic() - begin
+    tracker.release.set()
+    assert took < 10, "bounded, on however slow a machine"
+    assert f"hangs in {hang}() and is set aside: TimeoutError: no progress for 0.5 s" in caplog.text
+    assert ("has not started after 0.5 s" in caplog.text) == (hang == "start")
+    lost = {"start": "are lost: 10", "log": "are lost: 9", "finish": "may be lost"}[hang]
+    assert lost in caplog.text
+
+
+def test_a_full_queue_of_a_tracker_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Recorder(hang="log")
+    tracking = Tracking(tracker, delivery=Delivery(queue_size=4, stall_timeout=0.3, finish_timeout=0.3))
+    tracking.init_trackers("project")
+    begin = time.monotonic()
+    for step in range(100):
+        tracking.log({"a": 1}, step=step)
+    assert time.monotonic() - begin < 10
+    assert "4 calls wait, and there was no progress for 0.3 s" in caplog.text and len(caplog.records) == 1
+    tracker.release.set()
+    tracking.finish()
+
+
+def test_a_slow_start_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Recorder(hang="start")
+    tracking = Tracking(tracker, delivery=Delivery(start_timeout=0.2))
+    tracking.init_trackers("project")
+    tracking.log({"a": 1}, step=0)
+    tracker.release.set()
+    tracking.finish()
+    assert tracker.told == ["start", ("log", {"a": 1}, 0, {}), ("finish", False)]
+    assert "has not started after 0.2 s. The run goes on; what is logged waits for it (up to 10000 calls)" in caplog.text
+
+
+def test_a_strict_start_that_hangs_raises() -> None:
+    tracker = Recorder(hang="start")
+    tracking = Tracking(tracker, delivery=QUICK, strict=True)
+    with pytest.raises(TrackerError, match=r"hangs in start\(\)"):
+        tracking.init_trackers("project")
+    tracker.release.set()
+    tracking.finish()
+
+
+def test_log_says_why_it_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    tracking = Tracking(Recorder())
+    for _ in range(3):
+        tracking.log({"a": 1})
+    assert len(caplog.records) == 1 and "before init_trackers() or after the end of the run" in caplog.text
+    Tracking().log({"a": 1})
+    assert len(caplog.records) == 1
+
+
+def test_methods_that_a_tracker_lacks_are_told_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    class Plain(GeneralTracker):
+        name = "plain"
+        requires_logging_directory = False
+        tracker = None
+
+    with Tracking(Plain()) as tracking:
+        tracking.init_trackers("project")
+        for _ in range(2):
+            tracking.log_images({"a": torch.zeros(1, 2, 2)})
+    assert [record.getMessage() for record in caplog.records] == [
+        "The tracker 'plain' has no log_images(), so it is not given what log_images() logs."
+    ]
+
+
+def test_wrong_input_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with Tracking(Recorder()) as tracking:
+        with pytest.raises(ConfigurationError, match=r"config=3 is a int\. Give a dictionary"):
+            tracking.init_trackers("project", config=3)
+        tracking.init_trackers("project", config=argparse.Namespace(lr=1))
+        with pytest.raises(ConfigurationError, match=r"log\(\) got 3, a int"):
+            tracking.log(3)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="there is no file"):
+            tracking.log_artifact(tmp_path / "missing")
+        with pytest.raises(ConfigurationError, match=r"no tracker 'other' was started; started: recorder"):
+            tracking.get_tracker("other")
+        tracking.log({"bad": _Spread()})
+        assert "What log() was given is left out: ConfigurationError" in caplog.text
+    with Tracking(Recorder(), strict=True) as tracking:
+        tracking.init_trackers("project")
+        with pytest.raises(TrackerError, match="The values of bad could not be taken"):
+            tracking.log({"bad": _Spread()})
+    for name in ("queue_size", "start_timeout", "stall_timeout", "finish_timeout"):
+        with pytest.raises(ConfigurationError, match=f"{name}=0 is not allowed"):
+            Delivery(**{name: 0})
+
+
+class _Spread(torch.Tensor):
+    placements = (type("Shard", (), {"is_replicate": lambda self: False})(),)
+
+
+def test_a_second_run_ends_the_first() -> None:
+    first = Tracking([Recorder])
+    first.init_trackers("a")
+    tracker = first.trackers[0]
+    first.init_trackers("b")
+    assert tracker.told[-1] == ("finish", False) and first.trackers[0] is not tracker and first.trackers[0].run_name == "b"
+    first.finish()
+
+
+def test_threads_end_with_the_run() -> None:
+    before = set(threading.enumerate())
+    tracking = Tracking([Recorder(), Recorder()])
+    tracking.init_trackers("project")
+    assert len(set(threading.enumerate()) - before) == 2
+    tracking.finish()
+    assert set(threading.enumerate()) == before
+
+
+def once_a_job(folder: str) -> tuple[bool, str, list[str]]:
+    with Tracking("jsonl", folder) as tracking:
+        tracking.init_trackers("project", {"lr": 1})
+        tracking.log({"a": 1}, step=0)
+        own = tracking.get_tracker("jsonl")
+        own.log({"b": 2}, step=1)
+        return tracking.trackers != [], type(own).__name__, list(tracking.state_dict()["trackers"])
+
+
+class EveryRank(Recorder):
+    name = "every_rank"
+    main_process_only = False
+
+
+def on_every_rank() -> list[Any]:
+    with Tracking([EveryRank]) as tracking:
+        tracking.init_trackers("project")
+        tracking.log({"a": 1})
+        return tracking.get_tracker("every_rank", unwrap=True)
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_only_the_main_process_logs(state: bool, tmp_path: Path) -> None:
+    results = run_world(once_a_job, 2, str(tmp_path), state=state)
+    assert results == [(True, "JSONLinesTracker", ["jsonl"]), (False, "Silence", [])]
+    (folder,) = (tmp_path / "project").iterdir()
+    assert [row.get("a", row.get("b")) for row in read_run(folder).rows] == [1, 2]
+
+
+def test_a_tracker_of_every_rank_runs_on_every_rank() -> None:
+    assert [len(told) for told in run_world(on_every_rank, 2)] == [3, 3]
+
+
+def test_registered_classes_have_a_name() -> None:
+    class Named(Recorder):
+        name = "named_in_a_test"
+
+    register_tracker_class(Named)
+    register_tracker_class(Named)
+    assert "named_in_a_test" in get_available_trackers()
+    assert Tracking("named_in_a_test").log_with == [Named]

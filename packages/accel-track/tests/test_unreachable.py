@@ -1,0 +1,84 @@
+"""Servers that cannot be reached: a closed port, and one that accepts and never answers. The run goes on, and the process ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_track import get_available_trackers
+from accel_track.library import answers
+
+# Variables and arguments that send a tracker to a server.
+SERVERS = {
+    "wandb": ({"WANDB_BASE_URL": "http://{at}", "WANDB_API_KEY": "a" * 40}, "{{}}"),
+    "comet_ml": ({"COMET_URL_OVERRIDE": "http://{at}/clientlib/", "COMET_API_KEY": "b" * 25}, "{{}}"),
+    "mlflow": ({"MLFLOW_TRACKING_URI": "http://{at}"}, "{{}}"),
+    "aim": ({"AIM_UI_TELEMETRY_ENABLED": "0"}, "{{'repo': 'aim://{at}'}}"),
+    "clearml": (
+        {name: "http://{at}" for name in ("CLEARML_API_HOST", "CLEARML_WEB_HOST", "CLEARML_FILES_HOST")}
+        | {"CLEARML_API_ACCESS_KEY": "x", "CLEARML_API_SECRET_KEY": "y"},
+        "{{}}",
+    ),
+    "swanlab": ({"SWANLAB_API_HOST": "http://{at}", "SWANLAB_API_KEY": "c" * 21, "SWANLAB_MODE": "online"}, "{{}}"),
+    "trackio": ({"TRACKIO_WRITE_TOKEN": "t"}, "{{'server_url': 'http://{at}'}}"),
+}
+SCRIPT = """
+import sys, time
+from accel_track import Delivery, Tracking, find_runs, library
+library.ANSWER_SECONDS = 2.0
+tracking = Tracking([{name!r}, "jsonl"], "runs", delivery=Delivery(start_timeout=15, stall_timeout=15, finish_timeout=15))
+tracking.init_trackers("project", {{"lr": 1}}, {{{name!r}: {arguments}}})
+for step in range(100):
+    tracking.log({{"loss": step}}, step=step)
+tracking.finish()
+(run,) = find_runs(__import__("pathlib").Path("runs"))
+print("logged", len(run.rows))
+"""
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """Accepts connections, and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def closed_port() -> str:
+    """An address where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_answers(silent_server: str, closed_port: str) -> None:
+    begin = time.monotonic()
+    assert not answers(f"http://{silent_server}", timeout=0.3) and not answers(f"http://{closed_port}", 5)
+    assert not answers(f"aim://{closed_port}", 5) and answers(f"aim://{silent_server}", 5), "for other schemes a connection is enough"
+    assert not answers("http://no-such-host.invalid", 5) and time.monotonic() - begin < 30
+
+
+@pytest.mark.timeout(240)  # libraries that take ten seconds to import, on a busy machine
+@pytest.mark.parametrize("address", ["closed_port", "silent_server"])
+@pytest.mark.parametrize("name", SERVERS)
+def test_training_goes_on_without_the_server(name: str, address: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if name not in get_available_trackers():
+        pytest.skip(f"{name} is not installed here: scripts/test-trackers has an environment with all")
+    at = request.getfixturevalue(address)
+    variables, arguments = SERVERS[name]
+    kept = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
+    environment = kept | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"} | {key: value.format(at=at) for key, value in variables.items()}
+    code = SCRIPT.format(name=name, arguments=arguments.format(at=at))
+    begin = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    took = time.monotonic() - begin
+    assert result.returncode == 0, result.stderr
+    assert "logged 100" in result.stdout
+    assert f"The tracker '{name}'" in result.stderr and "is set aside" in result.stderr, result.stderr
+    assert took < 150, f"{took:.0f} s"

@@ -1,0 +1,135 @@
+"""A plain look at runs."""
+
+from __future__ import annotations
+
+import html.parser
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_state import ConfigurationError, MissingDependencyError
+from accel_track import Tracking
+from accel_track.commands.track import COMMAND, run
+from accel_track.viewer.curves import Chart, charts, smooth
+from accel_track.viewer.terminal import draw
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for scale in (1.0, 2.0):
+        with Tracking("jsonl", tmp_path / "runs") as tracking:
+            tracking.init_trackers("digits", {"scale": scale, "note": "<b>&"})
+            for step in range(50):
+                loss = math.nan if step == 20 else scale * math.exp(-step / 10)
+                tracking.log({"train/loss": loss, "lr": 0.1, "note": "<script>"}, step=step)
+    return tmp_path / "runs"
+
+
+def test_values_and_curves_on_the_terminal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", str(runs), "--width", "60", "--height", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("digits/") == 2 * 3 and printed.count("at step 49") == 2 * 3
+    assert f"train/loss  {math.exp(-4.9):>12.4g}  at step 49" in printed
+    assert max(map(len, printed.splitlines())) <= 140
+    assert "* digits/" in printed and "o digits/" in printed
+
+
+def test_one_run_is_drawn_finely(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = next(path.name for path in (runs / "digits").iterdir())
+    run(["show", str(runs), "--run", name, "--metric", "*loss", "--width", "60"])
+    printed = capsys.readouterr().out
+    assert printed.count("digits/") == 1 and "lr " in printed.split("train/loss\n")[0]
+    assert any("\u2800" < character <= "\u28ff" for character in printed)
+
+
+def test_the_first_value_is_at_the_upper_left() -> None:
+    chart = Chart("loss", {"a": [(0, 2.0), (1, 1.0), (2, math.nan), (3, 0.0)]})
+    lines = draw(chart, 30, 4, braille=False).splitlines()
+    assert lines[0] == "loss" and lines[1].startswith(" 2 |*") and lines[4].rstrip().endswith("*") and lines[5].split() == ["0", "3"]
+    assert draw(Chart("flat", {"a": [(5, 1.0)]}), 30, 3, braille=True).splitlines()[-1].split() == ["5", "6"]
+    assert draw(Chart("nothing", {"a": [(0, math.nan)]}), 30, 3, braille=True)
+
+
+def test_smoothing_starts_at_the_first_value() -> None:
+    points = [(0.0, 4.0), (1.0, 0.0), (2.0, math.inf), (3.0, 0.0)]
+    smoothed = smooth(points, 0.5)
+    assert smoothed[0] == (0.0, 4.0) and smoothed[1][1] == pytest.approx(4 * 0.25 / 0.75) and smoothed[2][1] == math.inf
+    assert smooth(points, 0.0) is points
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [str(value) for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_whole(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["show", str(runs), "--html", str(tmp_path / "pages" / "page.html"), "--smooth", "0.5"])
+    page = Page()
+    text = (tmp_path / "pages" / "page.html").read_text()
+    page.feed(text)
+    assert page.links == [] and "http" not in text, "it needs no network"
+    assert page.tags.count("svg") == 2 and page.tags.count("polyline") == 2 * 2 + 2 and page.tags.count("script") == 1
+    assert '"note": "<b>&"' in page.text and "<script>" in page.text
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'pages' / 'page.html'}\n"
+
+
+def test_the_image(runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run(["show", str(runs), "--png", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_image_without_matplotlib(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'accel-track\[plot\]'"):
+        run(["show", str(runs), "--png", str(tmp_path / "curves.png")])
+
+
+def test_the_table(runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--csv takes one run, and there are 2"):
+        run(["show", str(runs), "--csv", str(tmp_path / "table.csv")])
+    name = next(path.name for path in (runs / "digits").iterdir())
+    run(["show", str(runs), "--run", name, "--csv", str(tmp_path / "table.csv")])
+    lines = (tmp_path / "table.csv").read_text().splitlines()
+    assert lines[0] == "_step,_time,train/loss,lr,note" and len(lines) == 51
+
+
+def test_wrong_input_is_named(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"nothing to draw like acc\*\. Metrics with numbers: train/loss, lr"):
+        run(["show", str(runs), "--metric", "acc*"])
+    with pytest.raises(ConfigurationError, match="is too small"):
+        run(["show", str(runs), "--width", "3"])
+    with pytest.raises(ConfigurationError, match="Nothing with numbers was logged yet"):
+        charts([])
+    with pytest.raises(SystemExit):
+        run(["show", str(runs), "--smooth", "1"])
+    assert "1 is not at least 0 and below 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run([])
+    assert COMMAND.summary and "show" in capsys.readouterr().out
+
+
+def test_it_is_a_command_of_its_own_too_and_needs_no_torch(runs: Path, tmp_path: Path) -> None:
+    code = f"import sys; sys.argv = ['accel_track', 'show', {str(runs)!r}, '--width', '60']; import runpy\n"
+    code += "try: runpy.run_module('accel_track', run_name='__main__')\nexcept SystemExit as end: assert not end.code, end.code\n"
+    code += "print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={"PYTHONIOENCODING": "ascii"})
+    assert result.returncode == 0 and result.stdout.splitlines()[-1] == "False", result.stderr
+    assert result.stdout.isascii()
+    command = [sys.executable, "-m", "accel_track", "show", "missing"]
+    wrong = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("accel track: error: there is no folder 'missing'")

@@ -1,0 +1,8 @@
+"""``accel launch``, under the module path that other libraries know: ``python -m accel.commands.launch``."""
+
+from __future__ import annotations
+
+from accel_launch.cli import launch_main as main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

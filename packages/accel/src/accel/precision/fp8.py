@@ -1,0 +1,139 @@
+"""8-bit floating point: the back ends of accel-fp8, behind the interface of a precision."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_state import AcceleratorState, PartialState
+from accel_state.errors import ConfigurationError
+from accel_state.logging import get_logger
+from accel_state.registry import Registry
+
+from ..kwargs.autocast import AutocastKwargs
+from ..kwargs.fp8 import FP8Kwargs
+from .amp import AutocastForward
+from .full import Precision
+
+if TYPE_CHECKING:
+    from ..kwargs.base import Handlers
+
+# The package is known by the names of what it offers, and loaded when a model is to compute in 8 bits.
+ENGINE: Registry[Any] = Registry("part of accel-fp8", {"recipe": "accel_fp8:FP8Recipe", "create": "accel_fp8:create_backend"})
+
+logger = get_logger(__name__)
+
+
+class FP8Forward(AutocastForward):
+    """A model's forward under autocast, and in the block that its back end opens for it.
+
+    Args:
+        forward: the bound forward of the model.
+        device_type: where the model computes.
+        settings: how autocast runs.
+        backend: what computes in 8 bits.
+    """
+
+    def __init__(self, forward: Any, device_type: str, settings: AutocastKwargs, backend: Any) -> None:
+        super().__init__(forward, device_type, torch.bfloat16, settings)
+        self.backend = backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In the middle, so that it ends before the outputs are converted.
+        bound: Any = self.forward  # a bound method: a copy of the model has a forward of its own
+        with self.backend.forward_context(bound.__self__.training):
+            return super().__call__(*args, **kwargs)
+
+
+class FP8(Precision):
+    """Linear layers multiply in 8 bits, other operations compute in bfloat16, and weights stay in the precision they have.
+
+    Attributes:
+        backend: the name of the back end.
+
+    Raises:
+        ConfigurationError: the device cannot compute in it, or the back end cannot do what the recipe asks for.
+        MissingDependencyError: the package of the back end is not installed.
+    """
+
+    def __init__(self, state: PartialState, handlers: Handlers) -> None:
+        super().__init__(state, handlers)
+        if not state.device_backend.supports_autocast(torch.bfloat16):
+            raise ConfigurationError(
+                f"mixed_precision='fp8' is not available on {state.device.type} here: what is not multiplied in 8 bits computes in "
+                "bfloat16, and autocast does not do so on it. Use mixed_precision='no', or another device."
+            )
+        recipe = ENGINE.load("recipe").from_environment(**handlers.get(FP8Kwargs).recipe_settings())
+        self.engine, choice = ENGINE.load("create")(recipe, state.device)
+        self.backend: str = choice.name
+        self._delayed = choice.name == "native" and recipe.scaling == "delayed"
+        self._models: list[weakref.ref[nn.Module]] = []
+        logger.info("FP8 back end %s: %s", choice.name, choice.reason)
+
+    @property
+    def is_native(self) -> bool:
+        return True
+
+    def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        return torch.autocast(self.state.device.type, dtype=torch.bfloat16, **(settings or self.settings).to_autocast())
+
+    def wrap_forward(self, model: nn.Module) -> nn.Module:
+        if "_original_forward" in model.__dict__:
+            return model
+        self._tell_of_sharding()
+        self.engine.convert(model)
+        self._models.append(weakref.ref(model))
+        model._original_forward = model.forward  # type: ignore[assignment]
+        model.forward = FP8Forward(model.forward, self.state.device.type, self.settings, self.engine)
+        return model
+
+    def _tell_of_sharding(self) -> None:
+        # Gathering in 8 bits replaces every parameter, and the optimizer of the script holds the ones from before.
+        if self.backend == "ao" and AcceleratorState().is_fsdp2 and self.engine.recipe.enable_fsdp_float8_all_gather:
+            logger.info(
+                "FSDP gathers weights in the precision they are sharded in: enable_fsdp_float8_all_gather has no effect under an "
+                "Accelerator. accel_fp8.convert(model, recipe, sharded=True), before the optimizer is made, gathers in 8 bits."
+            )
+
+    def join_optimizer(self, objects: list[Any]) -> list[Any]:
+        if not self.engine.takes_optimizer:
+            return objects
+        models = [index for index, obj in enumerate(objects) if isinstance(obj, nn.Module)]
+        optimizers = [index for index, obj in enumerate(objects) if isinstance(obj, Optimizer)]
+        if not models and not optimizers:
+            return objects
+        if len(models) != 1 or len(optimizers) != 1:
+            raise ConfigurationError(
+                f"prepare() got {len(models)} models and {len(optimizers)} optimizers, but the FP8 back end {self.backend!r} prepares "
+                "one model together with its optimizer. Call prepare(model, optimizer, ...) for each pair."
+            )
+        before = objects[optimizers[0]]
+        model, optimizer = self.engine.initialize(objects[models[0]].to(self.state.device), before)
+        for scheduler in objects:
+            if getattr(scheduler, "optimizer", None) is before:
+                scheduler.optimizer = optimizer
+        replaced = {models[0]: model, optimizers[0]: optimizer}
+        return [replaced.get(index, obj) for index, obj in enumerate(objects)]
+
+    def watch(self, optimizer: Optimizer) -> None:
+        if self._delayed and self.state.use_distributed:
+            # Whoever saves a model does so between two steps, often on one rank only, and must find what all ranks have seen.
+            optimizer.register_step_post_hook(self._synchronize)
+
+    def check_uneven_inputs(self) -> None:
+        if self._delayed and self.state.use_distributed:
+            raise ConfigurationError(
+                "join_uneven_inputs cannot be used with delayed FP8 scaling: ranks that have no data left would be missing where all "
+                "ranks agree on scales. Use NativeRecipeKwargs(scaling='dynamic') or --fp8_scaling dynamic, or keep even_batches=True and "
+                "leave join_uneven_inputs out."
+            )
+
+    def _synchronize(self, *_: Any) -> None:
+        alive = [model for reference in self._models if (model := reference()) is not None]
+        for model in alive:
+            self.engine.synchronize(model)

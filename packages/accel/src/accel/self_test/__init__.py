@@ -1,0 +1,1 @@
+"""``accel test``: a short real run on this machine's processes, compared with plain PyTorch."""

@@ -1,0 +1,259 @@
+"""The files of sharded models and their optimizers within a checkpoint, written and read.
+
+=================== ======================================================== =====================================================
+state-dict type     a model                                                  its optimizer
+=================== ======================================================== =====================================================
+FULL_STATE_DICT     ``pytorch_model_fsdp.bin``                               ``optimizer.bin``, by parameter name
+SHARDED_STATE_DICT  ``pytorch_model_fsdp_0/``, of torch.distributed.checkpoint  ``optimizer_0/``, likewise
+LOCAL_STATE_DICT    ``pytorch_model_fsdp_rank0.bin``, one for each rank      ``optimizer_rank0.bin``, likewise
+=================== ======================================================== =====================================================
+
+Those of further models have their index: ``pytorch_model_fsdp_1.bin``, ``pytorch_model_fsdp_1/``, ``pytorch_model_fsdp_1_rank0.bin``.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from accel_state.collectives.single import Collectives
+
+from ..checkpoint_names import FSDP_MODEL_NAME as MODEL_STEM
+from ..checkpoint_names import OPTIMIZER_NAME, CheckpointError, numbered
+from ..checkpoint_names import SHARD_TABLE_NAME as METADATA_NAME
+from ..checkpoint_files import require_count
+from ..checkpoint_parts import Part
+from ..saving import MODEL_NAME, SAFE_MODEL_NAME
+from . import states
+from .shard_writing import shard_state
+from .states import Layout, State
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Models and optimizers on their way to files of a form of their own.
+
+    Attributes:
+        parts: what this rank writes.
+        closings: called on the main process, with the folder, when all ranks have written.
+    """
+
+    parts: list[Part] = field(default_factory=list)
+    closings: list[Callable[[Path], None]] = field(default_factory=list)
+
+
+def gather(
+    kind: StateDictType,
+    weights: Sequence[State],
+    optimizers: Sequence[tuple[nn.Module, Optimizer]],
+    collectives: Collectives,
+) -> Gathered:
+    """Get models and optimizers ready to be written. Every rank must call it.
+
+    Args:
+        kind: the state-dict type.
+        weights: of each model: each rank's part, or with FULL_STATE_DICT the whole on rank 0.
+        optimizers: each with the model that it updates.
+        collectives: of all ranks.
+    """
+    writers = {
+        StateDictType.FULL_STATE_DICT: _gather_whole,
+        StateDictType.SHARDED_STATE_DICT: _gather_shards,
+        StateDictType.LOCAL_STATE_DICT: _gather_local,
+    }
+    # Of optimizers, the sharded state is all that a rank holds at a time.
+    named = [(OPTIMIZER_NAME, index, states.optimizer_state(model, optimizer)) for index, (model, optimizer) in enumerate(optimizers)]
+    gathered = Gathered()
+    for stem, index, state in [*((MODEL_STEM, index, state) for index, state in enumerate(weights)), *named]:
+        writers[kind](gathered, stem, index, state, collectives)
+    return gathered
+
+
+def _gather_shards(gathered: Gathered, stem: str, index: int, state: State, collectives: Collectives) -> None:
+    root = "model" if stem == MODEL_STEM else "optimizer"
+    shards = shard_state({root: state}, f"{stem}_{index}", collectives)
+    gathered.parts.extend(shards.parts)
+    gathered.closings.append(shards.close)
+
+
+def _gather_whole(gathered: Gathered, stem: str, index: int, state: State, collectives: Collectives) -> None:
+    if stem == OPTIMIZER_NAME:
+        state = states.whole_optimizer_state(state, _on_disk if collectives.rank == 0 else None)
+    gathered.parts.append(Part(numbered(stem, index, "bin"), state, f"{stem} {index}"))
+
+
+def _on_disk(whole: torch.Tensor) -> torch.Tensor:
+    """A tensor with its elements in a file without a name, which the system writes out when memory is short."""
+    if not whole.numel():
+        return whole.cpu()
+    with tempfile.TemporaryFile() as file:
+        file.truncate(whole.nbytes)
+        path = f"/proc/self/fd/{file.fileno()}"
+        if not Path(path).exists():
+            return whole.cpu()
+        mapped = torch.from_file(path, shared=True, size=whole.numel(), dtype=whole.dtype)
+    return mapped.view(whole.shape).copy_(whole)
+
+
+def _gather_local(gathered: Gathered, stem: str, index: int, state: State, collectives: Collectives) -> None:
+    content = {"world_size": collectives.world_size, "state": _parts_only(state)}
+    gathered.parts.append(Part(_local_name(stem, index, collectives.rank), content, f"{stem} {index}", each_rank=True))
+
+
+def _parts_only(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _parts_only(item) for key, item in value.items()}
+    return value.to_local().clone() if isinstance(value, DTensor) else value
+
+
+def _local_name(stem: str, index: int, rank: int) -> str:
+    return numbered(stem, index, "x").removesuffix(".x") + f"_rank{rank}.bin"
+
+
+@dataclass
+class ShardedReader:
+    """Reads models and optimizers of any form into any layout.
+
+    Attributes:
+        folder: the checkpoint.
+        names: its files.
+        rank: this process.
+        world_size: how many there are.
+        read: reads a file of the checkpoint as torch has saved it.
+        read_safetensors: reads one in the safetensors format.
+        used: the files that were read.
+    """
+
+    folder: Path
+    names: Collection[str]
+    rank: int
+    world_size: int
+    read: Callable[[str], Any]
+    read_safetensors: Callable[[str], State]
+    used: set[str] = field(default_factory=set)
+
+    def count(self, stems: Sequence[str]) -> int:
+        """How many models, or optimizers, the checkpoint holds."""
+        found: set[int] = set()
+        for name in self.names:
+            for stem in stems:
+                match = re.fullmatch(rf"{stem}(?:_(\d+))?(?:_rank\d+)?(?:\.bin|\.safetensors|/{re.escape(METADATA_NAME)})", name)
+                if match:
+                    found.add(int(match[1] or 0))
+        return len(found)
+
+    def model(self, index: int, layout: Layout) -> State:
+        """A model's state, each rank's part of it.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be read, or does not fit.
+        """
+        if self._has_folder(MODEL_STEM, index):
+            return states.read_model(self._folder(MODEL_STEM, index), layout)
+        local = self._local(MODEL_STEM, index)
+        if local is not None:
+            return {name: self._own_part(layout, name, value) for name, value in local.items()}
+        for stem, suffix in ((MODEL_STEM, "bin"), (SAFE_MODEL_NAME, "safetensors"), (MODEL_NAME, "bin")):
+            name = numbered(stem, index, suffix)
+            if name in self.names:
+                self.used.add(name)
+                whole = self.read_safetensors(name) if suffix == "safetensors" else self.read(name)
+                return states.model_from_whole(whole, layout, self.folder / name)
+        raise CheckpointError(f"{self.folder} has no weights of model {index}. Choose another checkpoint.")
+
+    def optimizer(self, index: int, layout: Layout, names: Sequence[str]) -> State:
+        """An optimizer's state by parameter name, each rank's part of it.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be read, or does not fit.
+        """
+        if self._has_folder(OPTIMIZER_NAME, index):
+            return states.read_optimizer(self._folder(OPTIMIZER_NAME, index), layout)
+        local = self._local(OPTIMIZER_NAME, index)
+        if local is not None:
+            kept = {name: {key: _into(layout, name, value) for key, value in entry.items()} for name, entry in local["state"].items()}
+            return {"state": kept, "param_groups": local["param_groups"]}
+        name = numbered(OPTIMIZER_NAME, index, "bin")
+        if name not in self.names:
+            raise CheckpointError(f"{self.folder} has no state of optimizer {index}. Choose another checkpoint.")
+        self.used.add(name)
+        return states.optimizer_from_whole(self.read(name), layout, names, self.folder / name)
+
+    def _own_part(self, layout: Layout, name: str, value: Any) -> Any:
+        made = _into(layout, name, value)
+        if isinstance(made, torch.Tensor) and name in layout.tensors and made.shape != layout.tensors[name].shape:
+            raise CheckpointError(
+                f"{self.folder} was saved with LOCAL_STATE_DICT, and its part of {name} has shape {tuple(value.shape)}, which is not how this "
+                "strategy divides it. Load it with FSDP on the same ranks, or save with SHARDED_STATE_DICT."
+            )
+        return made
+
+    def _has_folder(self, stem: str, index: int) -> bool:
+        return f"{stem}_{index}/{METADATA_NAME}" in self.names
+
+    def _folder(self, stem: str, index: int) -> Path:
+        prefix = f"{stem}_{index}/"
+        self.used.update(name for name in self.names if name.startswith(prefix))
+        return self.folder / prefix
+
+    def _local(self, stem: str, index: int) -> Any:
+        """This rank's own part, as it was saved; None if the state was saved in another form."""
+        if _local_name(stem, index, 0) not in self.names:
+            return None
+        name = _local_name(stem, index, self.rank)
+        content = self.read(name) if name in self.names else {}
+        saved = content.get("world_size", "other")
+        if saved != self.world_size:
+            raise CheckpointError(
+                f"{self.folder} was saved with LOCAL_STATE_DICT on {saved} processes, and loads on as many only; here are {self.world_size}. "
+                "Save with SHARDED_STATE_DICT to load on any number."
+            )
+        self.used.update(other for other in self.names if re.fullmatch(rf"{re.escape(name.rsplit('_rank', 1)[0])}_rank\d+\.bin", other))
+        return content["state"]
+
+
+def _into(layout: Layout, name: str, value: Any) -> Any:
+    """A rank's own part as the tensor that it is a part of."""
+    like = layout.tensors.get(name)
+    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.to_local().shape or not value.ndim:
+        return value
+    made = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+    made.to_local().copy_(value)
+    return made
+
+
+def plan(
+    reader: ShardedReader, layouts: Sequence[Layout], optimizers: Sequence[tuple[Layout, Optimizer, Sequence[str]]], strict: bool
+) -> list[Callable[[], Any]]:
+    """Read models and optimizers, and return what puts them in their place; every rank must call that, in this order.
+
+    Raises:
+        CheckpointError: something is missing, damaged, or does not fit.
+    """
+    require_count("models", reader.count([MODEL_STEM, SAFE_MODEL_NAME, MODEL_NAME]), len(layouts), reader.folder)
+    require_count("optimizers", reader.count([OPTIMIZER_NAME]), len(optimizers), reader.folder)
+    changes: list[Callable[[], Any]] = []
+    for index, layout in enumerate(layouts):
+        state = reader.model(index, layout)
+        changes.append(states.plan_model(layout, state, strict, reader.folder))
+    for index, (layout, optimizer, names) in enumerate(optimizers):
+        changes.append(_plan_optimizer(reader, index, layout, optimizer, names))
+    return changes
+
+
+def _plan_optimizer(reader: ShardedReader, index: int, layout: Layout, optimizer: Optimizer, names: Sequence[str]) -> partial[Any]:
+    state = reader.optimizer(index, layout, names)
+    if any(isinstance(tensor, DTensor) for tensor in layout.tensors.values()):
+        return states.plan_optimizer(layout, optimizer, state)
+    return partial(optimizer.load_state_dict, states.numbered(state, names, reader.folder))

@@ -1,0 +1,154 @@
+"""Automatic names, the limit, the newest complete one, and folders that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_runs import (
+    Run,
+    checkpoints,
+    project,
+)
+
+from accel import Accelerator
+from accel.checkpoint_list import newest_complete, rotate
+from accel.manifest import MANIFEST_NAME, Manifest
+from accel_state import ConfigurationError, context
+
+
+def test_numbers_limit_and_the_newest(tmp_path: Path) -> None:
+    run = Run(project_config=project(tmp_path, total_limit=2))
+    for number in range(12):
+        run.counter.state["count"] = number
+        assert run.accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
+    assert checkpoints(tmp_path) == ["checkpoint_10", "checkpoint_11"]
+    del run
+    with context.isolated():
+        other = Run(project_config=project(tmp_path, total_limit=2))
+        other.accelerator.load_state()
+        assert other.counter.state["count"] == 11 and other.accelerator.save_iteration == 12
+        other.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_10")
+        assert other.counter.state["count"] == 10 and other.accelerator.save_iteration == 11
+        with pytest.raises(ConfigurationError, match="checkpoint_11 exists already.*iteration"):
+            other.accelerator.save_state()
+        assert checkpoints(tmp_path) == ["checkpoint_10", "checkpoint_11"]
+        other.accelerator.project_configuration.iteration = 3
+        other.accelerator.save_state()
+        assert checkpoints(tmp_path) == ["checkpoint_11", "checkpoint_3"], "the one just saved is the newest, whatever its number"
+
+
+def test_a_limit_of_zero_keeps_the_newest(tmp_path: Path) -> None:
+    run = Run(project_config=project(tmp_path, total_limit=0))
+    run.accelerator.save_state()
+    run.accelerator.save_state()
+    assert checkpoints(tmp_path) == ["checkpoint_1"]
+
+
+def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    run = Run(project_config=project(tmp_path))
+    for number in range(4):
+        run.counter.state["count"] = number
+        run.accelerator.save_state()
+    folder = tmp_path / "checkpoints"
+    (folder / "checkpoint_3" / "optimizer.bin").unlink()
+    (folder / "checkpoint_2" / MANIFEST_NAME).write_text("{")
+    (folder / "checkpoint_9").mkdir()
+    run.accelerator.load_state()
+    assert run.counter.state["count"] == 1 and newest_complete(folder).name == "checkpoint_1"
+    for number in (0, 1):
+        shutil.rmtree(folder / f"checkpoint_{number}")
+    with pytest.raises(ConfigurationError, match="only incomplete ones .checkpoint_2, checkpoint_3, checkpoint_9"):
+        run.accelerator.load_state()
+
+
+def test_an_interrupted_rotation_is_finished_by_the_next(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"checkpoint_{number}").mkdir()
+    (tmp_path / ".checkpoint_0.accel-deleted").mkdir()
+    assert rotate(tmp_path, 1, tmp_path / "checkpoint_2") == [tmp_path / "checkpoint_1"]
+    assert os.listdir(tmp_path) == ["checkpoint_2"]
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: accelerator.save_state(), "needs output_dir"),
+        (lambda: accelerator.load_state(), "needs input_dir"),
+        (lambda: accelerator.save_state(tmp_path / "file"), "is a file"),
+        (lambda: accelerator.save_state("."), "working directory"),
+        (lambda: accelerator.load_state(tmp_path / "none"), "none is no folder"),
+        (lambda: accelerator.save_state(tmp_path / "state", shards=3), "shards, which SingleStrategy"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ConfigurationError, match=message):
+            call()
+    accelerator.project_configuration.automatic_checkpoint_naming = True
+    with pytest.raises(ConfigurationError, match="project_dir="):
+        accelerator.save_state()
+    accelerator.project_configuration.project_dir = str(tmp_path)
+    with pytest.raises(ConfigurationError, match="contradicts automatic"):
+        accelerator.save_state(tmp_path / "state")
+    with pytest.raises(ConfigurationError, match="no checkpoint_<number>"):
+        accelerator.load_state()
+    assert sorted(os.listdir(tmp_path)) == ["file"]
+
+
+def test_latest_by_number(tmp_path: Path) -> None:
+    run = Run(project_config=project(tmp_path))
+    for number in range(3):
+        run.counter.state["count"] = number
+        run.accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_2" / "optimizer.bin").unlink()
+    run.accelerator.load_state("latest")
+    assert run.counter.state["count"] == 1 and run.accelerator.save_iteration == 2
+
+
+def test_latest_by_time(tmp_path: Path) -> None:
+    run = Run(project_dir=str(tmp_path))
+    with pytest.raises(ConfigurationError, match="no folder in it is a complete checkpoint"):
+        run.accelerator.load_state("latest")
+    for number, name in enumerate(("b", "c", "a")):
+        run.counter.state["count"] = number
+        run.accelerator.save_state(tmp_path / name)
+    run.accelerator.load_state("latest")
+    assert run.counter.state["count"] == 2
+    # As a process leaves it that is killed between the two renames of a replacement.
+    os.rename(tmp_path / "a", tmp_path / ".a.accel-replaced")
+    run.counter.state["count"] = 9
+    run.accelerator.load_state("latest")
+    assert run.counter.state["count"] == 2 and (tmp_path / "a").is_dir()
+    (tmp_path / "a" / MANIFEST_NAME).write_text("")
+    run.accelerator.load_state("latest")
+    assert run.counter.state["count"] == 1
+
+
+def test_latest_as_a_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    with pytest.raises(ConfigurationError, match="needs a folder to look in"):
+        run.accelerator.load_state("latest")
+    run.counter.state["count"] = 3
+    monkeypatch.chdir(tmp_path)
+    run.accelerator.save_state("latest")
+    run.counter.state["count"] = 0
+    run.accelerator.load_state("latest")
+    assert run.counter.state["count"] == 3
+
+
+def test_steps_are_counted_over_runs(tmp_path: Path) -> None:
+    run = Run()
+    run.train(1)
+    run.accelerator.save_state(tmp_path / "state")
+    with context.isolated():
+        other = Run()
+        other.accelerator.load_state(tmp_path / "state")
+        other.train(1)
+        other.accelerator.save_state(tmp_path / "later")
+    manifests = [Manifest.read(tmp_path / name) for name in ("state", "later")]
+    assert [manifest.counters["optimizer_steps"] for manifest in manifests if manifest] == [8, 16]

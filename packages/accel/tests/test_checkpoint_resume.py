@@ -1,0 +1,97 @@
+"""A resumed run goes on bit by bit, in one process and on several."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_runs import (
+    Run,
+    resumed,
+    same,
+    uninterrupted,
+)
+
+from accel.checkpoint_files import CheckpointError
+from accel_state.testing import run_world
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, {"workers": 1}),
+        (2, {"mixed_precision": "fp16", "loaders": {"use_seedable_sampler": True}}),
+        (2, {"loaders": {"dispatch_batches": True}}),
+        (2, {"loaders": {"dispatch_batches": False}, "stream": True}),
+    ],
+    ids=["1", "2", "workers", "fp16-seedable", "dispatch", "stream"],
+)
+def test_training_goes_on_bit_by_bit_in_a_new_process(tmp_path: Path, world: int, settings: dict[str, Any]) -> None:
+    points = {(0, 1): "first", (1, 2): "middle", (1, 7 // world): "end"}
+    save = {point: str(tmp_path / name) for point, name in points.items()}
+    whole = run_world(uninterrupted, world, settings, save)
+    batches = len(whole[0][0]) // 3
+    assert whole[0][0] != whole[-1][0] or world == 1
+    for rank, rests in enumerate(run_world(resumed, world, settings, save)):
+        for (epoch, batch), (rest, weights) in zip(save, rests, strict=True):
+            assert rest == whole[rank][0][epoch * batches + batch + 1 :], (epoch, batch, rank)
+            assert same(weights, whole[rank][1]), (epoch, batch, rank)
+
+
+def test_without_a_checkpoint_another_seed_trains_otherwise(tmp_path: Path) -> None:
+    """The comparison above could fail."""
+    first, second = Run(seed=0).train(1), Run(seed=99).train(1)
+    assert [step[0] for step in first] != [step[0] for step in second] and first[0][1] != second[0][1]
+
+
+def test_going_back_in_the_same_process(tmp_path: Path) -> None:
+    run = Run()
+    run.train(1)
+    run.accelerator.save_state(tmp_path / "state")
+    first = run.train(3, done=1)[8:]
+    weights = run.weights()
+    run.record = []
+    run.accelerator.load_state(tmp_path / "state")
+    assert run.train(3, done=1) == first and len(first) == 16
+    assert same(run.weights(), weights)
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    plain = Run().train(2)
+    assert Run().train(2, {(0, 0): str(tmp_path / "a"), (1, 3): str(tmp_path / "b")}) == plain
+
+
+def save_on_ranks(folder: str) -> tuple[list[str], float]:
+    run = Run()
+    run.train(1)
+    # Each rank makes up a name of its own; the first one's counts.
+    path = run.accelerator.save_state(f"{folder}/{run.accelerator.process_index}")
+    return sorted(os.listdir(path)), random.random()
+
+
+def load_on_ranks(folder: str) -> float | str:
+    run = Run(seed=5)
+    try:
+        run.accelerator.load_state(folder)
+    except CheckpointError as error:
+        return str(error)
+    return random.random()
+
+
+def test_every_rank_has_its_own_generators(tmp_path: Path) -> None:
+    results = run_world(save_on_ranks, 2, str(tmp_path))
+    assert os.listdir(tmp_path) == ["0"] and results[0][0] == results[1][0]
+    assert [name for name in results[0][0] if name.startswith("random")] == ["random_states_0.pkl", "random_states_1.pkl"]
+    assert run_world(load_on_ranks, 2, str(tmp_path / "0")) == [drawn for _, drawn in results]
+    assert results[0][1] != results[1][1]
+    assert run_world(load_on_ranks, 1, str(tmp_path / "0")) == [results[0][1]]
+    drawn_on_three = run_world(load_on_ranks, 3, str(tmp_path / "0"))
+    assert len(set(drawn_on_three)) == 3 and all(isinstance(drawn, float) for drawn in drawn_on_three), "a new rank has generators too"
+    (tmp_path / "0" / "random_states_1.pkl").unlink()
+    messages = run_world(load_on_ranks, 2, str(tmp_path / "0"))
+    assert all("has no random_states_1.pkl" in message for message in messages), "a rank was left alone with its error"

@@ -1,0 +1,389 @@
+"""Sharded training gives the numbers of one process: every strategy, order of preparing, accumulation and clipping."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from accel import Accelerator, GradScalerKwargs
+from accel.sharding.plugin import FullyShardedDataParallelPlugin
+from accel_state.env import patch_environment
+from accel_state.errors import ConfigurationError
+from accel_state.testing import run_world
+
+VOCABULARY, WIDTH, BATCH, LENGTH = 11, 7, 8, 5
+# fp32 on several ranks adds the same numbers in another order.
+TOLERANCE = 1e-4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A language model with tied embeddings, a buffer, and sizes that no number of ranks divides."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(1))
+
+    def reset_parameters(self) -> None:
+        self.scale.fill_(1.0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=12,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+    return LlamaForCausalLM(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"net": Net, "gpt2": gpt2, "llama": llama}
+
+
+def batches(count: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (count * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1])
+    logits = getattr(logits, "logits", logits)
+    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((parameter for parameter in model.parameters() if parameter.requires_grad), lr=1e-2)
+
+
+def build(kind: str, seed: int, frozen: bool) -> nn.Module:
+    torch.manual_seed(seed)
+    model = MODELS[kind]()
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("up" not in name)
+    return model
+
+
+def plain(kind: str, steps: int, window: int, max_norm: float, frozen: bool = False) -> dict[str, Any]:
+    """One process, plain PyTorch, whole batches."""
+    model = build(kind, 0, frozen)
+    optimizer = optimizer_of(model)
+    losses, norms = [], []
+    chunks = batches(steps).split(BATCH)
+    for begin in range(0, steps, window):
+        chunk = chunks[begin : begin + window]
+        total = sum(loss_of(model, tokens) for tokens in chunk) / len(chunk)
+        total.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return {"losses": losses, "norms": norms, "weights": {name: value.clone() for name, value in model.state_dict().items()}}
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, order: str) -> tuple[nn.Module, Any]:
+    optimizer = optimizer_of(model)
+    if order == "model first":
+        return accelerator.prepare(model, optimizer)
+    if order == "optimizer first":
+        optimizer, model = accelerator.prepare(optimizer, model)
+        return model, optimizer
+    optimizer = accelerator.prepare(optimizer)
+    return accelerator.prepare(model), optimizer
+
+
+def sharded(
+    settings: dict[str, Any], kind: str, steps: int, window: int, max_norm: float, order: str, seed: int = 0, frozen: bool = False
+) -> dict[str, Any]:
+    plugin = FullyShardedDataParallelPlugin(**settings)
+    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=window)
+    model, optimizer = prepare(accelerator, build(kind, accelerator.process_index * seed, frozen), order)
+    loader = accelerator.prepare(DataLoader(batches(steps), batch_size=BATCH // accelerator.num_processes))
+    losses, norms, window_losses = [], [], []
+    for tokens in loader:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, tokens)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), max_norm).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        window_losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if accelerator.sync_gradients:
+            losses.append(sum(window_losses) / len(window_losses))
+            window_losses.clear()
+    held = sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in model.parameters())
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    kinds = str(accelerator.distributed_type), accelerator.is_fsdp2
+    accelerator.free_memory()
+    return {"losses": losses, "norms": norms, "weights": weights, "held": held, "kinds": kinds}
+
+
+def train_on_two_nodes(cases: Iterable[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    rank = int(os.environ["RANK"])
+    with patch_environment(LOCAL_RANK=rank % 2, LOCAL_WORLD_SIZE=2, GROUP_RANK=rank // 2, GROUP_WORLD_SIZE=2):
+        return train_all(cases)
+
+
+def train_all(cases: Iterable[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [sharded(*case) for case in cases]
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], what: Any) -> None:
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=0, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(found["norms"], expected["norms"], rtol=0, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
+    assert set(found["weights"]) == set(expected["weights"]), what
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(
+            found["weights"][name], value, rtol=0, atol=TOLERANCE, msg=lambda text, name=name: f"{what}, {name}: {text}"
+        )
+
+
+BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
+SIZES = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100}
+CASES = [
+    ({}, "net", 7, 1, 0.5, "model first"),
+    ({**BLOCKS}, "net", 7, 3, 0.5, "optimizer first", 3),
+    ({**BLOCKS, "sharding_strategy": "SHARD_GRAD_OP"}, "net", 7, 3, 0.5, "apart"),
+    ({**SIZES, "sharding_strategy": "NO_SHARD"}, "net", 7, 3, 0.5, "model first", 3),
+    ({"use_orig_params": False, **BLOCKS}, "net", 7, 3, 0.5, "optimizer first"),
+    ({**BLOCKS, "cpu_offload": True, "activation_checkpointing": True}, "net", 7, 1, 0.5, "model first"),
+    (
+        {**BLOCKS, "backward_prefetch": "BACKWARD_PRE", "forward_prefetch": True, "limit_all_gathers": False},
+        "net",
+        7,
+        1,
+        0.5,
+        "model first",
+        0,
+        True,
+    ),
+    ({"fsdp_version": 2}, "net", 7, 3, 0.5, "model first"),
+    ({"fsdp_version": 2, **BLOCKS}, "net", 7, 3, 0.5, "optimizer first", 3),
+    ({"fsdp_version": 2, **BLOCKS, "reshard_after_forward": False}, "net", 7, 1, 0.5, "apart", 3),
+    ({"fsdp_version": 2, **BLOCKS, "cpu_offload": True, "activation_checkpointing": True}, "net", 7, 3, 0.5, "apart"),
+    ({"fsdp_version": 2, **SIZES}, "net", 7, 3, 0.5, "model first", 0, True),
+    ({"fsdp_version": 2, "ignored_modules": r"blocks\.\d\.up"}, "net", 7, 1, 0.5, "model first", 3, True),
+    ({"ignored_modules": r"blocks\.\d\.up"}, "net", 7, 1, 0.5, "model first", 3, True),
+]
+MODEL_CASES = [
+    ({**settings, **BLOCKS}, kind, 20, 1, 0.5, "model first")
+    for kind in ("gpt2", "llama")
+    for settings in ({}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"fsdp_version": 2})
+]
+
+
+@pytest.mark.timeout(240)  # some twenty trainings in one process group
+def test_every_strategy_trains_as_one_process_does() -> None:
+    cases = [*CASES, *MODEL_CASES]
+    ranks = run_world(train_all, 2, cases, timeout=200)
+    for number, case in enumerate(cases):
+        settings, kind, steps, window, max_norm, _, *rest = case
+        expected = plain(kind, steps, window, max_norm, frozen=bool(rest[1:]))
+        assert_same(ranks[0][number], expected, case)
+        assert ranks[1][number]["losses"] == ranks[0][number]["losses"]
+        assert ranks[1][number]["weights"] == {}, "only rank 0 holds whole weights"
+        assert ranks[0][number]["kinds"] == ("FSDP", settings.get("fsdp_version") == 2)
+
+
+@pytest.mark.timeout(180)
+def test_four_ranks_and_a_copy_on_each_of_two_nodes() -> None:
+    cases = [
+        ({**BLOCKS}, "net", 7, 3, 0.5, "model first"),
+        ({**BLOCKS, "sharding_strategy": "HYBRID_SHARD"}, "net", 7, 3, 0.5, "model first"),
+        ({**BLOCKS, "sharding_strategy": "HYBRID_SHARD_ZERO2"}, "net", 7, 1, 0.5, "apart", 3),
+        ({"fsdp_version": 2, **BLOCKS}, "net", 7, 3, 0.5, "optimizer first", 3),
+    ]
+    ranks = run_world(train_on_two_nodes, 4, cases, timeout=150, state=False)
+    for number, case in enumerate(cases):
+        assert_same(ranks[0][number], plain("net", 7, case[3], 0.5), case)
+    whole = sum(parameter.numel() for parameter in Net().parameters())
+    held = [[rank[number]["held"] for rank in ranks] for number in range(len(cases))]
+    assert sum(held[3]) == whole, "version 2 keeps every element once"
+    assert sum(held[0]) == pytest.approx(whole, rel=0.05), "version 1 keeps every element once, but for padding"
+
+
+def overflow(settings: dict[str, Any], poisoned_step: int | None) -> dict[str, Any]:
+    plugin = FullyShardedDataParallelPlugin(**settings)
+    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=256.0)])
+    model, optimizer = prepare(accelerator, build("net", 0, False), "model first")
+    skipped, norms = [], []
+    for step, tokens in enumerate(batches(4).split(BATCH)):
+        accelerator.backward(loss_of(model, tokens[accelerator.process_index :: accelerator.num_processes]))
+        if step == poisoned_step and accelerator.process_index == 1:
+            gradient = next(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+            getattr(gradient, "_local_tensor", gradient).view(-1)[0] = float("inf")
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item() if poisoned_step is None else 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    scale = accelerator.scaler.get_scale()
+    accelerator.free_memory()
+    return {"skipped": skipped, "scale": scale, "norms": norms}
+
+
+def overflow_all() -> list[dict[str, Any]]:
+    return [overflow({**BLOCKS, **version}, step) for version in ({}, {"fsdp_version": 2}) for step in (None, 2)]
+
+
+def test_an_overflow_in_one_ranks_part_skips_the_step_on_all() -> None:
+    first, second = run_world(overflow_all, 2, timeout=100)
+    expected = plain("net", 4, 1, 0.5)["norms"]
+    for whole, poisoned in ((0, 1), (2, 3)):
+        assert first[whole]["skipped"] == [False] * 4
+        # fp16 keeps 11 bits: a thousandth of the norms, which are near 5.
+        torch.testing.assert_close(first[whole]["norms"], expected, rtol=5e-3, atol=0)
+        assert first[poisoned]["skipped"] == second[poisoned]["skipped"] == [False, False, True, False]
+        assert first[poisoned]["scale"] == second[poisoned]["scale"] == 128.0
+
+
+class Unfilled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def start_from(settings: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**settings))
+    torch.manual_seed(0)
+    with torch.device("meta" if where == "meta" or (where == "rank 0" and accelerator.process_index) else "cpu"):
+        model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer, model = accelerator.prepare(optimizer, model)
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.backward(loss_of(model, batches(1)))
+    optimizer.step()
+    trained = accelerator.get_state_dict(model)
+    changed = {name: not torch.equal(value, weights[name]) for name, value in trained.items() if name in weights and name != "scale"}
+    accelerator.free_memory()
+    return {"weights": weights, "changed": changed}  # type: ignore[dict-item]
+
+
+def starts() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for version in (1, 2):
+        for where in ("rank 0", "meta"):
+            found[f"{where} {version}"] = start_from({"fsdp_version": version, **BLOCKS}, where)
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    with torch.device("meta"):
+        model = Unfilled()
+    with pytest.raises(ConfigurationError, match="a Unfilled are on the meta device"):
+        accelerator.prepare(model)
+    return found
+
+
+def test_models_on_the_meta_device_start_with_the_weights_of_rank_0() -> None:
+    found = run_world(starts, 2, timeout=100)[0]
+    torch.manual_seed(0)
+    expected = Net().state_dict()
+    for version in (1, 2):
+        loaded = found[f"rank 0 {version}"]
+        for name, value in expected.items():
+            torch.testing.assert_close(loaded["weights"][name], value, rtol=0, atol=0)
+        filled = found[f"meta {version}"]["weights"]
+        # Every module has filled its own parameters: none are left as they were found in memory.
+        assert all(torch.equal(filled[f"blocks.{index}.norm.weight"], torch.ones(WIDTH)) for index in range(3))
+        assert 0 < filled["blocks.0.up.weight"].abs().max() <= WIDTH**-0.5
+        assert all(loaded["changed"].values()) and all(found[f"meta {version}"]["changed"].values()), (
+            "the optimizer moved with the parameters"
+        )
+
+
+def refusals() -> None:
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(use_orig_params=False))
+    model = Net()
+    groups = [{"params": [model.embedding.weight]}, {"params": list(model.blocks.parameters())}]
+    with pytest.raises(ConfigurationError, match="use_orig_params=False merges all parameters"):
+        accelerator.prepare(model, torch.optim.SGD(groups, lr=0.1))
+    with pytest.raises(ConfigurationError, match="HYBRID_SHARD keeps a copy of the model on each of several nodes"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")).prepare(Net())
+    with pytest.raises(ConfigurationError, match="activation_checkpointing works on the units"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)).prepare(Net())
+    stepped = Net()
+    optimizer = optimizer_of(stepped)
+    loss_of(stepped, batches(1)).backward()
+    optimizer.step()
+    with pytest.raises(ConfigurationError, match="has taken steps already"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(stepped, optimizer)
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    run_world(refusals, 2, timeout=60)
+
+
+def go_on(steps_before: int) -> dict[str, torch.Tensor]:
+    """Version 2 takes over an optimizer in the middle of its run."""
+    model = build("net", 0, False)
+    optimizer = optimizer_of(model)
+    chunks = batches(6).split(BATCH)
+    for tokens in chunks[:steps_before]:
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **BLOCKS))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for tokens in chunks[steps_before:]:
+        accelerator.backward(loss_of(model, tokens[accelerator.process_index :: accelerator.num_processes]))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.free_memory()
+    return weights
+
+
+def test_version_2_divides_the_state_of_an_optimizer_that_has_stepped() -> None:
+    found = run_world(go_on, 2, 3, timeout=60)[0]
+    expected = plain("net", 6, 1, float("inf"))["weights"]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=TOLERANCE)
+
+
+def test_one_process_trains_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    model = accelerator.prepare(Net())
+    assert type(model) is Net
+    assert "divides a model among processes, and there is one" in caplog.text

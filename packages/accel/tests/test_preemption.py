@@ -1,0 +1,436 @@
+"""Told to end, a run saves at a step that all ranks agree on, and the same command continues it bit by bit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed import HashStore
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from accel import Accelerator, Preempted, ProjectConfiguration, SaveOnSignal
+from accel.preemption import resolve
+from accel.stop_agreement import StopAgreement
+from accel_data import loop_watch
+from accel_state import AcceleratorState, ConfigurationError, PartialState
+from accel_state.preemption import Note, leave_note, read_note, take_note_back
+from accel_state.random import set_seed
+
+
+@pytest.fixture(autouse=True)
+def no_handlers_left() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+    yield
+    watch = loop_watch.current()
+    if watch is not None:
+        watch.remove()  # type: ignore[attr-defined]
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+class Noisy(Dataset):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), float(index)) / 24 + torch.rand(3)
+
+
+def parts(folder: Path, workers: int = 0, **options: Any) -> tuple[Any, ...]:
+    AcceleratorState._reset_state()
+    set_seed(1)
+    accelerator = Accelerator(cpu=True, project_dir=folder, **{"save_on_signal": True, **options})
+    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.3), nn.Linear(5, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    training = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=workers)
+    evaluation = DataLoader(TensorDataset(torch.randn(9, 3)), batch_size=2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    accelerator.register_for_checkpointing(scheduler, plateau)
+    return accelerator, *accelerator.prepare(model, optimizer, training, evaluation), scheduler, plateau
+
+
+def run(objects: tuple[Any, ...], kill_at: int = -1, number: int = signal.SIGUSR1, stepped: list[str] | None = None) -> list[torch.Tensor]:
+    """Two epochs with an evaluation each; the process gets a signal in step ``kill_at``, counted over both loops."""
+    accelerator, model, optimizer, training, evaluation, scheduler, plateau = objects
+    steps = 0
+    for _ in range(training.iteration, 2):
+        model.train()
+        for x in training:
+            steps += 1
+            if steps == kill_at:
+                os.kill(os.getpid(), number)
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if stepped is not None:
+                stepped.append("training")
+        scheduler.step()
+        torch.rand(3)
+        model.eval()
+        total = 0.0
+        with torch.no_grad():
+            for (x,) in evaluation:
+                steps += 1
+                if steps == kill_at:
+                    os.kill(os.getpid(), number)
+                total += float(model(x).sum() + torch.rand(()))
+                if stepped is not None:
+                    stepped.append("evaluation")
+        plateau.step(total)
+    rates = [torch.tensor(group["lr"]) for group in optimizer.param_groups]
+    weights = [*(p.detach().clone() for p in model.parameters()), *rates]
+    accelerator.end_training()
+    return weights
+
+
+@pytest.mark.parametrize("kill_at", [1, 3, 6, 7, 9, 11, 12, 18, 22])
+def test_one_process_continues_bitwise(tmp_path: Path, kill_at: int, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = run(parts(tmp_path / "whole"))
+    stepped: list[str] = []
+    with pytest.raises(Preempted) as ended:
+        run(parts(tmp_path), kill_at, stepped=stepped)
+    # The step in which the signal came was finished, and none was begun after it.
+    assert len(stepped) == kill_at
+    assert ended.value.code == 75 and ended.value.checkpoint == tmp_path / "preempted"
+    assert "SIGUSR1: the training was saved to" in capsys.readouterr().err
+    objects = parts(tmp_path)
+    assert objects[0].resume()
+    stepped = []
+    resumed = run(objects, stepped=stepped)
+    assert all(torch.equal(*pair) for pair in zip(resumed, expected, strict=True))
+    # An evaluation that was interrupted is run again from its start.
+    assert stepped.count("evaluation") == (5 if kill_at > 11 else 10)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_workers_outlive_a_signal_to_the_whole_group(tmp_path: Path) -> None:
+    """SLURM signals every process of a step."""
+    expected = run(parts(tmp_path / "whole", workers=2))
+    script = f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import test_preemption as t
+        from pathlib import Path
+        os.kill = lambda pid, number: os.killpg(0, number)
+        t.run(t.parts(Path({str(tmp_path)!r}), workers=2), 3, signal.SIGTERM)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], timeout=100, start_new_session=True, capture_output=True, text=True
+    )
+    assert done.returncode == 75, done.stderr
+    objects = parts(tmp_path, workers=2)
+    assert objects[0].resume()
+    assert all(torch.equal(*pair) for pair in zip(run(objects), expected, strict=True))
+
+
+def test_a_step_that_draws_from_two_loaders_is_whole(tmp_path: Path) -> None:
+    def pairs(folder: Path, kill_at: int) -> Iterator[tuple[int, int]]:
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True, project_dir=folder, save_on_signal="SIGUSR1")
+        loaders = accelerator.prepare(DataLoader(range(8), batch_size=1), DataLoader(range(8), batch_size=1))
+        accelerator.resume()
+        for step, (a, b) in enumerate(zip(*loaders, strict=True)):
+            yield int(a), int(b)
+            if step == kill_at:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        accelerator.end_training()
+
+    seen: list[tuple[int, int]] = []
+    with pytest.raises(Preempted):
+        seen.extend(pairs(tmp_path, 3))
+    seen = [(n, n) for n in range(4)]
+    gc.collect()
+    assert [*seen, *pairs(tmp_path, -1)] == [(n, n) for n in range(8)]
+
+
+def test_automatic_naming_takes_the_next_number(tmp_path: Path) -> None:
+    config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    objects = parts(tmp_path, project_config=config)
+    assert not objects[0].resume()
+    with pytest.raises(Preempted) as ended:
+        run(objects, 2)
+    assert ended.value.checkpoint == tmp_path / "checkpoints" / "checkpoint_0"
+    config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    objects = parts(tmp_path, project_config=config)
+    assert objects[0].resume() and objects[0].project_configuration.iteration == 1
+    objects[0].end_training()
+
+
+def test_an_own_folder_and_exit_code(tmp_path: Path) -> None:
+    settings = SaveOnSignal(["usr2", signal.SIGUSR1], output_dir=tmp_path / "own", exit_code=99)
+    objects = parts(tmp_path, save_on_signal=settings)
+    assert not objects[0].resume()
+    with pytest.raises(Preempted) as ended:
+        run(objects, 2, signal.SIGUSR2)
+    assert ended.value.code == 99 and ended.value.checkpoint == tmp_path / "own"
+    objects = parts(tmp_path, save_on_signal=settings)
+    assert objects[0].resume()
+    objects[0].end_training()
+
+
+def test_a_former_handler_is_called_and_put_back(tmp_path: Path) -> None:
+    heard: list[int] = []
+    former = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    own = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(Preempted):
+            run(parts(tmp_path), 1)
+        assert heard == [signal.SIGUSR1]
+        parts(tmp_path)[0].end_training()
+        assert signal.getsignal(signal.SIGUSR1) is own
+        accelerator = parts(tmp_path)[0]
+        later = lambda number, frame: None  # noqa: E731
+        signal.signal(signal.SIGUSR1, later)
+        accelerator.end_training()
+        assert signal.getsignal(signal.SIGUSR1) is later
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+
+
+def test_the_newest_accelerator_has_the_signals(tmp_path: Path) -> None:
+    first = parts(tmp_path)[0]
+    second = parts(tmp_path)[0]
+    assert loop_watch.current() is second.preemption is not first.preemption
+    first.end_training()
+    assert loop_watch.current() is second.preemption
+    second.end_training()
+    assert loop_watch.current() is None
+
+
+def test_without_its_accelerator_nobody_listens(tmp_path: Path) -> None:
+    objects = parts(tmp_path)
+    assert loop_watch.current() is not None
+    del objects
+    gc.collect()
+    assert loop_watch.current() is None
+
+
+def test_without_it_no_signal_is_touched(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    objects = parts(tmp_path, save_on_signal=None)
+    assert signal.getsignal(signal.SIGTERM) is before and objects[0].preemption is None
+    objects[0].end_training()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("SIGNONE", "is no signal of this system. Allowed: .*SIGTERM"),
+        ([], "has no signals"),
+        (9, "SIGKILL cannot be used"),
+        (3.5, "is not understood"),
+        (b"SIGTERM", "is not understood"),
+        (12345, "is no signal"),
+    ],
+)
+def test_values_that_mean_nothing(value: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        resolve(value)
+
+
+@pytest.mark.parametrize("options", [{"exit_code": 0}, {"exit_code": 143}, {"grace_seconds": 0}, {"meeting_seconds": -1.0}])
+def test_settings_that_are_not_allowed(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        SaveOnSignal(**options)
+
+
+def test_it_must_be_clear_where_to_save(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="save_on_signal needs a folder"):
+        Accelerator(cpu=True, save_on_signal=True)
+    AcceleratorState._reset_state()
+    config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    with pytest.raises(ConfigurationError, match="contradicts automatic_checkpoint_naming"):
+        Accelerator(cpu=True, project_config=config, save_on_signal=SaveOnSignal(output_dir=tmp_path))
+    AcceleratorState._reset_state()
+    with pytest.raises(ConfigurationError, match="resume needs a folder"):
+        Accelerator(cpu=True).resume()
+
+
+def test_only_the_main_thread_handles_signals(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+
+    def build() -> None:
+        try:
+            parts(tmp_path)
+        except ConfigurationError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    thread.join()
+    assert "main thread only" in str(errors[0])
+
+
+def test_notes_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    accelerator = parts(tmp_path)[0]
+    note = read_note(tmp_path)
+    assert note == Note(os.getpid(), [signal.SIGTERM, signal.SIGUSR1], 300.0)
+    accelerator.end_training()
+    assert read_note(tmp_path) is None
+    with pytest.raises(Preempted) as ended:
+        run(parts(tmp_path), 2)
+    assert read_note(tmp_path).saved == str(ended.value.checkpoint)
+    (tmp_path / "save_on_signal.json").write_text("{")
+    assert read_note(tmp_path) is None
+    leave_note(tmp_path, Note(1, [2], 3.0))
+    take_note_back(tmp_path)
+    take_note_back(tmp_path)
+
+
+# A program is a list of loops, each with so many steps; a schedule says which rank runs next; a rank is told to stop before some turn.
+programs = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    loops=programs, world=st.integers(2, 4), turns=st.lists(st.integers(0, 3), max_size=60), told=st.integers(0, 40), who=st.integers(0, 3)
+)
+def test_ranks_agree_however_they_are_interleaved(loops: list[int], world: int, turns: list[int], told: int, who: int) -> None:
+    store = HashStore()
+    points = [(loop, step) for loop, steps in enumerate(loops) for step in range(steps + 1)]
+    agreements = [StopAgreement(store, rank, world) for rank in range(world)]
+    at, stopped = [0] * world, [False] * world
+    schedule = [turn % world for turn in turns] + list(range(world)) * len(points)
+    for turn, rank in enumerate(schedule):
+        if stopped[rank] or at[rank] == len(points):
+            continue
+        loop, step = points[at[rank]]
+        wants = turn >= told and rank == who % world
+        stopped[rank] = agreements[rank].passes(loop, begins=step == 0, wants_to_stop=wants)
+        at[rank] += not stopped[rank]
+    assert len(set(stopped)) == 1 and len(set(at)) == 1
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    store = HashStore()
+    first, second = StopAgreement(store, 0, 3), StopAgreement(store, 2, 3)
+    assert first.meet(0.1) == [1, 2]
+    assert second.meet(0.1) == [1]
+
+
+class Gone:
+    """The store of a process that has ended."""
+
+    def compare_set(self, *_: str) -> bytes:
+        raise RuntimeError("connection reset")
+
+
+def test_a_store_that_is_gone_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    PartialState(cpu=True)
+    agreement = StopAgreement(Gone(), 1, 2)
+    assert not any(agreement.passes(1, begins=step == 0, wants_to_stop=False) for step in range(200))
+    assert caplog.text.count("no longer saves the training") == 1
+    assert agreement.passes(2, begins=True, wants_to_stop=True) and agreement.meet(0.1) == [0]
+
+
+SCRIPT = """
+import pathlib, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accel import Accelerator
+from accel.utils import set_seed
+
+folder = pathlib.Path(sys.argv[1])
+accelerator = Accelerator(cpu=True, project_dir=folder, save_on_signal=True)
+set_seed(0, device_specific=True)
+model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters())
+training = DataLoader(TensorDataset(torch.randn(160, 3)), batch_size=4, shuffle=True)
+evaluation = DataLoader(TensorDataset(torch.randn(80, 3)), batch_size=2)
+model, optimizer, training, evaluation = accelerator.prepare(model, optimizer, training, evaluation)
+accelerator.print("resumed" if accelerator.resume() else "fresh")
+for epoch in range(training.iteration, 2):
+    model.train()
+    for (x,) in training:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        (folder / f"training{accelerator.process_index}").touch()
+        time.sleep(float(sys.argv[2]))
+    model.eval()
+    with torch.no_grad():
+        for (x,) in evaluation:
+            accelerator.gather_for_metrics(model(x))
+            (folder / f"evaluation{accelerator.process_index}").touch()
+            time.sleep(float(sys.argv[2]))
+accelerator.print("weights", sum(float(p.double().sum()) for p in model.parameters()))
+accelerator.end_training()
+"""
+
+
+class Job:
+    """The script under ``accel launch``."""
+
+    def __init__(self, folder: Path, ranks: int, *words: str, pause: float = 0.02) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "script.py").write_text(SCRIPT)
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+        launch = [sys.executable, "-m", "accel_launch", "launch", "--cpu", "--num_processes", str(ranks), *words]
+        self.folder, self.ranks = folder, ranks
+        self.process = subprocess.Popen(
+            [*launch, str(folder / "script.py"), str(folder), str(pause)],
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_for(self, loop: str) -> None:
+        """Until every rank is in that loop."""
+        while not all((self.folder / f"{loop}{rank}").exists() for rank in range(self.ranks)):
+            assert self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.01)
+
+    def last_rank(self) -> int:
+        """The process of a rank."""
+        return psutil.Process(self.process.pid).children()[-1].pid
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=150)
+        return self.process.returncode, output
+
+
+def weights_of(output: str) -> str:
+    return next(line for line in output.splitlines() if line.startswith("weights"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_under_the_launcher(tmp_path: Path, ranks: int) -> None:
+    """Told to end in three ways, each run continues where the one before it stopped, and the last one ends like an undisturbed one."""
+    code, output = Job(tmp_path / "whole", ranks, pause=0).end()
+    assert code == 0, output
+    expected = weights_of(output)
+    folder = tmp_path / "told"
+    for loop, number in [("training", signal.SIGTERM), ("evaluation", signal.SIGUSR1)]:
+        job = Job(folder, ranks, pause=0.03)
+        job.wait_for(loop)
+        job.process.send_signal(number)
+        code, output = job.end()
+        assert code == 75 and "was saved to" in output, output
+        for mark in folder.glob("*0"):
+            mark.unlink()
+    job = Job(folder, ranks, "--max_restarts", "1", pause=0.03)
+    job.wait_for("training")
+    os.kill(job.last_rank(), signal.SIGUSR1)
+    code, output = job.end()
+    assert code == 0 and "restart 1 of 1" in output, output
+    assert output.count("resumed") == 2 and weights_of(output) == expected

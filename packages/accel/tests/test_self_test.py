@@ -1,0 +1,83 @@
+"""``accel test``: passes where everything is right, and fails where a result is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from accel import Accelerator
+from accel.self_test import checks
+from accel_state.testing import run_world
+
+
+def accel_test(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+    command = [sys.executable, "-m", "accel_launch", "test", *words]
+    return subprocess.run(command, env={**kept, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_the_configuration_decides_what_is_tested(tmp_path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n")
+    result = accel_test("--config_file", str(config))
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "2 process(es), MULTI_CPU, cpu" and lines[-1].startswith("The self-test passed")
+    assert [line.partition(" (")[0] for line in lines[1:-1]] == [f"ok  {name}" for name in checks.CHECKS]
+
+
+def test_a_wrong_option_is_the_launchers_to_tell(tmp_path) -> None:
+    result = accel_test("--config_file", str(tmp_path / "none.yaml"))
+    assert result.returncode == 2 and "none.yaml" in result.stderr and "passed" not in result.stdout
+
+
+def broken_gradients() -> list[str]:
+    """A rank that scales its gradients is found out."""
+    accelerator = Accelerator(cpu=True)
+    backward = accelerator.backward
+    factor = 1.5 if accelerator.process_index == 1 else 1.0
+    accelerator.backward = lambda loss: backward(loss * factor)  # type: ignore[method-assign]
+    return failures(accelerator, checks.check_training)
+
+
+def changed_weights() -> list[str]:
+    """A checkpoint that does not bring the weights back is found out."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.load_state = lambda folder: None  # type: ignore[method-assign]
+    return failures(accelerator, checks.check_checkpoint)
+
+
+def lost_samples() -> list[str]:
+    """A gather that loses a sample is found out."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.gather_for_metrics = lambda batch: batch[1:]  # type: ignore[method-assign]
+    return failures(accelerator, checks.check_loaders)
+
+
+def failures(accelerator: Accelerator, check) -> list[str]:
+    try:
+        check(accelerator)
+    except checks.SelfTestError as error:
+        return [str(error)]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("world", "says"),
+    [(broken_gradients, "are off by"), (changed_weights, "weights after load_state"), (lost_samples, "samples of epoch 0")],
+)
+def test_what_is_wrong_is_found(world, says) -> None:
+    for found in run_world(world, 2):
+        assert len(found) == 1 and says in found[0]
+
+
+def test_the_right_answers() -> None:
+    def check() -> list[list[str]]:
+        return [failures(Accelerator(cpu=True), check) for check in checks.CHECKS.values()]
+
+    assert check() == [[]] * len(checks.CHECKS)
+    assert torch.get_default_dtype() is torch.float32

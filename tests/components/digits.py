@@ -1,0 +1,50 @@
+"""The digits example, started in one way or another: whatever starts it, it must learn the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from workspace import ROOT
+
+SCRIPT = ROOT / "examples" / "digits.py"
+# One pass is enough for two runs to differ where a rank reads, averages or steps other than it should.
+ARGUMENTS = ("--epochs", "1", "--output_dir", "")
+LAUNCH = (sys.executable, "-m", "accel_launch", "launch")
+PACKAGES = ("accel", "accel-bigmodel", "accel-data", "accel-fp8", "accel-launch", "accel-state", "accel-track")
+_LOSS = re.compile(r"training loss of the last epoch: (\d+\.\d{6})")
+
+
+def environment(**further: str) -> dict[str, str]:
+    """An environment that nothing of the test run or of the user's settings leaks into."""
+    hidden = ("ACCELERATE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "PYTEST_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    # The packages as they are here, also for an interpreter that has others of the same names.
+    path = os.pathsep.join(str(ROOT / "packages" / name / "src") for name in PACKAGES)
+    return {**kept, "OMP_NUM_THREADS": "1", "HF_HOME": os.path.join(os.getcwd(), "no-settings"), "PYTHONPATH": path, **further}
+
+
+def losses_in(output: str) -> list[float]:
+    """Every loss that an output tells."""
+    return [float(text) for text in _LOSS.findall(output)]
+
+
+@cache
+def loss_of_one_process() -> float:
+    """The loss of the script run by Python alone."""
+    pytest.importorskip("sklearn")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *ARGUMENTS], env=environment(), capture_output=True, text=True, timeout=100, check=True
+    )
+    (loss,) = losses_in(done.stdout)
+    return loss
+
+
+def check_loss(output: str) -> None:
+    """Compare the losses in an output (one for each node) with that of one process: sums in another order differ in the last digits."""
+    losses = losses_in(output)
+    assert losses and losses == pytest.approx([loss_of_one_process()] * len(losses), abs=1e-4)

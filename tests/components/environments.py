@@ -1,0 +1,18 @@
+"""Environments of their own for what does not belong beside everything else; scripts/components makes them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from workspace import ROOT
+
+
+def find(name: str) -> Path:
+    """The interpreter of an environment, whether or not it exists; ACCEL_<NAME>_PYTHON names another one."""
+    return Path(os.environ.get(f"ACCEL_{name.upper()}_PYTHON", ROOT / f".venv-{name}" / "bin" / "python"))
+
+
+def missing(name: str) -> str:
+    """Why an environment cannot be used; empty where it can."""
+    return "" if find(name).is_file() else f"there is no .venv-{name}: scripts/components {name}"

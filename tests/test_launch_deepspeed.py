@@ -1,0 +1,159 @@
+"""DeepSpeed's own launchers, with the real DeepSpeed in an environment of its own: over pdsh and ssh on loopback, and without ssh."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from components import ssh
+from components.digits import ARGUMENTS, SCRIPT, check_loss, environment
+from components.environments import find, missing
+from components.slurm import free_ports
+
+_MISSING = missing("deepspeed") or ssh.missing("pdsh")
+pytestmark = pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "DeepSpeed, ssh and pdsh are installed")
+
+SHOW = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+rank = dist.get_rank()
+if "fail" in sys.argv and rank == 1:
+    raise ValueError("no such file: labels.csv")
+if "sleep" in sys.argv:
+    with open(f"pid{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(60)
+names = ("LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE", "MINE")
+with open(f"rank{rank}", "w") as file:
+    file.write(" ".join([str(value.item()), *(os.environ.get(name, "-") for name in names), *sys.argv]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh.SshServer]:
+    with ssh.SshServer(tmp_path_factory.mktemp("ssh")) as running:
+        yield running
+
+
+class Launcher:
+    """``accel launch`` of the environment with DeepSpeed, for two hosts that are both this machine."""
+
+    def __init__(self, server: ssh.SshServer, folder: Path) -> None:
+        python = find("deepspeed")
+        self.folder = folder
+        self.env = environment(
+            PATH=os.pathsep.join([str(server.bin), str(python.parent), os.environ["PATH"]]),
+            GLOO_SOCKET_IFNAME="lo",
+            DS_ACCELERATOR="cpu",
+            HOME=str(folder),
+        )
+        (folder / "s.py").write_text(SHOW)
+        (folder / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+        self.command = [
+            str(python),
+            "-m",
+            "accel_launch",
+            "launch",
+            "--cpu",
+            "--use_deepspeed",
+            "--main_process_ip=127.0.0.1",
+            "--deepspeed_hostfile=hosts",
+        ]
+
+    def start(self, *words: object) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen([*self.command, *map(str, words)], cwd=self.folder, env=self.env, stdout=pipe, stderr=pipe, text=True)
+
+    def run(self, *words: object) -> tuple[int, str, str]:
+        process = self.start(*words)
+        output, errors = process.communicate(timeout=150)
+        return process.returncode, output, errors
+
+    def ranks(self) -> list[str]:
+        return [(self.folder / f"rank{rank}").read_text() for rank in (0, 1)]
+
+
+@pytest.fixture
+def launcher(server, tmp_path) -> Launcher:
+    return Launcher(server, tmp_path)
+
+
+@pytest.mark.timeout(180)
+def test_over_pdsh(launcher) -> None:
+    # What the user has DeepSpeed export stays exported beside what we do.
+    (launcher.folder / ".deepspeed_env").write_text("MINE=kept\n")
+    code, output, errors = launcher.run("--zero_stage=2", "s.py", "a b", "", "$HOME 'c'")
+    assert code == 0, output + errors
+    assert launcher.ranks() == ["2.0 0 true 2 kept s.py a b  $HOME 'c'"] * 2
+
+
+@pytest.mark.timeout(180)
+def test_the_rank_that_failed_first_is_named_last(launcher) -> None:
+    code, _, errors = launcher.run("s.py", "fail")
+    end = errors[errors.rindex("accel launch: ") :]
+    assert end.startswith("accel launch: rank 1 of 2 failed first (local rank 0 on ") and end.endswith(
+        "ValueError: no such file: labels.csv\n"
+    )
+    assert code == 1
+
+
+@pytest.mark.timeout(180)
+def test_without_ssh(launcher) -> None:
+    (port,) = free_ports(1)
+    words = ("--deepspeed_multinode_launcher=nossh", "--num_machines=2", f"--main_process_port={port}", "--quiet")
+    processes = [launcher.start(*words, f"--machine_rank={rank}", "s.py") for rank in (1, 0)]
+    try:
+        outputs = [process.communicate(timeout=150) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert launcher.ranks() == ["2.0 0 true - - s.py"] * 2
+
+
+@pytest.mark.timeout(180)
+def test_a_signal_ends_the_ranks_of_all_machines(launcher) -> None:
+    process = launcher.start("s.py", "sleep")
+    try:
+        files = [launcher.folder / "pid0", launcher.folder / "pid1"]
+        deadline = time.monotonic() + 90
+        while not all(file.exists() and file.read_text() for file in files):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=50)
+        assert process.returncode == 130
+        for file in files:
+            pid = int(file.read_text())
+            while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline + 30
+                time.sleep(0.1)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# DeepSpeed's launcher starts four interpreters before the two ranks import torch and scikit-learn.
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_digits_example_learns_the_same(launcher) -> None:
+    # Data-parallel, by torch: only who starts the ranks is DeepSpeed.
+    path = repr(str(SCRIPT))
+    lines = ["import os, runpy", "os.environ.pop('ACCELERATE_USE_DEEPSPEED')", f"runpy.run_path({path}, run_name='__main__')"]
+    (launcher.folder / "run.py").write_text("\n".join(lines))
+    code, output, errors = launcher.run("run.py", *ARGUMENTS)
+    assert code == 0, output + errors
+    check_loss(output)

@@ -1,0 +1,133 @@
+"""Two hosts, as network namespaces with a cable between them: static and c10d rendezvous, and a worker killed in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from components import namespaces
+from components.digits import ARGUMENTS, LAUNCH, SCRIPT, check_loss, environment
+
+_MISSING = namespaces.missing()
+pytestmark = pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "hosts can be made")
+
+RESUMING = """
+# Trains a number of steps over all ranks, from where the last start of it has come.
+import os, sys, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, file = dist.get_rank(), sys.argv[1]
+weight, first = torch.ones(4, dtype=torch.float64), 0
+if os.path.exists(file):
+    weight, first = torch.load(file)
+for step in range(first, 30):
+    gradient = (weight - (rank + 1)) * torch.arange(1, 5)
+    dist.all_reduce(gradient)
+    weight = weight - 0.01 * gradient
+    dist.barrier()
+    if rank == 0:
+        torch.save((weight, step + 1), file + ".tmp")
+        os.replace(file + ".tmp", file)
+    if step == 10:
+        with open(f"{file}.pid{rank}.{os.environ['TORCHELASTIC_RESTART_COUNT']}", "w") as pid:
+            pid.write(str(os.getpid()))
+        time.sleep(float(sys.argv[2]) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+if rank == 0:
+    print("weight", weight.tolist(), "restarts", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[namespaces.Hosts]:
+    with namespaces.Hosts() as made:
+        yield made
+
+
+class Run:
+    """The same launch on both hosts."""
+
+    def __init__(self, hosts: namespaces.Hosts, folder: Path, *words: object, ranks: bool = True) -> None:
+        self.processes = []
+        common = ["--cpu", "--num_machines=2", "--main_process_ip=10.77.0.1", "--main_process_port=29511"]
+        for host in (1, 0):  # the machine of rank 0 may come last
+            rank = [f"--machine_rank={host}"] if ranks else []
+            command = hosts.command(host, [*LAUNCH, *common, *rank, *map(str, words)])
+            pipe = subprocess.PIPE
+            self.processes.insert(0, subprocess.Popen(command, cwd=folder, env=environment(), stdout=pipe, stderr=pipe, text=True))
+
+    def wait(self, seconds: float = 90) -> list[str]:
+        """What the hosts printed, when both have ended well."""
+        try:
+            outputs = [process.communicate(timeout=seconds) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.wait()
+        assert [process.returncode for process in self.processes] == [0, 0], outputs
+        self.errors = "".join(errors for _, errors in outputs)
+        return [output for output, _ in outputs]
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_the_digits_example_learns_the_same(hosts, tmp_path, backend) -> None:
+    run = Run(hosts, tmp_path, "--num_processes=2", f"--rdzv_backend={backend}", SCRIPT, *ARGUMENTS, ranks=backend == "static")
+    check_loss("".join(run.wait()))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_killed_worker_is_started_again(hosts, tmp_path, backend) -> None:
+    (tmp_path / "s.py").write_text(RESUMING)
+    words = ("--num_processes=2", f"--rdzv_backend={backend}", "--max_restarts=2", "--monitor_interval=0.1", "s.py")
+    undisturbed = "".join(Run(hosts, tmp_path, *words, "undisturbed", 0, ranks=backend == "static").wait())
+    run = Run(hosts, tmp_path, *words, "killed", 30, ranks=backend == "static")
+    pid = tmp_path / "killed.pid1.0"
+    deadline = time.monotonic() + 100
+    while not (pid.exists() and pid.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+    disturbed = "".join(run.wait(120))
+    assert undisturbed.startswith("weight [")
+    assert disturbed.partition(" restarts")[0] == undisturbed.partition(" restarts")[0]
+    # The other host counts no restart of its own: its rank did not fail.
+    assert "starting all processes again (restart 1 of 2)" in run.errors
+
+
+def test_the_doctor_finds_both_hosts_well(hosts, tmp_path) -> None:
+    common = ["--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=10.77.0.1", "--main_process_port=29512", "--timeout=60"]
+    command = [*LAUNCH[:-1], "doctor", *common]
+    processes = [
+        subprocess.Popen(
+            hosts.command(host, [*command, f"--machine_rank={host}"]), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+        )
+        for host in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    for output in outputs:
+        assert "meeting        2 process(es) on host0, host1 over gloo" in output
+        assert "point to point right" in output and "clocks" in output
+
+
+def test_the_doctor_says_that_a_host_does_not_answer(hosts, tmp_path) -> None:
+    words = ["--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=10.77.0.1", "--machine_rank=1", "--timeout=8"]
+    done = subprocess.run(
+        hosts.command(1, [*LAUNCH[:-1], "doctor", *words]),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "fail  processes" in done.stdout and "Is the doctor running on every machine" in done.stdout

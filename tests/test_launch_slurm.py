@@ -1,0 +1,168 @@
+"""``accel launch`` in a SLURM cluster of two nodes, which runs on this machine: no flag says where anything is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from components import slurm
+from components.digits import ARGUMENTS, LAUNCH, SCRIPT, check_loss, environment
+
+from accel_state.environments.slurm_hosts import expand_hosts
+
+pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "SLURM is installed")
+
+SUM = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+if "fail" in sys.argv and dist.get_rank() == 1:
+    raise ValueError("no such file: labels.csv")
+if "sleep" in sys.argv:
+    with open(f"pid{dist.get_rank()}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(60)
+print(dist.get_rank(), value.item(), os.environ["SLURMD_NODENAME"], os.environ["LOCAL_RANK"], flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+CPU = (*LAUNCH, "--cpu")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
+    with slurm.Slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture
+def run(cluster, tmp_path):
+    (tmp_path / "s.py").write_text(SUM)
+
+    def call(*words: object) -> subprocess.CompletedProcess[str]:
+        # Both nodes are this machine, whose name need not be resolvable.
+        env = environment(**cluster.env, GLOO_SOCKET_IFNAME="lo")
+        return subprocess.run(list(map(str, words)), cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
+
+    return call
+
+
+def lines(result: subprocess.CompletedProcess[str]) -> list[str]:
+    assert result.returncode == 0, result.stdout + result.stderr
+    return sorted(line for line in result.stdout.splitlines() if line[:1].isdigit())
+
+
+def batch(run, folder: Path, *options: str, words: tuple[str, ...] = CPU, script: str = "s.py") -> subprocess.CompletedProcess[str]:
+    """Submit a batch script whose only command is ``accel launch``, and return what it printed."""
+    (folder / "job.sh").write_text(f"#!/bin/bash\n{' '.join(words)} {script}\n")
+    submitted = run("sbatch", "--wait", "-o", "out", "-e", "err", *options, "job.sh")
+    return subprocess.CompletedProcess([], submitted.returncode, (folder / "out").read_text(), (folder / "err").read_text())
+
+
+TWO_NODES = ["0 2.0 n1 0", "1 2.0 n2 0"]
+FOUR_RANKS = ["0 4.0 n1 0", "1 4.0 n1 1", "2 4.0 n2 0", "3 4.0 n2 1"]
+
+
+def test_a_launcher_on_each_node(run) -> None:
+    assert lines(run("srun", "-N2", "-n2", *CPU, "s.py")) == TWO_NODES
+    assert lines(run("srun", "-N2", "-n2", *CPU, "--num_processes", 4, "s.py")) == FOUR_RANKS
+
+
+def test_a_launcher_for_each_rank(run) -> None:
+    assert lines(run("srun", "-N1", "-n2", *CPU, "s.py")) == ["0 2.0 n1 0", "1 2.0 n1 1"]
+    result = run("srun", "-N1", "-n2", *CPU, "s.py", "fail")
+    assert result.returncode == 1
+    assert "accel launch: rank 1 of 2 failed (local rank 1 on " in result.stderr
+    result = run("srun", "-N1", "-n2", *CPU, "--num_processes", 3, "s.py")
+    assert result.returncode == 2 and "--num_processes 3, but slurm has started 2 launchers, 2 on this node" in result.stderr
+
+
+# sbatch itself looks once in ten seconds whether a job has ended.
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_batch_script_without_srun(run, tmp_path) -> None:
+    assert lines(batch(run, tmp_path, "-N2")) == TWO_NODES
+    assert lines(batch(run, tmp_path, "-N2", "--ntasks-per-node=2")) == FOUR_RANKS
+    assert lines(batch(run, tmp_path, "-N1", "-n2")) == ["0 2.0 n1 0", "1 2.0 n1 1"]
+
+
+def test_an_interactive_allocation(run) -> None:
+    """Its shell need not run on any of its nodes."""
+    assert lines(run("salloc", "-N2", *CPU, "s.py")) == TWO_NODES
+    assert lines(run("salloc", "-N1", *CPU, "--num_processes", 2, "s.py")) == ["0 2.0 n1 0", "1 2.0 n1 1"]
+
+
+def test_the_first_failure_of_all_nodes_comes_last(run) -> None:
+    result = run("salloc", "-N2", *CPU, "s.py", "fail")
+    assert result.returncode == 1
+    # salloc itself has a word after everybody.
+    said = result.stderr[result.stderr.rindex("accel launch: rank") :].partition("salloc:")[0]
+    assert said.startswith("accel launch: rank 1 of 2 failed first (local rank 0 on ")
+    assert said.endswith("ValueError: no such file: labels.csv\n") and "accel-launch-failure" not in result.stderr
+
+
+def test_a_dry_run_starts_nothing(run) -> None:
+    result = run("salloc", "-N2", *CPU, "--num_processes", 4, "--dry_run", "s.py", "--lr", "0.1")
+    assert result.returncode == 0 and not lines(result)
+    assert "every node of the SLURM job (n1, n2), by one call of srun from here:" in result.stdout
+    assert "srun --nodes=2 --ntasks=2 --ntasks-per-node=1" in result.stdout
+    command = next(line for line in result.stdout.splitlines() if line.startswith("  command: "))
+    assert command.endswith(" s.py --lr 0.1") and " --cpu" in command and " --num_processes=4" in command and "dry_run" not in command
+
+
+def test_a_signal_ends_the_ranks_of_all_nodes(cluster, run, tmp_path) -> None:
+    env = environment(**cluster.env, GLOO_SOCKET_IFNAME="lo")
+    allocation = subprocess.Popen(
+        ["salloc", "-N2", "--no-shell"], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    job = allocation.communicate(timeout=30)[1].split("allocation ")[1].split()[0]
+    variables = {"SLURM_JOB_ID": job, "SLURM_JOBID": job, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    launcher = subprocess.Popen([*CPU, "s.py", "sleep"], cwd=tmp_path, env={**env, **variables}, stderr=subprocess.DEVNULL)
+    try:
+        files = [tmp_path / "pid0", tmp_path / "pid1"]
+        deadline = time.monotonic() + 60
+        while not all(file.exists() and file.read_text() for file in files):
+            assert launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        pids = [int(file.read_text()) for file in files]
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(50) == 130
+        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            assert time.monotonic() < deadline + 30
+            time.sleep(0.1)
+    finally:
+        launcher.kill()
+        launcher.wait()
+        subprocess.run(["scancel", job], env=env, check=True, timeout=30)
+
+
+# Four processes that import torch and scikit-learn.
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_digits_example_learns_the_same(run, tmp_path) -> None:
+    check_loss(run("srun", "-N2", "-n2", *CPU, SCRIPT, *ARGUMENTS).stdout)
+    # One task for each rank needs no launcher.
+    check_loss(run("srun", "-N2", "-n2", "env", "MASTER_ADDR=127.0.0.1", sys.executable, SCRIPT, *ARGUMENTS).stdout)
+
+
+def test_the_doctor_checks_every_node(run) -> None:
+    result = run("salloc", "-N2", sys.executable, "-m", "accel_launch", "doctor", "--cpu", "--timeout", "60")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "ok    meeting        2 process(es) on" in result.stdout and "ok    all-reduce     right" in result.stdout
+
+
+@pytest.mark.parametrize("hosts", ["n1", "n[1-2]", "gpu[07-09,12],big1", "n[098-101]", "a,b[3-4].x"])
+def test_host_lists_are_read_as_slurm_reads_them(cluster, hosts) -> None:
+    words = ["scontrol", "show", "hostnames", hosts]
+    shown = subprocess.run(words, env={**os.environ, **cluster.env}, capture_output=True, text=True, check=True, timeout=30).stdout
+    assert list(expand_hosts(hosts)) == shown.split()

@@ -1,0 +1,80 @@
+"""examples/resume.py, killed at random moments and started again, ends with the weights of a run that nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from workspace import ROOT
+
+SCRIPT = ROOT / "examples" / "resume.py"
+WORDS = ("--epochs", "2", "--save_every", "4")
+
+pytest.importorskip("sklearn")
+
+
+def start(folder: Path, ranks: int) -> subprocess.Popen[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+    launch = [sys.executable, "-m", "accel_launch", "launch", "--cpu", "--num_processes", str(ranks)]
+    return subprocess.Popen(
+        [*launch, str(SCRIPT), "--output_dir", str(folder), *WORDS],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """``kill -9`` of the launcher, its ranks and their workers, as a power cut has it."""
+    everybody = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for one in everybody:
+        try:
+            one.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(everybody, timeout=20)
+    process.communicate()
+
+
+def newest(folder: Path) -> float:
+    """When the newest entry among the checkpoints was made; 0 without one."""
+    entries = list((folder / "checkpoints").glob("*")) + list((folder / "checkpoints").glob(".*"))
+    return max((entry.lstat().st_mtime for entry in entries), default=0.0)
+
+
+# Each start imports torch and scikit-learn in up to three processes.
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("ranks", "most"), [(1, 2), (2, 3)])
+def test_killed_anywhere_it_ends_the_same(tmp_path: Path, ranks: int, most: int) -> None:
+    whole = start(tmp_path / "whole", ranks)
+    output, _ = whole.communicate(timeout=150)
+    assert whole.returncode == 0, output
+    dice, kills, folder = random.Random(ranks), 0, tmp_path / "killed"
+    while True:
+        run = start(folder, ranks)
+        before, moment = newest(folder), dice.uniform(0, 1.2)
+        # From the first checkpoint that this run touches on, so that every run gets a little further.
+        while kills < most and run.poll() is None and newest(folder) == before:
+            time.sleep(0.005)
+        if kills == most or run.poll() is not None:
+            break
+        time.sleep(moment)
+        kill_tree(run)
+        kills += 1
+    output, _ = run.communicate(timeout=150)
+    assert run.returncode == 0, output
+    assert re.search(r"^going on in epoch \d after \d+ optimizer steps$", output, re.MULTILINE), output
+    expected, found = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "killed"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
