@@ -146,7 +146,8 @@ def main(folder: Path, gigabytes: float, limit: float) -> int:
     print(f"bit-equal            {'yes' if figures['bit-equal'] else 'NO'}, to a run of the whole model in memory")
     print(f"written to the disk  {figures['bytes written']} bytes")
     print(
-        f"peak                 {figures['peak address space'] / 1e9:.2f} GB of address space, {figures['peak resident'] / 1e9:.2f} GB resident"
+        f"peak                 {figures['peak address space'] / 1e9:.2f} GB of address space, "
+        f"{figures['peak resident'] / 1e9:.2f} GB resident"
     )
     print(f"load                 {figures['load']:.3f} s")
     print(f"two forwards         {figures['two forwards']:.2f} s")

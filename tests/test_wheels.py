@@ -160,7 +160,8 @@ def test_pip_prefers_our_accel_to_the_unrelated_one_of_the_public_index(wheels: 
 
 
 @pytest.mark.parametrize(
-    ("distribution", "absent"), [
+    ("distribution", "absent"),
+    [
         ("accel-launch", {"accel", "accel-data"}),
         ("accel-data", {"accel", "accel-launch", "pyyaml"}),
         ("accel-bigmodel", {"accel", "accel-data", "accel-launch", "transformers", "bitsandbytes"}),

@@ -111,7 +111,7 @@ def _choose_strategy(engine: str | None, engines: dict[str, Any], handlers: Hand
     """The strategy of an engine ("fsdp", ...), with the settings given or those of the launcher; without one, that of the machine."""
     if engine is not None and not process.use_distributed:
         logger.warning(
-            "%s divides a model among processes, and there is one: it trains as it is. Start several with `accel launch --num_processes N`.",
+            "%s divides a model among processes, and there is one: it trains as it is. Start several: `accel launch --num_processes N`.",
             engine,
         )
         engine = None

@@ -267,8 +267,8 @@ class StateSaving(Tracking):
     ) -> list[Part]:
         if gathered is not None and gathered.closings and self.project_configuration.save_on_each_node:
             raise ConfigurationError(
-                "save_on_each_node=True keeps a whole checkpoint on each node, and SHARDED_STATE_DICT divides one among all ranks. Save to a "
-                "file system that all nodes share, or set state_dict_type=FULL_STATE_DICT."
+                "save_on_each_node=True keeps a whole checkpoint on each node, and SHARDED_STATE_DICT divides one among all ranks. Save to "
+                "a file system that all nodes share, or set state_dict_type=FULL_STATE_DICT."
             )
         parts = of_this_rank(self._parts(weights, gathered, safe_serialization), self._writes_state)
         if copies is None:

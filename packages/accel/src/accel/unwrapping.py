@@ -59,7 +59,7 @@ def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
         if _is_optimized_module(model):
             model = model._orig_mod  # type: ignore[assignment]
         elif isinstance(model, (DistributedDataParallel, DataParallel)) or _is_fully_sharded(model):
-            model = model.module
+            model = model.module  # type: ignore[assignment]
         else:
             return model, compiled
 

@@ -26,7 +26,9 @@ def merge_fsdp_weights(
     remove_checkpoint_dir: bool = False,
     max_shard_size: int | str = "10GB",
 ) -> list[str]:
-    """Merge the weights that SHARDED_STATE_DICT has written into ``model.safetensors`` (or ``pytorch_model.bin``), with an index if in several files.
+    """Merge the weights that SHARDED_STATE_DICT has written into ``model.safetensors`` (or ``pytorch_model.bin``).
+
+    Large ones go into several files with an index.
 
     At most one of the files that are written is in memory at a time. In a script on several processes the main one works; all wait for it.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_state import env
+from accel_state import devices, env
 from accel_state.env import str_to_bool
 from accel_state.errors import ConfigurationError
 from accel_state.options import FsdpOptions
@@ -164,7 +164,7 @@ class FullyShardedDataParallelPlugin:
             )
         names = self.transformer_cls_names_to_wrap
         if names is None and launched.transformer_layer_cls_to_wrap:
-            names = launched.transformer_layer_cls_to_wrap.split(",")  # type: ignore[assignment]
+            names = launched.transformer_layer_cls_to_wrap.split(",")
         if names is not None:
             names = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
         self.transformer_cls_names_to_wrap = names
@@ -224,8 +224,8 @@ class FullyShardedDataParallelPlugin:
             state_dict_type = StateDictType[_one_of("state_dict_type", _by_number(state_dict_type, names), names)]
         if state_dict_type is StateDictType.LOCAL_STATE_DICT and self.fsdp_version == 2:
             raise ConfigurationError(
-                "state_dict_type=LOCAL_STATE_DICT is one of fsdp_version=1. With version 2: SHARDED_STATE_DICT, which loads on any number of "
-                "ranks, or FULL_STATE_DICT."
+                "state_dict_type=LOCAL_STATE_DICT is one of fsdp_version=1. With version 2: SHARDED_STATE_DICT, which loads on any number "
+                "of ranks, or FULL_STATE_DICT."
             )
         self.state_dict_type = state_dict_type
         if state_dict_type is StateDictType.FULL_STATE_DICT:
@@ -260,7 +260,7 @@ class FullyShardedDataParallelPlugin:
             self.auto_wrap_policy = None
 
     def policy_for(self, model: nn.Module) -> Any:
-        """torch's policy for a model, leaving the settings as they are for the next model."""
+        """Torch's policy for a model, leaving the settings as they are for the next model."""
         if self.auto_wrap_policy == "transformer_based_wrap":
             return units.transformer_policy(model, self.transformer_cls_names_to_wrap)
         if self.auto_wrap_policy == "size_based_wrap":
@@ -305,16 +305,14 @@ class FullyShardedDataParallelPlugin:
             from torch.distributed.fsdp import CPUOffload
 
             kinds: tuple[type, ...] = (CPUOffload,)
-            made = functools.partial(CPUOffload, offload_params=self.cpu_offload)
+            make = functools.partial(_offload_1, bool(self.cpu_offload))
         else:
-            from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+            from torch.distributed.fsdp import OffloadPolicy
 
             kinds = (OffloadPolicy,)
-            # Pinned memory belongs to an accelerator; without one there is none to be had.
-            pin = torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available()
-            made = functools.partial(CPUOffloadPolicy, pin_memory=pin) if self.cpu_offload else functools.partial(OffloadPolicy)
+            make = functools.partial(_offload_2, bool(self.cpu_offload))
         if isinstance(self.cpu_offload, bool):
-            self.cpu_offload = made()
+            self.cpu_offload = make()
         elif not isinstance(self.cpu_offload, kinds):
             raise ConfigurationError(
                 f"cpu_offload={self.cpu_offload!r} is neither True nor False nor, with fsdp_version={self.fsdp_version}, a "
@@ -364,8 +362,8 @@ class FullyShardedDataParallelPlugin:
             if all(isinstance(value, torch.dtype) for value in dtypes.values()):
                 return dtypes
         raise ConfigurationError(
-            f"mixed_precision_policy={asked!r} is not one of {', '.join(_DTYPES)}, nor a dictionary of {', '.join(keys)} with dtypes such as "
-            f"torch.bfloat16, nor a {_precision_class(self.fsdp_version).__name__} of torch (fsdp_version={self.fsdp_version})."
+            f"mixed_precision_policy={asked!r} is not one of {', '.join(_DTYPES)}, nor a dictionary of {', '.join(keys)} with dtypes such "
+            f"as torch.bfloat16, nor a {_precision_class(self.fsdp_version).__name__} of torch (fsdp_version={self.fsdp_version})."
         )
 
     def precision_policy(self, mixed_precision: str) -> MixedPrecision | MixedPrecisionPolicy | None:
@@ -381,7 +379,7 @@ class FullyShardedDataParallelPlugin:
 
 
 def sharding_strategy(value: Any) -> Any:
-    """torch's ``ShardingStrategy`` by name, number or itself.
+    """Torch's ``ShardingStrategy`` by name, number or itself.
 
     Raises:
         ConfigurationError: there is none such.
@@ -404,6 +402,19 @@ def enable_fsdp_ram_efficient_loading() -> None:
 def disable_fsdp_ram_efficient_loading() -> None:
     """Have every rank read its weights."""
     env.export(FSDP_CPU_RAM_EFFICIENT_LOADING="false")
+
+
+def _offload_1(offloads: bool) -> Any:
+    from torch.distributed.fsdp import CPUOffload
+
+    return CPUOffload(offload_params=offloads)
+
+
+def _offload_2(offloads: bool) -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    # Pinned memory belongs to an accelerator; without one there is none to be had.
+    return CPUOffloadPolicy(pin_memory=devices.detect().name != "cpu") if offloads else OffloadPolicy()
 
 
 def _precision_class(version: int) -> Any:

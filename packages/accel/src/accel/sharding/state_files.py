@@ -29,13 +29,14 @@ from torch.optim import Optimizer
 
 from accel_state.collectives.single import Collectives
 
+from ..checkpoint_files import require_count
 from ..checkpoint_names import FSDP_MODEL_NAME as MODEL_STEM
 from ..checkpoint_names import OPTIMIZER_NAME, CheckpointError, numbered
 from ..checkpoint_names import SHARD_TABLE_NAME as METADATA_NAME
-from ..checkpoint_files import require_count
 from ..checkpoint_parts import Part
 from ..saving import MODEL_NAME, SAFE_MODEL_NAME
 from . import states
+from .gradients import local
 from .shard_writing import shard_state
 from .states import Layout, State
 
@@ -194,8 +195,8 @@ class ShardedReader:
         made = _into(layout, name, value)
         if isinstance(made, torch.Tensor) and name in layout.tensors and made.shape != layout.tensors[name].shape:
             raise CheckpointError(
-                f"{self.folder} was saved with LOCAL_STATE_DICT, and its part of {name} has shape {tuple(value.shape)}, which is not how this "
-                "strategy divides it. Load it with FSDP on the same ranks, or save with SHARDED_STATE_DICT."
+                f"{self.folder} was saved with LOCAL_STATE_DICT, and its part of {name} has shape {tuple(value.shape)}, which is not how "
+                "this strategy divides it. Load it with FSDP on the same ranks, or save with SHARDED_STATE_DICT."
             )
         return made
 
@@ -216,8 +217,8 @@ class ShardedReader:
         saved = content.get("world_size", "other")
         if saved != self.world_size:
             raise CheckpointError(
-                f"{self.folder} was saved with LOCAL_STATE_DICT on {saved} processes, and loads on as many only; here are {self.world_size}. "
-                "Save with SHARDED_STATE_DICT to load on any number."
+                f"{self.folder} was saved with LOCAL_STATE_DICT on {saved} processes, and loads on as many only; here are "
+                f"{self.world_size}. Save with SHARDED_STATE_DICT to load on any number."
             )
         self.used.update(other for other in self.names if re.fullmatch(rf"{re.escape(name.rsplit('_rank', 1)[0])}_rank\d+\.bin", other))
         return content["state"]
@@ -226,10 +227,12 @@ class ShardedReader:
 def _into(layout: Layout, name: str, value: Any) -> Any:
     """A rank's own part as the tensor that it is a part of."""
     like = layout.tensors.get(name)
-    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.to_local().shape or not value.ndim:
+    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor):
+        return value
+    if not value.ndim or value.shape != local(like).shape:
         return value
     made = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
-    made.to_local().copy_(value)
+    local(made).copy_(value)
     return made
 
 

@@ -1,7 +1,7 @@
 """States of sharded models and of their optimizers: from any number of ranks and any strategy to any other.
 
-The common language is that of ``torch.distributed.checkpoint.state_dict``: weights by their full names, and an optimizer's state by the full
-names of the parameters. Each rank handles its own parts of tensors only.
+The common language is that of ``torch.distributed.checkpoint.state_dict``: weights by their full names, and an optimizer's state by the
+full names of the parameters. Each rank handles its own parts of tensors only.
 """
 
 from __future__ import annotations
@@ -126,7 +126,6 @@ def read_model(folder: Path, layout: Layout) -> State:
     Raises:
         CheckpointError: the folder cannot be read, or does not fit the model.
     """
-
     unknown: list[str] = []
 
     def like(path: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
@@ -259,8 +258,8 @@ def plan_model(layout: Layout, state: State, strict: bool, path: Path) -> partia
     missing, unexpected = sorted(set(layout.tensors) - set(state)), sorted(set(state) - set(layout.tensors))
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{path} does not fit {type(layout.model).__name__}: missing {_some(missing)}; unexpected {_some(unexpected)}. Load it into the model "
-            "that was saved, or pass strict=False."
+            f"{path} does not fit {type(layout.model).__name__}: missing {_some(missing)}; unexpected {_some(unexpected)}. Load it into "
+            "the model that was saved, or pass strict=False."
         )
     known = {name: value for name, value in state.items() if name in layout.tensors}
     return partial(set_model_state_dict, layout.model, known, options=StateDictOptions(strict=False))

@@ -109,8 +109,8 @@ def transformer_policy(model: nn.Module, names: Sequence[str] | None) -> Callabl
     wanted = list(names) if names else list(getattr(model, "_no_split_modules", None) or ())
     if not wanted:
         raise ConfigurationError(
-            f"transformer_based_wrap needs the class names of the model's blocks, and {type(model).__name__} names none in _no_split_modules. "
-            "Set transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap), such as BertLayer."
+            f"transformer_based_wrap needs the class names of the model's blocks, and {type(model).__name__} names none in "
+            "_no_split_modules. Set transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap), such as BertLayer."
         )
     classes = {type(module).__name__: type(module) for module in model.modules()}
     missing = [name for name in wanted if name not in classes]

@@ -109,8 +109,8 @@ class FSDP1Strategy(ShardedStrategy):
     def adopt_optimizer(self, optimizer: Optimizer) -> None:
         if optimizer.state and any(item in self._groups for group in optimizer.param_groups for item in group["params"]):
             raise ConfigurationError(
-                "the optimizer has taken steps already, and fsdp_version=1 cannot divide its state. Prepare it before its first step, or set "
-                "fsdp_version=2."
+                "the optimizer has taken steps already, and fsdp_version=1 cannot divide its state. Prepare it before its first step, or "
+                "set fsdp_version=2."
             )
         super().adopt_optimizer(optimizer)
         for group in optimizer.param_groups:
@@ -124,8 +124,8 @@ class FSDP1Strategy(ShardedStrategy):
         whole = [item for item in self._flattened if id(self._flattened[item]) in lists]
         if len(lists) > 1 or len(whole) != len(parameters):
             raise ConfigurationError(
-                f"use_orig_params=False merges all parameters of a model into flat ones, but a group of the optimizer has {len(parameters)} of "
-                f"the model's {len(whole)}. Set use_orig_params=True (--fsdp_use_orig_params true)."
+                f"use_orig_params=False merges all parameters of a model into flat ones, but a group of the optimizer has {len(parameters)} "
+                f"of the model's {len(whole)}. Set use_orig_params=True (--fsdp_use_orig_params true)."
             )
         return next(iter(lists.values()))
 
@@ -139,8 +139,8 @@ class FSDP1Strategy(ShardedStrategy):
             return init_device_mesh(self.state.device.type, (world,), mesh_dim_names=("dp_shard",))
         if world % local_world or world == local_world:
             raise ConfigurationError(
-                f"sharding_strategy={self.settings.sharding_strategy.name} keeps a copy of the model on each of several nodes, and here are "
-                f"{world} processes with {local_world} on this node. Use FULL_SHARD on one node."
+                f"sharding_strategy={self.settings.sharding_strategy.name} keeps a copy of the model on each of several nodes, and here "
+                f"are {world} processes with {local_world} on this node. Use FULL_SHARD on one node."
             )
         return init_device_mesh(self.state.device.type, (world // local_world, local_world), mesh_dim_names=("dp_replicate", "dp_shard"))
 
@@ -154,7 +154,7 @@ class FSDP1Strategy(ShardedStrategy):
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Reduce in the next backward, although its forward ran under :meth:`no_sync`."""
-        modules = FullyShardedDataParallel.fsdp_modules(model)
+        modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
         before = [module._sync_gradients for module in modules]
         for module in modules:
             module._sync_gradients = True

@@ -85,7 +85,9 @@ class FSDP2Strategy(ShardedStrategy):
 
     def _replace(self, old: nn.Parameter, new: DTensor) -> None:
         mesh, placements = new.device_mesh, new.placements
-        self.replacements.add(old, new, lambda tensor: distribute_tensor(tensor.to(self.state.device), mesh, placements))
+        self.replacements.add(
+            old, cast(nn.Parameter, new), lambda tensor: distribute_tensor(tensor.to(self.state.device), mesh, placements)
+        )
 
     def _policies(self, untouched: set[nn.Parameter]) -> dict[str, Any]:
         chosen: dict[str, Any] = {"offload_policy": self.settings.cpu_offload}
@@ -142,7 +144,7 @@ class FSDP2Strategy(ShardedStrategy):
         return groups_over(parameter)
 
     def pending(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """torch keeps them beside the parameters, and names them only for itself."""
+        """Torch keeps them beside the parameters, and names them only for itself."""
         references = [reference for parameter in parameters if (reference := self._holders.get(parameter)) is not None]
         accumulated = [gradient for reference in references for gradient in _unreduced(reference())]
         return [local(gradient) for gradient in accumulated if gradient is not None]

@@ -92,7 +92,8 @@ class ShardedStrategy(Strategy):
         trained = sum(parameter.requires_grad for module in ignored for parameter in module.parameters())
         if trained:
             logger.warning(
-                "ignored_modules has %d trained parameters. FSDP leaves their gradients to each rank: average them yourself, or freeze them.",
+                "ignored_modules has %d trained parameters. FSDP leaves their gradients to each rank: average them yourself, or freeze "
+                "them.",
                 trained,
                 main_process_only=True,
             )
