@@ -42,10 +42,9 @@ LATER_MODULES = {
 LATER = {
     DEEPSPEED: "DeepSpeedPlugin deepspeed_required GatheredParameters compile_regions_deepspeed prepare_deepspeed_cmd_env",
     FSDP: """
-        FullyShardedDataParallelPlugin compile_regions_fsdp2
-        disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
+        compile_regions_fsdp2 ensure_weights_retied fsdp2_apply_ac
         fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
-        load_fsdp_model load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer
+        load_fsdp_model load_fsdp_optimizer model_has_dtensor save_fsdp_model save_fsdp_optimizer
         """,
     LAUNCHER: """
         prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu install_xla

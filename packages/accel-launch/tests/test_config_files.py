@@ -147,7 +147,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         """
         compute_environment: LOCAL_MACHINE
         deepspeed_config:
-          deepspeed_config_file: /home/ubuntu/configs/zero_stage2_config.json
+          deepspeed_config_file: /data/configs/zero_stage2_config.json
           zero3_init_flag: true
         distributed_type: DEEPSPEED
         fsdp_config: {}
@@ -160,8 +160,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         num_processes: 2
         use_cpu: false
         """,
-        {"deepspeed_config_file": "/home/ubuntu/configs/zero_stage2_config.json", "use_deepspeed": True, "zero_stage": None},
-        {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "/home/ubuntu/configs/zero_stage2_config.json"},
+        {"deepspeed_config_file": "/data/configs/zero_stage2_config.json", "use_deepspeed": True, "zero_stage": None},
+        {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "/data/configs/zero_stage2_config.json"},
     ),
     "megatron": (
         """
@@ -265,7 +265,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         mixed_precision: bf16
         mpirun_config:
           mpirun_ccl: '1'
-          mpirun_hostfile: /home/user/hostfile
+          mpirun_hostfile: /data/hostfile
         num_machines: 4
         num_processes: 16
         rdzv_backend: static
@@ -275,7 +275,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         tpu_use_sudo: false
         use_cpu: true
         """,
-        {"mpirun_hostfile": "/home/user/hostfile", "mpirun_ccl": 1, "num_machines": 4, "num_processes": 16, "main_process_port": 29500},
+        {"mpirun_hostfile": "/data/hostfile", "mpirun_ccl": 1, "num_machines": 4, "num_processes": 16, "main_process_port": 29500},
         {"CCL_WORKER_COUNT": "1", "ACCELERATE_USE_CPU": "true"},
     ),
     "fp8 with Transformer Engine": (
@@ -445,7 +445,7 @@ def test_a_dry_run_hands_it_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
         pytest.skip("there is no MPI here")
     monkeypatch.chdir(tmp_path)
     Path("hostfile").write_text("one\ntwo\nthree\nfour\n")
-    path = write(tmp_path, text.replace("/home/user/hostfile", str(tmp_path / "hostfile")))
+    path = write(tmp_path, text.replace("/data/hostfile", str(tmp_path / "hostfile")))
     Path("s.py").write_text("raise SystemExit('a dry run starts nothing')")
     assert main(["launch", "--dry_run", "--json", "--config_file", str(path), "s.py"]) == 0
     starts = json.loads(capsys.readouterr().out)

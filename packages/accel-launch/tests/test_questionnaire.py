@@ -73,13 +73,13 @@ class TestWhatIsAsked:
                 "distributed_type": "MULTI_CPU",
                 "num_machines": 4,
                 "main_process_ip": "36.112.23.24",
-                "mpirun_hostfile": "/home/user/hostfile",
+                "mpirun_hostfile": "/data/hostfile",
                 "num_processes": 16,
                 "mixed_precision": "bf16",
             }
         )
         assert "cpu" not in asked and "gpu_ids" not in asked
-        assert content["mpirun_config"] == {"mpirun_ccl": 1, "mpirun_hostfile": "/home/user/hostfile"}
+        assert content["mpirun_config"] == {"mpirun_ccl": 1, "mpirun_hostfile": "/data/hostfile"}
         assert content["use_cpu"] is True and content["distributed_type"] == "MULTI_CPU" and content["main_process_port"] == 29500
         assert content["same_network"] is True and content["num_processes"] == 16
 

@@ -98,7 +98,12 @@ def test_a_file_with_every_key_that_asks_for_nothing(show, shell) -> None:
         use_cpu: false
     """,
     )
-    assert show("--config_file", str(path), "show.py")["env"] == {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "false"}
+    assert show("--config_file", str(path), "show.py")["env"] == {
+        "ACCELERATE_CPU_AFFINITY": "false",
+        "ACCELERATE_DOWNCAST_BF16": "false",
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_USE_CPU": "false",
+    }
 
 
 def test_module_and_executable(show, shell) -> None:

@@ -24,7 +24,7 @@ from accel_state import AcceleratorState
 from accel_state.random import set_seed
 from accel_state.testing import run_world
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 WORLDS = (1, 2, 4)
 
 
@@ -229,7 +229,8 @@ def check_training(expected: list[torch.Tensor], resumed: list[Any], before: int
     """Saved in the middle of an accumulation window, whose gradients are part of the state."""
     for weights, count, _ in resumed:
         assert count == 8
-        torch.testing.assert_close(weights, expected, rtol=0, atol=0 if before == after else 1e-12)
+        # Sums over more than two ranks depend on their order, and DDP groups its messages anew after its first step.
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0 if before == after <= 2 else 1e-12)
     # Ranks that were there before had been seeded alike; each new one has numbers of its own.
     assert len({tuple(draws) for *_, draws in resumed}) == 1 + max(0, after - before)
 

@@ -135,6 +135,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: b"" if name.endswith((".json", ".metadata")) else path.read_bytes() for name, path in files.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # eight ways of saving, twice, and seven of loading each on three sizes of worlds
 def test_every_state_loads_into_every_strategy_on_any_number_of_ranks(tmp_path: Path) -> None:
     saved = run_world(save_all, 2, str(tmp_path), list(SAVERS), timeout=150)[0]

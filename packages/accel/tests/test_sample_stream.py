@@ -37,7 +37,7 @@ from accel_state import AcceleratorState, context
 from accel_state.random import set_seed
 from accel_state.testing import run_world
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 EPOCHS = 3
 
 
@@ -190,7 +190,11 @@ class Case:
     even: bool = True
     drop_last: bool = False
     stateful: bool = False
-    augment: bool = True
+
+    @property
+    def loses_worker_generators(self) -> bool:
+        """torchdata enters such a stream in its workers by itself, with fresh generators (documented)."""
+        return self.stateful and self.workers > 0 and self.kind == "positioned"
 
     @property
     def is_map(self) -> bool:
@@ -270,7 +274,8 @@ class Run:
                 drawn = (torch.rand(()).item(), np.random.rand(), random.random())
                 padding = self.loader.real_samples
                 # A rank without data left repeats its last batch, which counts for nothing, without reading it anew.
-                values = batch.tolist() if padding != 0 or case.is_map else batch[..., 0].tolist()
+                only_ids = (padding == 0 and not case.is_map) or case.loses_worker_generators
+                values = batch[..., 0].tolist() if only_ids else batch.tolist()
                 self.steps.append((values, padding, self.accelerator.gradient_state.end_of_dataloader, drawn))
                 self.epochs.append(self.loader.iteration)
                 if len(self.steps) == stop:

@@ -38,3 +38,4 @@ from .local_sgd import LocalSGD as LocalSGD
 from .preemption import Preempted as Preempted
 from .preemption import SaveOnSignal as SaveOnSignal
 from .project import ProjectConfiguration as ProjectConfiguration
+from .sharding.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin

@@ -109,6 +109,9 @@ def build(
 
 def _choose_strategy(engine: str | None, engines: dict[str, Any], handlers: Handlers, process: PartialState) -> Strategy:
     """The strategy of an engine ("fsdp", ...), with the settings given or those of the launcher; without one, that of the machine."""
+    settings = engines.get(engine) if engine is not None else None
+    if settings is not None and engine in PLUGINS and not isinstance(settings, PLUGINS.load(str(engine))):
+        raise ConfigurationError(f"{engine}_plugin={settings!r} is no {PLUGINS.load(str(engine)).__name__}. Pass one, or leave it out.")
     if engine is not None and not process.use_distributed:
         logger.warning(
             "%s divides a model among processes, and there is one: it trains as it is. Start several: `accel launch --num_processes N`.",
@@ -118,8 +121,7 @@ def _choose_strategy(engine: str | None, engines: dict[str, Any], handlers: Hand
     if engine is None:
         return STRATEGIES.load("ddp" if process.use_distributed else "single")(process, handlers)
     if engine not in PLUGINS:
-        return STRATEGIES.load(engine)(process, handlers, engines.get(engine))
-    settings = engines.get(engine)
+        return STRATEGIES.load(engine)(process, handlers, settings)
     settings = PLUGINS.load(engine)() if settings is None else settings
     return STRATEGIES.load(settings.strategy)(process, handlers, settings)
 

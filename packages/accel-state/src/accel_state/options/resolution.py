@@ -182,9 +182,15 @@ def _implied(setting: Setting, settings: Mapping[str, Setting], config: ConfigFi
         holds = cause.value in values and cause.source.strength >= setting.source.strength and not setting.value
         return replace(setting, value=True, source=cause.source, where=cause.where) if holds else setting
     section = config.entry(name) if config is not None else None
-    if section is not None and section.value and setting.source is Source.DEFAULT:
+    # A section of which every key is null asks for nothing.
+    asks = section is not None and section.value and not _is_empty(section.value)
+    if section is not None and asks and setting.source is Source.DEFAULT:
         return replace(setting, value=True, source=Source.CONFIG_FILE, where=f"{name} in {section.place}")
     return setting
+
+
+def _is_empty(section: Any) -> bool:
+    return isinstance(section, Mapping) and all(value is None for value in section.values())
 
 
 def _flag_text(opt: Option, raw: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from ..images import as_images
@@ -105,4 +106,4 @@ class AimTracker(LibraryTracker):
 
 
 def _artifacts_uri(run: Any) -> str:
-    return "file://" + os.path.join(os.path.abspath(run.repo.path), "artifacts")
+    return Path(run.repo.path, "artifacts").absolute().as_uri()

@@ -124,8 +124,8 @@ class FSDP1Strategy(ShardedStrategy):
         whole = [item for item in self._flattened if id(self._flattened[item]) in lists]
         if len(lists) > 1 or len(whole) != len(parameters):
             raise ConfigurationError(
-                f"use_orig_params=False merges all parameters of a model into flat ones, but a group of the optimizer has {len(parameters)} "
-                f"of the model's {len(whole)}. Set use_orig_params=True (--fsdp_use_orig_params true)."
+                f"use_orig_params=False merges all parameters of a model into flat ones, but a group of the optimizer has "
+                f"{len(parameters)} of the model's {len(whole)}. Set use_orig_params=True (--fsdp_use_orig_params true)."
             )
         return next(iter(lists.values()))
 

@@ -210,6 +210,10 @@ from ..saving import WEIGHTS_NAME as WEIGHTS_NAME
 from ..saving import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from ..saving import load as load
 from ..saving import save as save
+from ..sharding.merging import merge_fsdp_weights as merge_fsdp_weights
+from ..sharding.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from ..sharding.plugin import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
+from ..sharding.plugin import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from ..unwrapping import extract_model_from_parallel as extract_model_from_parallel
 from ..unwrapping import id_tensor_storage as id_tensor_storage
 from ..unwrapping import is_compiled_module as is_compiled_module

@@ -29,3 +29,4 @@ from ..kwargs.profile import ProfileKwargs as ProfileKwargs
 from ..kwargs.tracking import TrackingKwargs as TrackingKwargs
 from ..project import ProjectConfiguration as ProjectConfiguration
 from ..quantization import BnbQuantizationConfig as BnbQuantizationConfig
+from ..sharding.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
