@@ -161,7 +161,7 @@ def test_the_doctor_checks_every_node(run) -> None:
     assert "ok    meeting        2 process(es) on" in result.stdout and "ok    all-reduce     right" in result.stdout
 
 
-@pytest.mark.parametrize("hosts", ["n1", "n[1-2]", "gpu[07-09,12],big1", "n[098-101]", "a,b[3-4].x"])
+@pytest.mark.parametrize("hosts", ["n1", "n[1-2]", "gpu[07-09,12],big1", "n[098-101]", "a,b[3-4]"])
 def test_host_lists_are_read_as_slurm_reads_them(cluster, hosts) -> None:
     words = ["scontrol", "show", "hostnames", hosts]
     shown = subprocess.run(words, env={**os.environ, **cluster.env}, capture_output=True, text=True, check=True, timeout=30).stdout

@@ -95,7 +95,7 @@ class TestRank:
         made = plan(
             {**OPENMPI, "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
             config="num_machines: 4\nnum_processes: 16\nmachine_rank: 0\nmain_process_ip: 36.112.23.24\nmain_process_port: 29500\n"
-            "mpirun_config: {mpirun_ccl: '1', mpirun_hostfile: /home/user/hostfile}\nuse_cpu: true\n",
+            "mpirun_config: {mpirun_ccl: '1', mpirun_hostfile: /data/user/hostfile}\nuse_cpu: true\n",
         )
         (start,) = choose_launcher(made).starts(made)
         assert start.ranks[0]["MASTER_ADDR"] == "36.112.23.24" and start.ranks[0]["MASTER_PORT"] == "29500"

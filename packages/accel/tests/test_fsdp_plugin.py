@@ -129,6 +129,20 @@ def test_policies_of_both_versions() -> None:
     assert plugin.mixed_precision_policy.param_dtype is bf16, "only with override"
 
 
+def test_values_set_later_are_checked_on_request() -> None:
+    plugin = FullyShardedDataParallelPlugin()
+    plugin.validate_cpu_offload()
+    plugin.validate_mixed_precision_policy()
+    plugin.cpu_offload, plugin.mixed_precision_policy = "much", "fp4"
+    with pytest.raises(ConfigurationError, match="cpu_offload='much'"):
+        plugin.validate_cpu_offload()
+    with pytest.raises(ConfigurationError, match="mixed_precision_policy='fp4'"):
+        plugin.validate_mixed_precision_policy()
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    plugin.set_state_dict_type()
+    assert plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
+
+
 def test_ram_efficient_loading_is_a_variable_that_transformers_reads() -> None:
     with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false", ACCELERATE_USE_FSDP="false"):
         enable_fsdp_ram_efficient_loading()

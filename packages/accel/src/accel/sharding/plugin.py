@@ -16,6 +16,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import FsdpOptions
 
 from . import units
+from .choices import by_number, one_of, sharding_strategy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
@@ -110,7 +111,7 @@ class FullyShardedDataParallelPlugin:
             self._refuse_settings_of_version_1(given)
 
     def _settle_version(self, launched: FsdpOptions) -> None:
-        self.fsdp_version = int(_one_of("fsdp_version", launched.version if self.fsdp_version is None else self.fsdp_version, ("1", "2")))
+        self.fsdp_version = int(one_of("fsdp_version", launched.version if self.fsdp_version is None else self.fsdp_version, ("1", "2")))
         if self.fsdp_version == 2 and not _has_fully_shard():
             raise ConfigurationError(
                 f"fsdp_version=2 needs torch>=2.6 (this is {torch.__version__}). Upgrade torch, or set fsdp_version=1."
@@ -157,7 +158,7 @@ class FullyShardedDataParallelPlugin:
         if self.auto_wrap_policy is None:
             self.auto_wrap_policy = launched.auto_wrap_policy
         if isinstance(self.auto_wrap_policy, str):
-            self.auto_wrap_policy = _one_of("auto_wrap_policy", self.auto_wrap_policy.lower(), units.POLICIES)
+            self.auto_wrap_policy = one_of("auto_wrap_policy", self.auto_wrap_policy.lower(), units.POLICIES)
         elif self.auto_wrap_policy is not None and not callable(self.auto_wrap_policy):
             raise ConfigurationError(
                 f"auto_wrap_policy={self.auto_wrap_policy!r} is neither a policy of torch nor {', '.join(units.POLICIES)}."
@@ -181,7 +182,7 @@ class FullyShardedDataParallelPlugin:
         asked = launched.backward_prefetch if self.backward_prefetch is None else self.backward_prefetch
         if not isinstance(asked, BackwardPrefetch):
             names = [*BackwardPrefetch.__members__, "NO_PREFETCH"]
-            name = "NO_PREFETCH" if asked is None else _one_of("backward_prefetch", _by_number(asked, names), names)
+            name = "NO_PREFETCH" if asked is None else one_of("backward_prefetch", by_number(asked, names), names)
             asked = None if name == "NO_PREFETCH" else BackwardPrefetch[name]
         self.backward_prefetch = asked
 
@@ -202,11 +203,12 @@ class FullyShardedDataParallelPlugin:
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         self.set_state_dict_type(default if asked is None else asked)
 
-    def set_state_dict_type(self, state_dict_type: Any) -> None:
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose how ``save_state`` writes.
 
         Args:
-            state_dict_type: "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", its number, or torch's ``StateDictType``.
+            state_dict_type: "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", its number, or torch's ``StateDictType``; None
+                keeps the one there is.
 
         Raises:
             ConfigurationError: another value, or one that this version of FSDP has not.
@@ -219,9 +221,10 @@ class FullyShardedDataParallelPlugin:
             StateDictType,
         )
 
+        state_dict_type = self.state_dict_type if state_dict_type is None else state_dict_type
         if not isinstance(state_dict_type, StateDictType):
             names = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
-            state_dict_type = StateDictType[_one_of("state_dict_type", _by_number(state_dict_type, names), names)]
+            state_dict_type = StateDictType[one_of("state_dict_type", by_number(state_dict_type, names), names)]
         if state_dict_type is StateDictType.LOCAL_STATE_DICT and self.fsdp_version == 2:
             raise ConfigurationError(
                 "state_dict_type=LOCAL_STATE_DICT is one of fsdp_version=1. With version 2: SHARDED_STATE_DICT, which loads on any number "
@@ -319,6 +322,15 @@ class FullyShardedDataParallelPlugin:
                 f"{kinds[0].__name__} of torch."
             )
 
+    def validate_cpu_offload(self) -> None:
+        """Raise ConfigurationError unless ``cpu_offload`` is of a form that this version takes."""
+        self.set_cpu_offload()
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Raise ConfigurationError unless ``mixed_precision_policy`` is of a form that this version takes."""
+        if self.mixed_precision_policy is not None:
+            self.set_mixed_precision(self.mixed_precision_policy, override=True)
+
     @property
     def strategy(self) -> str:
         """The name of the strategy that this configures."""
@@ -378,22 +390,6 @@ class FullyShardedDataParallelPlugin:
         return _precision_class(self.fsdp_version)(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
-def sharding_strategy(value: Any) -> Any:
-    """Torch's ``ShardingStrategy`` by name, number or itself.
-
-    Raises:
-        ConfigurationError: there is none such.
-    """
-    from torch.distributed.fsdp import ShardingStrategy
-
-    if isinstance(value, ShardingStrategy):
-        return value
-    from accel_state.options.fsdp import SHARDING_STRATEGIES
-
-    name = _one_of("sharding_strategy", _by_number(value, SHARDING_STRATEGIES), SHARDING_STRATEGIES)
-    return ShardingStrategy._HYBRID_SHARD_ZERO2 if name == "HYBRID_SHARD_ZERO2" else ShardingStrategy[name]
-
-
 def enable_fsdp_ram_efficient_loading() -> None:
     """Have Transformers read weights on rank 0 only, also where no launcher said so."""
     env.export(FSDP_CPU_RAM_EFFICIENT_LOADING="true", ACCELERATE_USE_FSDP="true")
@@ -431,16 +427,3 @@ def _has_fully_shard() -> bool:
 
 def _as_dtype(value: Any) -> Any:
     return _DTYPES.get(value, getattr(torch, value, value)) if isinstance(value, str) else value
-
-
-def _by_number(value: Any, names: Iterable[str]) -> str:
-    """A name, from itself or from its place in the list, counted from 1."""
-    numbered = dict(enumerate(names, start=1))
-    text = str(getattr(value, "name", value)).strip().upper()
-    return numbered.get(int(text), text) if text.isdigit() else text
-
-
-def _one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
-    if str(value) not in set(allowed):
-        raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(allowed)}.")
-    return str(value)

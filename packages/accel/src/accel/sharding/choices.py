@@ -1,0 +1,41 @@
+"""Settings given by name, by number, or as torch's own objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from accel_state.errors import ConfigurationError
+from accel_state.options.fsdp import SHARDING_STRATEGIES
+
+
+def sharding_strategy(value: Any) -> Any:
+    """Torch's ``ShardingStrategy`` by name, number or itself.
+
+    Raises:
+        ConfigurationError: there is none such.
+    """
+    from torch.distributed.fsdp import ShardingStrategy
+
+    if isinstance(value, ShardingStrategy):
+        return value
+    name = one_of("sharding_strategy", by_number(value, SHARDING_STRATEGIES), SHARDING_STRATEGIES)
+    return ShardingStrategy._HYBRID_SHARD_ZERO2 if name == "HYBRID_SHARD_ZERO2" else ShardingStrategy[name]
+
+
+def by_number(value: Any, names: Iterable[str]) -> str:
+    """A name, from itself or from its place in the list, counted from 1."""
+    numbered = dict(enumerate(names, start=1))
+    text = str(getattr(value, "name", value)).strip().upper()
+    return numbered.get(int(text), text) if text.isdigit() else text
+
+
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """The value as text.
+
+    Raises:
+        ConfigurationError: it is not one of those allowed; the message names the setting.
+    """
+    if str(value) not in set(allowed):
+        raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(allowed)}.")
+    return str(value)
