@@ -24,7 +24,14 @@ pytestmark = pytest.mark.slow
 
 # What pip must find beside a package to run its tests, and nothing of ours.
 TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
-SETTINGS = "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\nmarkers =\n    slow\n    gpu\ntimeout = 120\n"
+SETTINGS = """[pytest]
+pythonpath = tests/support
+addopts = --import-mode=importlib -p no:cacheprovider
+markers =
+    slow
+    gpu
+timeout = 120
+"""
 
 
 def _run(*command: object, folder: Path, seconds: int = 400, **variables: str) -> str:
