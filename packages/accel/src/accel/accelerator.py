@@ -339,8 +339,6 @@ class Accelerator(SettingsView, Saving, StateSaving, Resuming, ProcessControl):
         self.precision.check_uneven_inputs()
         return join_uneven_inputs(self.strategy, self.prepared.dataloaders, joinables, even_batches)
 
-    # -- between processes -------------------------------------------------------------------------------------------
-
     def wait_for_everyone(self) -> None:
         """Return when every process has come here; at once in a single process."""
         self.process_state.wait_for_everyone()
@@ -382,8 +380,6 @@ class Accelerator(SettingsView, Saving, StateSaving, Resuming, ProcessControl):
 
     set_breakpoint = set_trigger
     check_breakpoint = check_trigger
-
-    # -- memory, profiling, end --------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Drop every reference to prepared objects, and hand unused memory back to the device.

@@ -151,17 +151,24 @@ def _lock(folder: Path) -> int | None:
     """An open, locked folder; None if another process holds the lock. Where folders cannot be locked, it is open only."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_now(descriptor)
     except BlockingIOError:
         os.close(descriptor)
         return None
-    except (ImportError, OSError):  # no such locks on this system, or on this (network) file system
-        pass
     _drop_in_forked_processes()
     _held.add(descriptor)
     return descriptor
+
+
+def _lock_now(descriptor: int) -> None:
+    """Lock, where the system and the (network) file system have locks; BlockingIOError if another process holds this one."""
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError) as error:
+        if isinstance(error, BlockingIOError):
+            raise
 
 
 def _unlock(descriptor: int) -> None:

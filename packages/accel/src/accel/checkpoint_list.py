@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,11 +81,10 @@ def _is_of_another_library(folder: Path) -> bool:
 def _time_of(folder: Path, manifest: Manifest | None) -> float:
     from datetime import datetime
 
-    if manifest is not None:
-        try:
+    # A later version may write the time in another form.
+    with suppress(ValueError):
+        if manifest is not None:
             return datetime.fromisoformat(manifest.saved_at).timestamp()
-        except ValueError:  # of a later version
-            pass
     return folder.stat().st_mtime
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..env import str_to_bool
@@ -116,10 +117,9 @@ def _mapping(opt: Option, raw: Any) -> dict[str, Any]:
 
 
 def _literal(opt: Option, text: str) -> Any:
-    try:
+    # What is no JSON may be a literal of Python.
+    with suppress(ValueError, RecursionError):
         return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
