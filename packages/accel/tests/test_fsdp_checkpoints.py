@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -13,12 +14,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
-from accel import Accelerator
+from accel import Accelerator, ProjectConfiguration
 from accel.checkpoint_names import CheckpointError
 from accel.sharding.merging import merge_fsdp_weights
 from accel.sharding.plugin import FullyShardedDataParallelPlugin
 from accel.sharding.shard_reading import read_metadata
 from accel_launch.cli import main
+from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
@@ -275,6 +277,23 @@ def torchs_own_writer(folder: str) -> None:
 
     torch.manual_seed(3)
     checkpoint.save({"model": Net().state_dict()}, checkpoint_id=f"{folder}/pytorch_model_fsdp_0")
+
+
+def on_each_node(folder: str) -> None:
+    rank = int(os.environ["RANK"])
+    with patch_environment(LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, GROUP_RANK=rank, GROUP_WORLD_SIZE=2):
+        accelerator = Accelerator(
+            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), project_config=ProjectConfiguration(save_on_each_node=True)
+        )
+        model = accelerator.prepare(Net())
+        for save in (lambda: accelerator.save_state(f"{folder}/{rank}"), lambda: accelerator.save_model(model, f"{folder}/{rank} model")):
+            with pytest.raises(ConfigurationError, match="this model is divided among the ranks of 2 nodes"):
+                save()
+
+
+def test_nodes_cannot_each_save_what_they_share(tmp_path: Path) -> None:
+    run_world(on_each_node, 2, str(tmp_path), timeout=60, state=False)
+    assert not list(tmp_path.iterdir())
 
 
 def strangers(folder: str) -> None:

@@ -197,6 +197,19 @@ def _remove_stale(folder: Path, stem: str, suffix: str, keep: set[str]) -> None:
             path.unlink(missing_ok=True)
 
 
+def refuse_each_node(state: PartialState, each_node: bool) -> None:
+    """Refuse to save on each of several nodes what is divided among all of their ranks.
+
+    Raises:
+        ConfigurationError: ``each_node`` is set, and there are several.
+    """
+    if each_node and state.environment.num_nodes > 1:
+        raise ConfigurationError(
+            f"save_on_each_node=True keeps everything on each node, and this model is divided among the ranks of "
+            f"{state.environment.num_nodes} nodes. Save to a file system that all nodes share, without save_on_each_node."
+        )
+
+
 def refuse_unsavable(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Refuse to write a model of which a part has no values.
 

@@ -56,11 +56,13 @@ class Saving:
             safe_serialization: the safetensors format rather than torch's.
 
         Raises:
-            ConfigurationError: the folder is a file, or a weight has no values.
+            ConfigurationError: the folder is a file, a weight has no values, or each of several nodes is to save a model that they share.
         """
         folder = Path(save_directory)
         if folder.is_file():
             raise ConfigurationError(f"save_directory={str(folder)!r} is a file. Give a folder to put the weights into.")
+        if self.strategy.divides_models:
+            saving.refuse_each_node(self.process_state, self.project_configuration.save_on_each_node)
         state_dict = self.get_state_dict(model)
         saving.refuse_unsavable(model, state_dict)
         process = self.process_state

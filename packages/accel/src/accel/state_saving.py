@@ -130,6 +130,8 @@ class StateSaving(Tracking):
             raise ConfigurationError(
                 f"save_state got {', '.join(save_model_func_kwargs)}, which {type(self.strategy).__name__} has no use for. Leave it out."
             )
+        if self.strategy.divides_models:
+            saving.refuse_each_node(self.process_state, self.project_configuration.save_on_each_node)
         self.wait_for_save()
         # A path made of the time, say, may differ between ranks.
         chosen = str(self._save_target(output_dir)), f"{time.time_ns()}.{os.getpid()}"
@@ -265,11 +267,6 @@ class StateSaving(Tracking):
     def _collect(
         self, weights: list[dict[str, Any]], gathered: Gathered | None, safe_serialization: bool, copies: HostCopies | None
     ) -> list[Part]:
-        if gathered is not None and gathered.closings and self.project_configuration.save_on_each_node:
-            raise ConfigurationError(
-                "save_on_each_node=True keeps a whole checkpoint on each node, and SHARDED_STATE_DICT divides one among all ranks. Save to "
-                "a file system that all nodes share, or set state_dict_type=FULL_STATE_DICT."
-            )
         parts = of_this_rank(self._parts(weights, gathered, safe_serialization), self._writes_state)
         if copies is None:
             return parts
