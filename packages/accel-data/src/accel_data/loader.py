@@ -236,7 +236,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
             point.read_ahead = current.watch.read_ahead()
             point.source = current.watch.source()
         if current.workers is not None:
-            point.workers = current.workers.to_plain(self._batches_out(current))
+            # An iterable is read again from the start of the epoch, with the random numbers of its workers.
+            at_start = self._stream is None
+            point.workers = current.workers.to_plain_at_start() if at_start else current.workers.to_plain(self._batches_out(current))
 
     def _position(self, current: Iteration) -> int:
         """Units of the stream that all ranks together have handed out."""
@@ -412,7 +414,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         else:
             workers = WorkerStates()
         iteration.workers = self._workers = workers
-        return workers.open(self.base_dataloader, partial(self._batches_out, iteration), track=self._stream is not None)
+        track = self._stream is not None or self.persistent_workers
+        return workers.open(self.base_dataloader, partial(self._batches_out, iteration), track=track)
 
     def _synchronized(self, steps: Iterator[Step], latest: Any = None) -> Iterator[Step]:
         return synchronized_steps(steps, PartialState().collectives, latest) if self.layout.synchronize_steps else steps

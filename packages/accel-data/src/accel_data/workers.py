@@ -153,6 +153,7 @@ class WorkerStates:
         self.base_seed = base_seed
         self.kept = kept
         self._states = states or {}
+        self._at_start = {worker: dict(state) for worker, state in self._states.items()}
         self._recent: deque[tuple[int, int, _States]] = deque()
         self.moved_places = False
 
@@ -172,6 +173,13 @@ class WorkerStates:
             return {}
         states = {worker: _to_plain(state) for worker, state in self._after(handed_out).items()}
         return {"batches": self.before + handed_out, "base_seed": self.base_seed, "kept": self.kept, "states": states}
+
+    def to_plain_at_start(self) -> dict[str, Any]:
+        """Like :meth:`to_plain`, for an epoch that is read again from its start; empty where new workers began it."""
+        if self.base_seed is None or not self.kept:
+            return {}
+        states = {worker: _to_plain(state) for worker, state in self._at_start.items()}
+        return {"batches": 0, "base_seed": self.base_seed, "kept": True, "states": states}
 
     def for_next_epoch(self) -> WorkerStates:
         """Where workers that live on begin the next epoch."""
