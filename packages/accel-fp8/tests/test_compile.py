@@ -96,7 +96,9 @@ def test_inductor_generates_code_for_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
     monkeypatch.delenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
     model, plain = network(), network()
-    losses, state = train(model, torch.compile(model, fullgraph=True), count=3)
+    # In this process: threads of inductor's own would stay when the test is over.
+    with torch._inductor.config.patch(compile_threads=1):
+        losses, state = train(model, torch.compile(model, fullgraph=True), count=3)
     expected_losses, expected_state = train(plain, plain, count=3)
     # Fused code rounds once where eager code rounds twice; a value on the edge then falls into the next 8-bit step.
     assert losses == pytest.approx(expected_losses, rel=0.01)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from accel_fp8 import E4M3, E5M2, Float8Format, matmul_error_bound, rounding_error_bound
@@ -57,6 +57,8 @@ def test_a_product_stays_within_its_bound(
 ) -> None:
     rows, inner, columns = data.draw(SIZES), data.draw(SIZES), data.draw(SIZES)
     a, b = data.draw(matrices(rows, inner)), data.draw(matrices(columns, inner))
+    # What fp32 cannot hold is no rounding error.
+    assume(bool(((a.double().abs() @ b.double().abs().t()) < torch.finfo(torch.float32).max / 4).all()))
     largest = largest_of_rows if rowwise else largest_value
     scale_a, scale_b = scale_for(largest(a), formats[0].dtype), scale_for(largest(b), formats[1].dtype)
     a8, b8 = quantize(a, scale_a, formats[0].dtype), quantize(b, scale_b, formats[1].dtype)

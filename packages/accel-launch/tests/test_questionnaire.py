@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pexpect
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -22,6 +21,8 @@ from accel_launch.questionnaire.prompts import TextPrompts
 from accel_state.errors import ConfigurationError
 from accel_state.options import Option, check, load_groups, resolve
 from accel_state.options.declare import GIVEN, MORE_THAN_ONE
+
+pexpect = pytest.importorskip("pexpect", reason="a terminal to answer in needs pexpect")
 
 OPTIONS = declared()
 DOWN, UP, ENTER = "\x1b[B", "\x1b[A", "\r"
