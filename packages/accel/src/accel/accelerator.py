@@ -142,8 +142,6 @@ class Accelerator(SettingsView, Saving, StateSaving, Resuming, ProcessControl):
         self._init_resuming(save_on_signal)
         self._trigger = False
 
-    # -- preparing ---------------------------------------------------------------------------------------------------
-
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders, given in any order.
 
@@ -215,8 +213,6 @@ class Accelerator(SettingsView, Saving, StateSaving, Resuming, ProcessControl):
             keep_torch_compile: keep it compiled.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
-
-    # -- a training step ---------------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro batch: in the block, gradients are synchronised and applied only if it ends an accumulation window.
