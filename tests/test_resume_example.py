@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ def start(folder: Path, ranks: int) -> subprocess.Popen[str]:
     launch = [sys.executable, "-m", "accel_launch", "launch", "--cpu", "--num_processes", str(ranks)]
     return subprocess.Popen(
         [*launch, str(SCRIPT), "--output_dir", str(folder), *WORDS],
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -46,6 +47,29 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+def output_of(run: subprocess.Popen[str]) -> str:
+    """What a run printed; where it is not finished in time, with the place where each of its processes stands."""
+    try:
+        output, _ = run.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        everybody = psutil.Process(run.pid).children(recursive=True)
+        # The launcher would end the others as soon as one is gone.
+        run.send_signal(signal.SIGSTOP)
+        for one in everybody:
+            # With faulthandler this prints every thread's stack, to the stream that is read below.
+            if one.is_running() and one.status() != psutil.STATUS_ZOMBIE:
+                one.send_signal(signal.SIGABRT)
+                time.sleep(0.3)
+        run.send_signal(signal.SIGCONT)
+        try:
+            output, _ = run.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            kill_tree(run)
+            output = "the launcher did not end when its ranks had been aborted"
+        pytest.fail(f"not finished after 240 s:\n{output}")
+    return output
+
+
 def newest(folder: Path) -> float:
     """When the newest entry among the checkpoints was made; 0 without one."""
     entries = list((folder / "checkpoints").glob("*")) + list((folder / "checkpoints").glob(".*"))
@@ -54,11 +78,11 @@ def newest(folder: Path) -> float:
 
 # Each start imports torch and scikit-learn in up to three processes.
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("ranks", "most"), [(1, 2), (2, 3)])
 def test_killed_anywhere_it_ends_the_same(tmp_path: Path, ranks: int, most: int) -> None:
     whole = start(tmp_path / "whole", ranks)
-    output, _ = whole.communicate(timeout=150)
+    output = output_of(whole)
     assert whole.returncode == 0, output
     dice, kills, folder = random.Random(ranks), 0, tmp_path / "killed"
     while True:
@@ -72,7 +96,7 @@ def test_killed_anywhere_it_ends_the_same(tmp_path: Path, ranks: int, most: int)
         time.sleep(moment)
         kill_tree(run)
         kills += 1
-    output, _ = run.communicate(timeout=150)
+    output = output_of(run)
     assert run.returncode == 0, output
     assert re.search(r"^going on in epoch \d after \d+ optimizer steps$", output, re.MULTILINE), output
     expected, found = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "killed"))
