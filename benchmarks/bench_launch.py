@@ -1,4 +1,4 @@
-"""What the launcher costs: its import, its help, one process, two processes. Medians of runs taken in turns.
+"""What the launcher costs: its import, its help, one process, two processes. Medians of runs taken in turns, ratios of neighbouring runs.
 
     python benchmarks/bench_launch.py [--runs 7] [--reference PYTHON]
 
@@ -28,8 +28,8 @@ def seconds(command: Sequence[str], environment: Mapping[str, str], folder: Path
     return time.perf_counter() - begin
 
 
-def measure(commands: Mapping[str, Sequence[str]], runs: int) -> dict[str, float]:
-    """The median seconds of each command. Taking turns, a machine that slows down slows all of them down."""
+def measure(commands: Mapping[str, Sequence[str]], runs: int) -> dict[str, list[float]]:
+    """The seconds of each command. Taking turns, a machine that slows down slows all of them down."""
     hidden = ("ACCELERATE_", "TORCHELASTIC_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -44,7 +44,12 @@ def measure(commands: Mapping[str, Sequence[str]], runs: int) -> dict[str, float
         for _ in range(runs):
             for label, command in commands.items():
                 times[label].append(seconds(command, environment, folder))
-    return {label: statistics.median(values) for label, values in times.items()}
+    return times
+
+
+def ratio(times: Mapping[str, Sequence[float]], label: str, other: str) -> float:
+    """The median of what one command takes of the time that another took in the same turn."""
+    return statistics.median(mine / theirs for mine, theirs in zip(times[label], times[other], strict=True))
 
 
 def commands_of(reference: str | None) -> dict[str, list[str]]:
@@ -74,18 +79,19 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7, help="timed runs of each command (default 7)")
     parser.add_argument("--reference", help="an interpreter in which the reference is installed")
     arguments = parser.parse_args()
-    took = measure(commands_of(arguments.reference), arguments.runs)
+    times = measure(commands_of(arguments.reference), arguments.runs)
+    took = {label: statistics.median(values) for label, values in times.items()}
     for label, value in took.items():
         print(f"{label:<30} {value * 1000:8.0f} ms")
-    help_ratio = took["accel --help"] / took["import torch"]
+    help_ratio = ratio(times, "accel --help", "import torch")
     added = took["accel launch, 1 process"] - took["python noop.py"]
-    against_torchrun = took["accel launch, 2 processes"] / took["torchrun, 2 processes"]
+    against_torchrun = ratio(times, "accel launch, 2 processes", "torchrun, 2 processes")
     print(f"\nimport accel_launch adds {(took['import accel_launch'] - took['python']) * 1000:.0f} ms to python")
     print(f"accel --help takes {help_ratio:.2f} of `import torch` (target: under 0.20)")
     print(f"accel launch of one process adds {added * 1000:.0f} ms to `python noop.py` (target: under 250)")
     print(f"accel launch of two processes takes {against_torchrun:.2f} of torchrun (target: at most 1, within noise)")
     if arguments.reference:
-        print(f"accel --help takes {took['accel --help'] / took['reference --help']:.2f} of the reference's")
+        print(f"accel --help takes {ratio(times, 'accel --help', 'reference --help'):.2f} of the reference's")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 # Sourced by the scripts beside it: makes .venv, or reuses it, and installs what the caller asks for.
 #
 #   ensure GROUP     the packages of this workspace in editable form, and a dependency group of pyproject.toml,
-#                    at the versions of constraints.txt. Costs milliseconds when nothing has changed since the last time.
+#                    at the versions of constraints.txt; for the tests DeepSpeed too. Costs milliseconds when nothing has changed
+#                    since the last time.
 #
 # Needs bash, Python >= 3.10 and pip. ACCEL_PYTHON names the Python to make .venv with; ACCEL_VENV another place for it, and
 # ACCEL_CONSTRAINTS another file of versions.
@@ -84,6 +85,18 @@ install_group() {
     mark_current "group-$1" pyproject.toml
 }
 
+# DeepSpeed is built from its sources, with the torch that is there and for what it is to run on. Its operators are compiled when they are
+# first used, which needs a C++ compiler.
+install_deepspeed() {
+    is_current deepspeed && return
+    say "installing $(pinned deepspeed)"
+    if pip_install "$(pinned setuptools)" "$(pinned ninja)" && DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" pip_install --no-build-isolation "$(pinned deepspeed)"; then
+        mark_current deepspeed
+    else
+        say "$(pinned deepspeed) could not be built here: the tests that train with it are skipped"
+    fi
+}
+
 ensure() {
     # Two scripts at once must not install into one environment; the lock goes with the shell that holds it.
     exec 9>"$VENV.lock"
@@ -91,6 +104,7 @@ ensure() {
     make_venv
     install_packages
     install_group "$1"
+    if [ "$1" = test ]; then install_deepspeed; fi
     exec 9>&-
     export PATH="$VENV/bin:$PATH"
 }

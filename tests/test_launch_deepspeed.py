@@ -1,22 +1,23 @@
-"""DeepSpeed's own launchers, with the real DeepSpeed in an environment of its own: over pdsh and ssh on loopback, and without ssh."""
+"""DeepSpeed's own launchers, with the real DeepSpeed: over pdsh and ssh on loopback, and without ssh."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 from components import ssh
 from components.digits import ARGUMENTS, SCRIPT, check_loss, environment
-from components.environments import find, missing
 from components.slurm import free_ports
 
-_MISSING = missing("deepspeed") or ssh.missing("pdsh")
+_MISSING = ("" if find_spec("deepspeed") else "deepspeed is not installed: scripts/test tells why") or ssh.missing("pdsh")
 pytestmark = pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "DeepSpeed, ssh and pdsh are installed")
 
 SHOW = """
@@ -48,10 +49,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh.SshServer]:
 
 
 class Launcher:
-    """``accel launch`` of the environment with DeepSpeed, for two hosts that are both this machine."""
+    """``accel launch``, for two hosts that are both this machine."""
 
     def __init__(self, server: ssh.SshServer, folder: Path) -> None:
-        python = find("deepspeed")
+        python = Path(sys.executable)
         self.folder = folder
         self.env = environment(
             PATH=os.pathsep.join([str(server.bin), str(python.parent), os.environ["PATH"]]),

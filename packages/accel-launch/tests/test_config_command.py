@@ -15,6 +15,7 @@ import yaml
 
 from accel_launch import config_write
 from accel_launch.config import load_settings
+from accel_launch.config_update import update_file
 from accel_launch.config_write import write_basic_config, write_file
 from accel_state.errors import ConfigurationError
 
@@ -107,7 +108,49 @@ class TestUpdate:
         assert content["dynamo_config"] == {"dynamo_backend": "EAGER"} and not {"fp16", "dynamo_backend", "use_mps_device"} & set(content)
         assert content["machine_rank"] == 0 and "use_cpu" not in content, "what the file leaves to the machine stays so"
         assert f"{path}, line 2: fp16 is now a value of mixed_precision\n" in result.stdout
-        assert "comments are not kept" in result.stdout and (shell.folder / "old.yaml.bak").read_text() == self.OLD
+        lines = path.read_text().splitlines()
+        assert "num_processes: 2  # both" in lines and lines[-1] == "# of the old days", "what was said of a key that is gone comes last"
+        assert os.listdir(shell.folder) == ["old.yaml"]
+
+    def test_comments_stay_with_what_they_are_about(self, shell) -> None:
+        old = """
+        # the cluster of the second floor
+
+        use_cpu: false # no "#1" here
+        # two, since
+        # the third is broken
+        num_processes: 2
+        main_process_ip: 'a#b'   # not a comment: the # before this
+        fsdp_config: # sharded
+          # per block
+          fsdp_backward_prefetch_policy: BACKWARD_PRE  # faster
+        distributed_type: FSDP
+        # the end
+        """
+        path = shell.write("old.yaml", old)
+        before = load_settings({"config_file": str(path)}, environ={})
+        for _ in range(2):
+            assert shell.accel("config", "update", "--config_file", path).returncode == 0
+            lines = path.read_text().splitlines()
+            assert lines[:2] == ["# the cluster of the second floor", ""] and lines[-1] == "# the end"
+            assert 'use_cpu: false  # no "#1" here' in lines
+            where = lines.index("num_processes: 2")
+            assert lines[where - 2 : where] == ["# two, since", "# the third is broken"]
+            assert "main_process_ip: a#b  # not a comment: the # before this" in lines
+            where = lines.index("fsdp_config:  # sharded")
+            prefetch = lines.index("  fsdp_backward_prefetch: BACKWARD_PRE  # faster")
+            assert prefetch > where and lines[prefetch - 1] == "  # per block"
+        after = load_settings({"config_file": str(path)}, environ={})
+        assert {name: after[name] for name in before.settings} | {"config_file": 0} == {name: before[name] for name in before.settings} | {
+            "config_file": 0
+        }
+        assert os.listdir(shell.folder) == ["old.yaml"]
+
+    def test_a_file_with_comments_that_becomes_json_is_kept(self, shell, tmp_path: Path) -> None:
+        (tmp_path / "old.yaml").write_text(self.OLD)
+        notes = update_file(tmp_path / "old.yaml", tmp_path / "new.json")
+        assert json.loads((tmp_path / "new.json").read_text())["num_processes"] == 2
+        assert (tmp_path / "old.yaml.bak").read_text() == self.OLD and "comments are not kept" in notes[-1]
 
     def test_a_file_of_the_reference_moves_to_ours(self, shell) -> None:
         reference = Path(shell.env["HF_HOME"]) / "accelerate" / "default_config.yaml"
@@ -129,9 +172,9 @@ class TestUpdate:
     def test_an_earlier_copy_stays(self, shell) -> None:
         path = shell.write("c.yaml", "# one\nnum_processes: 2\nuse_mps_device: true\n")
         shell.write("c.yaml.bak", "precious")
-        result = shell.accel("config", "update", "--config_file", path)
+        notes = update_file(path, shell.folder / "c.json")
         assert (shell.folder / "c.yaml.bak").read_text() == "precious" and "# one" in (shell.folder / "c.yaml.bak1").read_text()
-        assert f"{path}, line 3: use_mps_device is left out: the device of an Apple machine is found without it" in result.stdout
+        assert f"{path}, line 3: use_mps_device is left out: the device of an Apple machine is found without it" in notes
 
     def test_the_file_that_the_environment_names(self, shell) -> None:
         path = shell.write("c.yaml", "fp16: true\n")

@@ -11,7 +11,8 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, load_groups, resolve
 
 from .config import check_keys, read_config
-from .config_write import BASE, declared, nest, write_file
+from .config_comments import read_comments, write_comments
+from .config_write import BASE, declared, nest, to_text, write_text
 
 # Left to the machine or to the script where a file does not say: to write them down would change what it says.
 _LEFT_OUT = frozenset({"mixed_precision", "num_processes", "distributed_type", "cpu"})
@@ -40,12 +41,28 @@ def update_file(source: Path, target: Path) -> tuple[str, ...]:
         for note in config.notes
     ]
     notes += _left_out(config)
-    if source.suffix != ".json" and _has_comments(source):
+    text = to_text(target, content)
+    commented = _with_comments(source, target, text)
+    if commented is None:
         copy = _free_name(source)
         shutil.copy2(source, copy)
         notes.append(f"comments are not kept; the file with its comments is in {copy}")
-    write_file(target, content)
+    write_text(target, commented or text)
     return tuple(notes)
+
+
+def _with_comments(source: Path, target: Path, text: str) -> str | None:
+    """The new text with the comments of the file; None where they have no place in it."""
+    if source.suffix == ".json" or not _has_comments(source):
+        return text
+    if target.suffix == ".json":
+        return None
+    import yaml  # `accel --help` loads this module
+
+    comments = read_comments(source.read_text(encoding="utf-8-sig"))
+    commented = write_comments(text, comments, {key: opt.key for opt in declared().values() if opt.key for key in opt.keys})
+    # Whatever a comment looks like, it must not change what the file says.
+    return commented if yaml.safe_load(commented) == yaml.safe_load(text) else None
 
 
 def _free_name(path: Path) -> Path:

@@ -105,12 +105,21 @@ def write_file(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: the file cannot be written, or would not be a readable one; what was there before is untouched.
     """
+    write_text(path, to_text(path, content))
+
+
+def write_text(path: Path, text: str) -> None:
+    """The same with a text that has been made already, with comments, say.
+
+    Raises:
+        ConfigurationError: see :func:`write_file`.
+    """
     # A link stays a link.
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(temporary, to_text(path, content), path)
+        _write_whole(temporary, text, path)
         read_config(temporary)
         os.replace(temporary, path)
         _sync_folder(path.parent)

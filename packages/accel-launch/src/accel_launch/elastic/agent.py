@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 from accel_state.preemption import Note
 
-from .preemption import grace_seconds, let_save, saved_by_all
+from .ends import ENDED, EXIT_BARRIER_SECONDS, FAILED, SUCCEEDED, Ends
+from .preemption import grace_seconds, let_save, notes, saved_by_all
+from .rounds import RoundsRendezvous
 from .signals import SignalWatch
 
-EXIT_BARRIER_SECONDS = 300.0
-_POLL_SECONDS = 0.2
-_STATE_KEY = "accel/exit/"
 _AGENT_LOGS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
 
@@ -71,6 +69,9 @@ class Agent(LocalElasticAgent):
         watch.ranks = self.pids
         watch.grace = lambda number: grace_seconds(logs.folders, number)
         self.failed_elsewhere: list[int] = []
+        """Ranks of machines whose processes failed while those of this one did not."""
+        self.last_failure: RunResult | None = None
+        """How processes of this machine failed, the last time that they did."""
 
     def _start_workers(self, worker_group: Any) -> Any:
         pids = super()._start_workers(worker_group)
@@ -81,14 +82,27 @@ class Agent(LocalElasticAgent):
         """The processes of the ranks of this machine."""
         return [worker.id for worker in self.get_worker_group().workers if isinstance(worker.id, int) and worker.id > 0]
 
+    def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> Event:
+        # torch's has this host's full name in it, which it asks the name service for, once an event: where that does not answer, a launch
+        # takes minutes. Nobody reads the events unless a handler for them is installed, and here none can be.
+        return Event(f"torchelastic.worker.status.{state}", source)
+
     def _rendezvous(self, worker_group: Any) -> None:
+        handler = worker_group.spec.rdzv_handler
+        if isinstance(handler, RoundsRendezvous):
+            super()._rendezvous(worker_group)
+            # One failure is one restart, however many machines it makes fail: all count alike.
+            self._remaining_restarts = worker_group.spec.max_restarts - handler.round
+            return
         # torch keeps the store of the ranks over a restart, and with it the addresses of those that are gone: gloo then connects to them
         # or to the new ones, whichever it reads first. Without these two the rendezvous makes a new store.
-        handler = worker_group.spec.rdzv_handler
-        for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
-            if hasattr(handler, name):
-                setattr(handler, name, None)
+        names = [name for name in ("_shared_tcp_store_server", "_bootstrap_store_info") if hasattr(handler, name)]
+        # Kept until all machines have met again: ranks that still run elsewhere would fail without it.
+        former = [getattr(handler, name) for name in names]
+        for name in names:
+            setattr(handler, name, None)
         super()._rendezvous(worker_group)
+        del former
 
     def _shutdown(self, death_sig: Any = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if self._watch.received is not None:
@@ -101,44 +115,43 @@ class Agent(LocalElasticAgent):
         if self._watch.forwarded is not None and saved_by_all(self._logs.folders) is not None:
             # The whole machine is about to go, not one rank of it.
             self._remaining_restarts = 0
+        ends = self._ends()
+        if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
+            self.last_failure = result
+            if self._remaining_restarts > 0 and ends is not None and ends.is_any():
+                # A machine that has ended starts nothing again.
+                self._remaining_restarts = 0
+        elif result.state is WorkerState.HEALTHY and ends is not None and (elsewhere := ends.failed()) is not None:
+            self.failed_elsewhere = [elsewhere]
+            ends.post(ENDED)
+            self._remaining_restarts = 0
+            return RunResult(state=WorkerState.FAILED)
         return result
 
     def _exit_barrier(self) -> None:
         # torch's own barrier is one call into the store: deaf to signals, and it waits its five minutes out for an agent that failed.
+        ends = self._ends()
+        if ends is not None:
+            ends.post(SUCCEEDED)
+            self.failed_elsewhere = ends.wait()
+
+    def _ends(self) -> Ends | None:
+        """How the other machines ended; None before they have met, and on a single machine."""
         group = self.get_worker_group()
-        if (group.group_world_size or 1) > 1:
-            post_state(self, "succeeded")
-            self.failed_elsewhere = _wait_for_others(group.store, int(group.group_rank or 0), int(group.group_world_size or 1))
+        handler = group.spec.rdzv_handler
+        store = handler.ends if isinstance(handler, RoundsRendezvous) else group.store
+        if store is None or (group.group_world_size or 1) == 1:
+            return None
+        return Ends(store, int(group.group_rank or 0), int(group.group_world_size or 1))
 
-
-def post_state(agent: Agent, state: str) -> None:
-    """Tell the agents of the other machines how this one ended."""
-    group = agent.get_worker_group()
-    if group.store is None or (group.group_world_size or 1) == 1:
-        return
-    try:
-        group.store.set(f"{_STATE_KEY}{group.group_rank}", state)
-    except RuntimeError as error:
-        # The store lives on the machine of rank 0, which may have ended before.
-        print(f"accel launch: machine rank 0 cannot be told that this machine {state}: {error}", file=sys.stderr)
-
-
-def _wait_for_others(store: Any, rank: int, world_size: int) -> list[int]:
-    """Wait until every machine has posted how it ended; return the ranks of those that failed, as soon as there is one."""
-    others = [other for other in range(world_size) if other != rank]
-    deadline = time.monotonic() + EXIT_BARRIER_SECONDS
-    while others and time.monotonic() < deadline:
-        try:
-            ended = [other for other in others if store.check([f"{_STATE_KEY}{other}"])]
-            failed = [other for other in ended if store.get(f"{_STATE_KEY}{other}") == b"failed"]
-        except RuntimeError:
-            # The machine of rank 0, which holds the store, has left: it does so last, unless it failed.
-            return []
-        if failed:
-            return failed
-        others = [other for other in others if other not in ended]
-        time.sleep(_POLL_SECONDS)
-    return []
+    def post_failure(self) -> None:
+        """Tell the agents of the other machines that the processes of this one failed, or were told to end."""
+        ends = self._ends()
+        if ends is None or self.failed_elsewhere:
+            return
+        # Where ranks save when told to end, those of the other machines are saving too, and end by themselves.
+        ends.post(ENDED if notes(self._logs.folders) else FAILED)
+        ends.let_others_know(self.get_worker_group().spec.monitor_interval)
 
 
 def parse_tee(text: str) -> Std | dict[int, Std]:

@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import psutil
-
 from accel_state.preemption import Note, read_note
 
 _POLL_SECONDS = 0.05
@@ -58,6 +56,8 @@ def send(pids: Iterable[int], number: int) -> int:
 
 
 def _runs(pid: int) -> bool:
+    import psutil
+
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Mapping
-from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 
 from ..ports import is_local, wait_for_server
 from .checks import DEFAULT_PORT, LOOPBACK
+from .rounds import RoundsRendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 900
 
@@ -21,17 +21,13 @@ DEFAULT_TIMEOUT_SECONDS = 900
 def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str | None = None) -> RendezvousParameters:
     """The rendezvous of a launch.
 
-    On one machine without an asked-for port the agent itself picks a free one, with nothing in between that could take it.
+    On one machine nothing has to meet: without an asked-for port the agent takes a free one, with nothing in between that could take it.
     """
-    if num_machines == 1 and not options.main_process_port:
-        return _parameters("c10d", "localhost:0", uuid.uuid4().hex, 1, options, LOOPBACK)
     host = options.main_process_ip or LOOPBACK
-    port = options.main_process_port or DEFAULT_PORT
-    # Machines must agree on the id; a single one takes a fresh id, so that it never joins somebody else's run.
-    run_id = run_id or (uuid.uuid4().hex if num_machines == 1 else "none")
-    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    local_address = LOOPBACK if num_machines == 1 else None
-    return _parameters(options.rdzv_backend, endpoint, run_id, num_machines, options, local_address)
+    if num_machines == 1:
+        return _parameters("static", host, options.main_process_port or 0, uuid.uuid4().hex, 1, options)
+    # Machines must agree on the id.
+    return _parameters(options.rdzv_backend, host, options.main_process_port or DEFAULT_PORT, run_id or "none", num_machines, options)
 
 
 def await_main_machine(options: RendezvousOptions, parameters: RendezvousParameters) -> None:
@@ -46,7 +42,7 @@ def await_main_machine(options: RendezvousOptions, parameters: RendezvousParamet
         return
     host, port = _split(parameters.endpoint)
     elsewhere = options.machine_rank > 0 if parameters.backend == "static" else not is_local(host)
-    seconds = float(parameters.get("timeout", DEFAULT_TIMEOUT_SECONDS))
+    seconds = _timeout_seconds(parameters)
     if elsewhere and not wait_for_server(host, port, seconds, lambda text: print(f"accel launch: {text}", file=sys.stderr, flush=True)):
         raise ConfigurationError(not_met(parameters, f"nobody listens there, for {seconds:g} s"))
 
@@ -59,11 +55,25 @@ def not_met(parameters: RendezvousParameters, reason: str) -> str:
     )
 
 
-def static_address(parameters: RendezvousParameters) -> tuple[str | None, int | None]:
-    """Address and port of rank 0 that processes get; (None, None) where the rendezvous decides."""
-    if parameters.backend != "static":
-        return None, None
-    return _split(parameters.endpoint)
+def make_handler(options: RendezvousOptions, parameters: RendezvousParameters, *, forks: bool) -> RendezvousHandler:
+    """What brings the machines together.
+
+    Args:
+        forks: whether the processes of this machine are forked from this one.
+    """
+    if parameters.backend == "static":
+        return RoundsRendezvous(
+            *_split(parameters.endpoint),
+            rank=options.machine_rank,
+            world_size=parameters.max_nodes,
+            run_id=parameters.run_id,
+            timeout_seconds=_timeout_seconds(parameters),
+            max_restarts=options.max_restarts,
+            forks=forks,
+        )
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    return get_rendezvous_handler(parameters)
 
 
 def _split(endpoint: str) -> tuple[str, int]:
@@ -71,20 +81,23 @@ def _split(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _parameters(
-    backend: str, endpoint: str, run_id: str, num_machines: int, options: RendezvousOptions, local_address: str | None
-) -> RendezvousParameters:
-    settings: dict[str, Any] = {"timeout": DEFAULT_TIMEOUT_SECONDS, **parse_settings(options.rdzv_conf)}
-    if backend == "static":
-        settings["rank"] = options.machine_rank
+def _timeout_seconds(parameters: RendezvousParameters) -> float:
+    text = str(parameters.get("timeout"))
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigurationError(f"--rdzv_conf timeout={text}: not a number of seconds, as in timeout=600.") from None
+
+
+def _parameters(backend: str, host: str, port: int, run_id: str, num_machines: int, options: RendezvousOptions) -> RendezvousParameters:
     return RendezvousParameters(
         backend=backend,
-        endpoint=endpoint,
+        endpoint=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         run_id=run_id,
         min_nodes=num_machines,
         max_nodes=num_machines,
-        local_addr=local_address,
-        **settings,
+        local_addr=LOOPBACK if num_machines == 1 else None,
+        **{"timeout": DEFAULT_TIMEOUT_SECONDS, **parse_settings(options.rdzv_conf)},
     )
 
 

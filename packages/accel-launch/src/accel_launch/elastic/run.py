@@ -15,18 +15,18 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 from accel_state.preemption import Note
 
 from ..relay import announce
-from .agent import Agent, LogFolders, parse_tee, post_state, quiet_torch_logs
+from .agent import Agent, LogFolders, parse_tee, quiet_torch_logs
 from .preemption import saved_by_all, tell
-from .rendezvous import await_main_machine, make_parameters, not_met, static_address
+from .rendezvous import await_main_machine, make_handler, make_parameters, not_met
 from .report import RankFailure, first_failure, read_failure
+from .rounds import RoundsRendezvous
 from .signals import SignalWatch, end_groups
 
 
@@ -89,18 +89,15 @@ def run_job(job: Job) -> Outcome:
         logs = LogFolders(folder, parse_tee(job.rendezvous.tee), _restart_note(job.rendezvous.max_restarts))
         try:
             await_main_machine(job.rendezvous, parameters)
-            handler = get_rendezvous_handler(parameters)
-            host, port = static_address(parameters)
+            forks = callable(job.entrypoint) and job.start_method == "fork"
             spec = WorkerSpec(
                 role=job.rendezvous.role,
                 local_world_size=job.local_processes,
                 entrypoint=job.entrypoint,
                 args=tuple(job.args),
-                rdzv_handler=handler,
+                rdzv_handler=make_handler(job.rendezvous, parameters, forks=forks),
                 max_restarts=job.rendezvous.max_restarts,
                 monitor_interval=job.rendezvous.monitor_interval,
-                master_addr=host,
-                master_port=port,
                 local_addr=parameters.local_addr,
             )
             return _run_agent(Agent(spec, logs, watch, job.start_method, job.line_prefix), logs)
@@ -111,21 +108,33 @@ def run_job(job: Job) -> Outcome:
 
 
 def _run_agent(agent: Agent, logs: LogFolders) -> Outcome:
-    group = agent.get_worker_group()
-    handler = group.spec.rdzv_handler
+    handler = agent.get_worker_group().spec.rdzv_handler
     try:
-        result = agent.run()
+        result = _result(agent)
+        if result.is_failed():
+            agent.post_failure()
+            end_groups(agent.pids())
     except BaseException:
-        post_state(agent, "failed")
+        agent.post_failure()
         end_groups(agent.pids())
+        if isinstance(handler, RoundsRendezvous):
+            handler.shutdown()  # torch's would call into a store that may be gone
         raise
-    if result is None:
-        raise ConfigurationError("the rendezvous was closed by another machine before this one joined. Start all machines again.")
-    if result.is_failed():
-        post_state(agent, "failed")
-        end_groups(agent.pids())
     handler.shutdown()
     return _outcome(agent, result, logs)
+
+
+def _result(agent: Agent) -> RunResult:
+    try:
+        result = agent.run()
+    except RendezvousClosedError:
+        if agent.last_failure is None:
+            raise
+        # They were to be started again, but another machine has ended meanwhile.
+        return agent.last_failure
+    if result is None:
+        raise ConfigurationError("the rendezvous was closed by another machine before this one joined. Start all machines again.")
+    return result
 
 
 def _outcome(agent: Agent, result: RunResult, logs: LogFolders) -> Outcome:
@@ -134,12 +143,14 @@ def _outcome(agent: Agent, result: RunResult, logs: LogFolders) -> Outcome:
         preempted = _preempted(logs, world_size)
         if preempted is not None:
             return preempted
-        first = first_failure(_failures(agent, result, logs))
-        return Outcome(first.exit_code, world_size, first)
     if agent.failed_elsewhere:
         machines = ", ".join(str(rank) for rank in agent.failed_elsewhere)
-        print(f"accel launch: the processes of this machine succeeded; those of machine rank {machines} failed.", file=sys.stderr)
+        what = "were ended" if result.is_failed() else "succeeded"
+        print(f"accel launch: the processes of this machine {what}; those of machine rank {machines} failed.", file=sys.stderr)
         return Outcome(1, world_size)
+    if result.is_failed():
+        first = first_failure(_failures(agent, result, logs))
+        return Outcome(first.exit_code, world_size, first)
     return Outcome(0, world_size, results=dict(result.return_values))
 
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 
-import psutil
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from .preemption import FORWARDED, send
@@ -116,6 +115,8 @@ class SignalWatch:
 
     def _enforce(self, number: int) -> None:
         """Leave when the main thread does not get to it."""
+        import psutil
+
         deadline = time.monotonic() + max(GRACE_SECONDS, self.grace(number) + STUCK_SECONDS)
         alone_since: float | None = None
         while not self._ended.wait(0.1):
@@ -131,6 +132,8 @@ class SignalWatch:
 
 def kill_descendants() -> None:
     """Kill every process that this one started, and what those started."""
+    import psutil  # only a signal needs it, and it takes a launch two hundredths of its time
+
     for process in psutil.Process().children(recursive=True):
         try:
             process.kill()

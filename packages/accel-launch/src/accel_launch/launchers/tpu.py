@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from accel_state.errors import ConfigurationError, require
 from ..interpreter import python_command
 from ..kinds import Kind
 from ..plan import Plan
+from ..prepared import plan_of
 from ..target import Target
 from .base import Launcher, Start
 
@@ -54,6 +56,21 @@ def tpu_variables(plan: Plan) -> dict[str, str]:
     if plan.settings["mixed_precision"] == "bf16":
         variables["XLA_DOWNCAST_BF16" if plan.asks("downcast_bf16") else "XLA_USE_BF16"] = "1"
     return variables
+
+
+def prepare_tpu(args: argparse.Namespace, current_env: Mapping[str, str], pod: bool = False) -> tuple[argparse.Namespace, dict[str, str]]:
+    """What a launch on a TPU adds to an environment.
+
+    Args:
+        args: options of ``accel launch`` by name, with ``training_script``; returned as they are.
+        current_env: the environment to add to; it is not changed.
+        pod: whether the script is started on every host of a pod, which changes nothing of the variables.
+
+    Raises:
+        ConfigurationError: a value is wrong.
+    """
+    wanted = argparse.Namespace(**{**vars(args), "tpu": True, "tpu_use_cluster": pod or None})
+    return args, {**current_env, **tpu_variables(plan_of(wanted))}
 
 
 class TpuRank:

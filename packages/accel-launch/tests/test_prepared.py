@@ -1,0 +1,103 @@
+"""Commands and environments for programs that start processes themselves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_launch.launchers.tpu import prepare_tpu
+from accel_launch.prepared import PrepareForLaunch, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, test_launch
+from accel_state.env import patch_environment
+from accel_state.errors import ConfigurationError
+
+
+def arguments(script: Path, **options: Any) -> argparse.Namespace:
+    # Parsers leave what nobody gave at None, and have attributes of their own.
+    return argparse.Namespace(
+        training_script=str(script), training_script_args=["--lr", "1"], num_machines=None, of_the_program=7, cpu=True, **options
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("import json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ['ACCELERATE_MIXED_PRECISION']]))\n")
+    return path
+
+
+def test_the_command_of_one_process_runs(script: Path) -> None:
+    command, environment = prepare_simple_launcher_cmd_env(arguments(script, num_processes=1, mixed_precision="bf16"))
+    assert command[0] == sys.executable and command[-3:] == [str(script), "--lr", "1"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(found.stdout) == [["--lr", "1"], "bf16"]
+
+
+def test_several_processes_have_no_single_command(script: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"num_processes=2 has no single command.*accel_launch\.launch"):
+        prepare_simple_launcher_cmd_env(arguments(script, num_processes=2))
+    with pytest.raises(ConfigurationError, match="args has no training_script"):
+        prepare_simple_launcher_cmd_env(argparse.Namespace(num_processes=1))
+
+
+def test_what_all_processes_have_in_common(script: Path) -> None:
+    environment = prepare_multi_gpu_env(arguments(script, num_processes=2, use_fsdp=True, fsdp_version=2, fsdp_reshard_after_forward=False))
+    assert environment["ACCELERATE_USE_FSDP"] == "true" and environment["FSDP_VERSION"] == "2"
+    assert environment["FSDP_RESHARD_AFTER_FORWARD"] == "false" and environment["PATH"] == os.environ["PATH"]
+    with pytest.raises(ConfigurationError, match="mixed_precision"):
+        prepare_multi_gpu_env(arguments(script, mixed_precision="fp61"))
+
+
+def test_what_a_tpu_adds(script: Path) -> None:
+    args = argparse.Namespace(training_script=str(script), training_script_args=[], mixed_precision="bf16", downcast_bf16=True)
+    returned, environment = prepare_tpu(args, {"A": "1"})
+    assert returned is args and environment == {"A": "1", "PJRT_DEVICE": "TPU", "XLA_DOWNCAST_BF16": "1"}
+    assert prepare_tpu(args, {}, pod=True)[1] == {"PJRT_DEVICE": "TPU", "XLA_DOWNCAST_BF16": "1"}
+
+
+def note_place(queue: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.ones(1)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+    queue.put((os.environ.get("RANK"), os.environ.get("LOCAL_RANK"), total.item()))
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("MULTI_CPU", [("2", "0"), ("3", "1")]), ("NO", [(None, None)] * 2)])
+def test_a_process_started_by_somebody_else_gets_its_rank(kind: str, ranks: list[Any], tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    with patch_environment(LOCAL_WORLD_SIZE=2, NODE_RANK=1, WORLD_SIZE=2, ACCELERATE_DEBUG_RDV_FILE=str(tmp_path / "meet")):
+        processes = [
+            context.Process(target=PrepareForLaunch(note_place, kind, debug=True), args=(index, queue), daemon=True) for index in range(2)
+        ]
+        for process in processes:
+            process.start()
+        found = sorted((queue.get(timeout=60) for _ in processes), key=str)
+        for process in processes:
+            process.join(60)
+    assert [(rank, local) for rank, local, _ in found] == ranks and [total for *_, total in found] == [2.0, 2.0]
+    with pytest.raises(
+        ConfigurationError,
+        match="reads WORLD_SIZE and ACCELERATE_DEBUG_RDV_FILE. Here they are None and None. Set both, or leave debug out",
+    ):
+        PrepareForLaunch(note_place, debug=True)(0, queue)
+
+
+def test_a_process_knows_its_place() -> None:
+    code = "from accel_launch.prepared import test_launch; test_launch()"
+    for place, works in (({}, True), ({"RANK": "1", "WORLD_SIZE": "x"}, False)):
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", **place}
+        result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=100)
+        assert (result.returncode == 0) is works, result.stderr
+    assert not test_launch.__test__

@@ -1,0 +1,222 @@
+"""Machines with given ranks: how they meet, meet again, and end together. Real stores and launchers, on this machine's loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from accel_launch.elastic.ends import FAILED, SUCCEEDED, Ends
+from accel_launch.elastic.rounds import RoundsRendezvous
+from accel_launch.elastic.stores import serve
+
+
+def free_port() -> int:
+    server = serve(0, forks=False)
+    server.close()
+    return server.port
+
+
+class Machines:
+    """The rendezvous of machines that meet at one port; what they do together they do in threads."""
+
+    def __init__(self, count: int, max_restarts: int = 3, timeout: float = 20) -> None:
+        self.port, self.count, self.max_restarts, self.timeout = free_port(), count, max_restarts, timeout
+        self.handlers = [self.make(rank) for rank in range(count)]
+
+    def make(self, rank: int) -> RoundsRendezvous:
+        return RoundsRendezvous("127.0.0.1", self.port, rank, self.count, "run", self.timeout, self.max_restarts, forks=False)
+
+    def meet(self, ranks: list[int]) -> list[tuple[int, int, int]]:
+        """Number of the round, rank and port of the processes' store, of each."""
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            found = list(pool.map(lambda rank: self.handlers[rank].next_rendezvous(), ranks))
+        return [
+            (self.handlers[rank].round, info.rank, info.bootstrap_store_info.master_port) for rank, info in zip(ranks, found, strict=True)
+        ]
+
+    def close(self) -> None:
+        for handler in reversed(self.handlers):
+            handler.shutdown()
+
+
+@pytest.fixture
+def machines():
+    made: list[Machines] = []
+
+    def make(count: int, **options: float) -> Machines:
+        made.append(Machines(count, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_rounds_have_stores_of_their_own(machines) -> None:
+    three = machines(3)
+    assert three.meet([2, 0, 1]) == [(0, rank, three.port) for rank in (2, 0, 1)]
+    assert [handler.num_nodes_waiting() for handler in three.handlers] == [0, 0, 0]
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(three.handlers[1].next_rendezvous)
+        deadline = time.monotonic() + 10
+        while three.handlers[0].num_nodes_waiting() == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert [handler.num_nodes_waiting() for handler in (three.handlers[0], three.handlers[2])] == [1, 1] and not again.done()
+        met = three.meet([0, 2])
+        info = again.result(10)
+    assert [number for number, _, _ in met] == [1, 1] and three.handlers[1].round == 1
+    ports = {port for _, _, port in met} | {info.bootstrap_store_info.master_port}
+    assert len(ports) == 1 and three.port not in ports
+    fresh = dist.TCPStore("127.0.0.1", ports.pop(), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+    fresh.set("rank", "here")
+    assert fresh.get("rank") == b"here"
+    assert [handler.num_nodes_waiting() for handler in three.handlers] == [0, 0, 0]
+
+
+def test_failures_of_several_machines_at_once_are_one_restart(machines) -> None:
+    three = machines(3, max_restarts=1)
+    three.meet([0, 1, 2])
+    assert {number for number, _, _ in three.meet([0, 1, 2])} == {1}
+    with pytest.raises(RendezvousClosedError, match="--max_restarts 1 does not allow it"):
+        three.handlers[2].next_rendezvous()
+
+
+def test_a_launcher_that_is_started_again_takes_its_place(machines) -> None:
+    two = machines(2)
+    two.meet([0, 1])
+    former, two.handlers[1] = two.handlers[1], two.make(1)
+    assert [number for number, _, _ in two.meet([1, 0])] == [1, 1]
+    with pytest.raises(RendezvousStateError, match="another launcher was started with --machine_rank 1"):
+        former.next_rendezvous()
+
+
+def test_a_launcher_that_is_started_again_before_the_others_come_uses_up_no_restart(machines) -> None:
+    """And of two that go by one rank, one is told."""
+    three = machines(3, max_restarts=0)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(three.handlers[rank].next_rendezvous) for rank in (0, 1)]
+        while not (three.handlers[1].round == 0 or waiting[1].done()):
+            time.sleep(0.01)
+        former, three.handlers[1] = three.handlers[1], three.make(1)
+        waiting.append(pool.submit(three.handlers[1].next_rendezvous))
+        with pytest.raises(RendezvousStateError, match="another launcher was started with --machine_rank 1"):
+            waiting[1].result(20)
+        assert three.handlers[2].next_rendezvous().rank == 2
+        assert [waiting[0].result(20).rank, waiting[2].result(20).rank] == [0, 1]
+    assert [handler.round for handler in (*three.handlers, former)] == [0, 0, 0, 0]
+
+
+def test_a_machine_that_does_not_come_is_named(machines) -> None:
+    three = machines(3, timeout=0.3)
+    with pytest.raises(RendezvousTimeoutError, match=r"machine rank 1, 2 did not come within 0\.3 s"):
+        three.meet([0])
+
+
+@pytest.mark.parametrize(("state", "message"), [(FAILED, "rank 1 have failed"), (SUCCEEDED, "rank 1 have ended")])
+def test_nobody_waits_for_a_machine_that_has_ended(machines, state, message) -> None:
+    two = machines(2)
+    two.meet([0, 1])
+    assert not two.handlers[0].is_closed()
+    Ends(two.handlers[1].ends, 1, 2).post(state)
+    assert two.handlers[0].is_closed()
+    with pytest.raises(RendezvousClosedError, match=message):
+        two.handlers[0].next_rendezvous()
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_port_in_use_is_an_error(forks) -> None:
+    server = serve(0, forks=forks)
+    try:
+        with pytest.raises(RendezvousConnectionError, match=f"port {server.port}"):
+            serve(server.port, forks=forks)
+    finally:
+        server.close()
+
+
+def test_a_forked_server_ends_with_its_owner() -> None:
+    server = serve(0, forks=True)
+    client = server.client()
+    client.set("key", "value")
+    assert server.client().get("key") == b"value"
+    server.close()
+    server.close()
+    with pytest.raises(RuntimeError):
+        client.get("key")
+
+
+STEPS = """
+    import os, pathlib, signal, sys, time
+    rank, count, mode = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]), sys.argv[1]
+    pathlib.Path(f"start{count}.{rank}").write_text(os.environ["MASTER_PORT"])
+    while not all(pathlib.Path(f"start{count}.{other}").exists() for other in range(int(os.environ["WORLD_SIZE"]))):
+        time.sleep(0.02)
+    if rank == int(sys.argv[2]) and (mode == "always" or count == 0):
+        if mode == "late":
+            time.sleep(1)  # the others have ended
+        os.kill(os.getpid(), signal.SIGKILL)
+    if count == 0 and mode != "late" or mode == "always":
+        time.sleep(60)  # and notices nothing
+"""
+
+
+@pytest.fixture
+def launch(shell, started):
+    """Launch a script as several machines, two processes each; returns exit codes and stderr by machine."""
+
+    def run(machines: int, restarts: int, *words: object) -> tuple[list[int], list[str]]:
+        shell.write("s.py", STEPS)
+        common = [f"--num_processes={2 * machines}", f"--num_machines={machines}", "--main_process_ip=127.0.0.1", "--monitor_interval=0.1"]
+        common += [f"--main_process_port={free_port()}", f"--max_restarts={restarts}"]
+        launchers = [
+            started(shell.start("launch", "--cpu", *common, f"--machine_rank={rank}", "s.py", *map(str, words)))
+            for rank in reversed(range(machines))
+        ][::-1]
+        errors = [launcher.communicate(timeout=50)[1] for launcher in launchers]
+        return [launcher.returncode for launcher in launchers], errors
+
+    return run
+
+
+@pytest.mark.parametrize("victim", [0, 5])
+def test_a_killed_rank_restarts_every_machine_once(shell, launch, victim: int) -> None:
+    codes, errors = launch(3, 1, "once", victim)
+    assert codes == [0, 0, 0], errors
+    assert all(text.count("starting all processes again (restart 1 of 1)") == 1 for text in errors), errors
+    starts = {file: (shell.folder / file).read_text() for file in os.listdir(shell.folder) if file.startswith("start")}
+    assert set(starts) == {f"start{count}.{rank}" for count in (0, 1) for rank in range(6)}
+    first, second = ({text for file, text in starts.items() if file.startswith(f"start{count}.")} for count in (0, 1))
+    assert len(first) == len(second) == 1 and first != second, "the processes of a round meet at one port, which no former one uses"
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_all_machines_end_when_one_has_no_restarts_left(launch, victim: int) -> None:
+    begin = time.monotonic()
+    codes, errors = launch(2, 1, "always", victim)
+    assert time.monotonic() - begin < 40, "the other machine's processes sleep for a minute"
+    failed, other = victim // 2, 1 - victim // 2
+    assert codes[failed] == 128 + signal.SIGKILL and f"rank {victim} of 4 was ended by SIGKILL" in errors[failed].splitlines()[-1]
+    assert codes[other] == 1
+    assert errors[other].splitlines()[-1] == (
+        f"accel launch: the processes of this machine were ended; those of machine rank {failed} failed."
+    )
+
+
+def test_a_machine_whose_processes_have_ended_is_not_waited_for(launch) -> None:
+    codes, errors = launch(2, 1, "late", 3)
+    assert codes == [1, 128 + signal.SIGKILL], errors
+    assert re.fullmatch(r"accel launch: rank 3 of 4 was ended by SIGKILL .*", errors[1].splitlines()[-1])
+    assert errors[0].splitlines()[-1] == "accel launch: the processes of this machine succeeded; those of machine rank 1 failed."
