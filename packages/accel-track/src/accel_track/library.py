@@ -17,6 +17,7 @@ from accel_state.errors import AccelError, require
 from accel_state.imports import is_package_available
 
 from .base import GeneralTracker
+from .process import on_main_process
 from .values import as_number, flatten, to_plain
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,61 @@ class LibraryTracker(GeneralTracker):
         """Raise ServerUnreachableError where a server does not answer within seconds: the library itself may try for minutes."""
         if url and not answers(url, ANSWER_SECONDS):
             raise ServerUnreachableError(f"the server {url} does not answer within {ANSWER_SECONDS:g} s. {self.offline}".strip())
+
+
+class RunTracker(LibraryTracker):
+    """A tracker over a library whose ``init`` begins a run of a project.
+
+    Args:
+        run_name: name of the project.
+        **kwargs: for the library's ``init``.
+
+    Attributes:
+        run: the library's run, once started.
+        id_word: what the run calls that by which it can be continued, and ``init`` likewise.
+    """
+
+    requires_logging_directory = False
+    id_word: ClassVar[str] = "id"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.run: Any = None
+        self._kwargs = kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The library's run."""
+        return self.run
+
+    @property
+    def run_id(self) -> str | None:
+        """What names the run at the back end."""
+        return None if self.run is None else str(getattr(self.run, self.id_word))
+
+    @on_main_process
+    def start(self) -> None:
+        kwargs = {"project": self.run_name, **self._kwargs}
+        if self._resumed_id is not None:
+            kwargs.setdefault(self.id_word, self._resumed_id)
+            kwargs.setdefault("resume", "allow")
+        self._require_server(self._server(kwargs))
+        self.run = self._library().init(**kwargs)
+
+    def _server(self, kwargs: Mapping[str, Any]) -> str | None:
+        """The address that a run is going to talk to, or None where it keeps to this machine."""
+        raise NotImplementedError
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep values of a step; ``kwargs`` go to the run's ``log``."""
+        self.run.log(self._plain_values(values), step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        if self.run is not None:
+            self.run.finish()
 
 
 def answers(url: str, timeout: float) -> bool:

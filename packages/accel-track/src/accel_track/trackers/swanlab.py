@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..images import as_images
-from ..library import LibraryTracker
+from ..library import RunTracker
 from ..process import on_main_process
 from ..values import flatten, to_plain
 
 
-class SwanLabTracker(LibraryTracker):
+class SwanLabTracker(RunTracker):
     """Logs to a run of SwanLab.
 
     Args:
@@ -20,35 +20,8 @@ class SwanLabTracker(LibraryTracker):
     """
 
     name = "swanlab"
-    requires_logging_directory = False
     module = "swanlab"
     offline = "SWANLAB_MODE=offline keeps the run on this machine, for `swanlab sync` to upload later."
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.run: Any = None
-        self._kwargs = kwargs
-
-    @property
-    def tracker(self) -> Any:
-        """The run of SwanLab."""
-        return self.run
-
-    @property
-    def run_id(self) -> str | None:
-        """The id of the run."""
-        return None if self.run is None else str(self.run.id)
-
-    @on_main_process
-    def start(self) -> None:
-        swanlab = self._library()
-        kwargs = {"project": self.run_name, **self._kwargs}
-        if self._resumed_id is not None:
-            kwargs.setdefault("id", self._resumed_id)
-            kwargs.setdefault("resume", "allow")
-        self._require_server(_server(swanlab, kwargs))
-        self.run = swanlab.init(**kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -72,14 +45,7 @@ class SwanLabTracker(LibraryTracker):
         pictures = {name: [image(one[..., 0] if one.shape[-1] == 1 else one) for one in as_images(value)] for name, value in values.items()}
         self.run.log(pictures, step=step, **kwargs)
 
-    @on_main_process
-    def finish(self) -> None:
-        if self.run is not None:
-            self.run.finish()
-
-
-def _server(swanlab: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """The address that a run is going to talk to, or None where it keeps to this machine."""
-    settings = kwargs.get("settings") or swanlab.Settings()
-    mode = kwargs.get("mode") or getattr(settings, "mode", None) or "online"
-    return getattr(settings, "api_host", None) if mode in ("online", "cloud") else None
+    def _server(self, kwargs: Mapping[str, Any]) -> str | None:
+        settings = kwargs.get("settings") or self._library().Settings()
+        mode = kwargs.get("mode") or getattr(settings, "mode", None) or "online"
+        return getattr(settings, "api_host", None) if mode in ("online", "cloud") else None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..images import as_images
-from ..library import LibraryTracker
+from ..library import RunTracker
 from ..process import on_main_process
 from ..values import to_plain
 
 
-class TrackioTracker(LibraryTracker):
+class TrackioTracker(RunTracker):
     """Logs to a run of Trackio: on this machine, on a Space of Hugging Face, or on a server of yours.
 
     Args:
@@ -19,43 +20,16 @@ class TrackioTracker(LibraryTracker):
     """
 
     name = "trackio"
-    requires_logging_directory = False
     module = "trackio"
     offline = "Without server_url, the run is kept on this machine."
+    id_word = "name"
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.run: Any = None
-        self._kwargs = kwargs
-
-    @property
-    def tracker(self) -> Any:
-        """The run of Trackio."""
-        return self.run
-
-    @property
-    def run_id(self) -> str | None:
-        """The name of the run."""
-        return None if self.run is None else str(self.run.name)
-
-    @on_main_process
-    def start(self) -> None:
-        kwargs = {"project": self.run_name, "embed": False, **self._kwargs}
-        if self._resumed_id is not None:
-            kwargs.setdefault("name", self._resumed_id)
-            kwargs.setdefault("resume", "allow")
-        self._require_server(kwargs.get("server_url"))
-        self.run = self._library().init(**kwargs)
+        super().__init__(run_name, **{"embed": False, **kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.run.config.update(to_plain(values))
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of a step; ``kwargs`` go to the run's ``log``."""
-        self.run.log(self._plain_values(values), step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -72,7 +46,6 @@ class TrackioTracker(LibraryTracker):
         """Keep a file as an artifact; ``kwargs`` go to the run's ``log_artifact``."""
         self.run.log_artifact(local_path, **kwargs)
 
-    @on_main_process
-    def finish(self) -> None:
-        if self.run is not None:
-            self.run.finish()
+    def _server(self, kwargs: Mapping[str, Any]) -> str | None:
+        url: str | None = kwargs.get("server_url")
+        return url

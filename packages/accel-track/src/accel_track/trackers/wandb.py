@@ -7,12 +7,12 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..images import as_images
-from ..library import LibraryTracker
+from ..library import RunTracker
 from ..process import on_main_process
 from ..values import to_plain
 
 
-class WandBTracker(LibraryTracker):
+class WandBTracker(RunTracker):
     """Logs to a run of Weights & Biases.
 
     Args:
@@ -21,43 +21,12 @@ class WandBTracker(LibraryTracker):
     """
 
     name = "wandb"
-    requires_logging_directory = False
     module = "wandb"
     offline = "WANDB_MODE=offline keeps the run on this machine, for `wandb sync` to upload later."
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.run: Any = None
-        self._kwargs = kwargs
-
-    @property
-    def tracker(self) -> Any:
-        """The ``wandb`` run."""
-        return self.run
-
-    @property
-    def run_id(self) -> str | None:
-        """The id of the run."""
-        return None if self.run is None else str(self.run.id)
-
-    @on_main_process
-    def start(self) -> None:
-        wandb = self._library()
-        kwargs = {"project": self.run_name, **self._kwargs}
-        if self._resumed_id is not None:
-            kwargs.setdefault("id", self._resumed_id)
-            kwargs.setdefault("resume", "allow")
-        self._require_server(_server(wandb, kwargs))
-        self.run = wandb.init(**kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.run.config.update(to_plain(values), allow_val_change=True)
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.run.log(self._plain_values(values), step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -92,11 +61,9 @@ class WandBTracker(LibraryTracker):
         if self.run is not None:
             self.run.finish(exit_code=1 if self.failed else 0)
 
-
-def _server(wandb: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """The address that a run is going to talk to, or None where it keeps to this machine."""
-    settings = wandb.Settings()
-    given = kwargs.get("settings") or {}
-    chosen = given if isinstance(given, Mapping) else given.model_dump(exclude_unset=True)
-    mode = kwargs.get("mode") or chosen.get("mode") or settings.mode
-    return str(chosen.get("base_url") or settings.base_url) if mode in ("online", "run", "shared") else None
+    def _server(self, kwargs: Mapping[str, Any]) -> str | None:
+        settings = self._library().Settings()
+        given = kwargs.get("settings") or {}
+        chosen = given if isinstance(given, Mapping) else given.model_dump(exclude_unset=True)
+        mode = kwargs.get("mode") or chosen.get("mode") or settings.mode
+        return str(chosen.get("base_url") or settings.base_url) if mode in ("online", "run", "shared") else None
