@@ -74,6 +74,27 @@ def test_tables_of_training(bert_cased, capsys) -> None:
     assert "| Strategy" not in output and "| strategy | Weights" in output and "Optimizer step" in output
 
 
+def test_strategies_that_are_asked_for(checkpoint, capsys) -> None:
+    """By hand: 179 values, of which 11 in vectors, in float32; the largest layer has 288 bytes."""
+    names = ["fsdp", "shard_grad_op", "no_shard", "hybrid_shard", "fsdp2"]
+    assert run([str(checkpoint), "--json", "--num_processes", "4", "--replicas", "2", "--strategy", *names]) == 0
+    said = json.loads(capsys.readouterr().out)["training_per_process"]
+    assert list(said) == names
+    own = 4 * 179
+    for name in names:
+        shared = 1 if name == "no_shard" else 2
+        assert [said[name][part] for part in ("weights", "gradients", "optimizer")] == [own // shared, own // shared, 2 * own // shared]
+    assert [said[name]["buffers"] for name in names] == [3 * 288, own + 288, 0, 3 * 288, 3 * 288]
+    assert run([str(checkpoint), "--json", "--num_processes", "4", "--tp_size", "2", "--strategy", "fsdp2"]) == 0
+    assert json.loads(capsys.readouterr().out)["training_per_process"]["fsdp2"]["weights"] == 4 * ((179 - 11) // 2 + 11) // 2
+    assert (
+        run([str(checkpoint), "--dtypes", "float32", "--num_processes", "4", "--dp_replicate_size", "2", "--strategy", "hybrid_shard"]) == 0
+    )
+    assert "4 process(es); adamw, float32 weights; mixed precision: no; 2 copies" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match=r"4 process\(es\) with tensor parallelism of 2 cannot hold 3 copies.*must divide 2"):
+        run([str(checkpoint), "--num_processes", "4", "--tp_size", "2", "--replicas", "3"])
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     """A checkpoint in two shards, with an index."""
@@ -89,7 +110,7 @@ def checkpoint(tmp_path):
 
 
 def test_headers_of_files_are_enough(checkpoint) -> None:
-    expected = ModelSize("", "safetensors", 40 + 72 + 64 + 3, 4 * (40 + 72 + 64) + 24, 4 * 72, "h.0")
+    expected = ModelSize("", "safetensors", 40 + 72 + 64 + 3, 4 * (40 + 72 + 64) + 24, 4 * 72, "h.0", whole=8 + 3)
     for name in (checkpoint, checkpoint / "model.safetensors.index.json"):
         size = model_size(str(name))
         assert vars(size) == {**vars(expected), "name": str(name)}

@@ -2,7 +2,10 @@ from .activations import measure_activations as measure_activations
 from .model import DTYPE_BYTES as DTYPE_BYTES
 from .model import ModelSize as ModelSize
 from .sources import model_size as model_size
+from .training import DIVISIONS as DIVISIONS
 from .training import STRATEGIES as STRATEGIES
+from .training import Division as Division
 from .training import TrainingMemory as TrainingMemory
 from .training import estimate_training as estimate_training
 from .training import estimate_training_usage as estimate_training_usage
+from .training import memory_of_rank as memory_of_rank

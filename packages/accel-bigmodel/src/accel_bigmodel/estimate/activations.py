@@ -75,7 +75,7 @@ def activations_of_config(
     model = build_transformers(config_path, trust_remote_code, torch.device("meta")).train()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
-        inputs = _inputs(model, batch_size, sequence_length)
+        inputs = example_inputs(model, batch_size, sequence_length)
 
         def run() -> Any:
             with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
@@ -90,7 +90,17 @@ def activations_of_config(
             ) from error
 
 
-def _inputs(model: Any, batch_size: int, sequence_length: int) -> dict[str, torch.Tensor]:
+def example_inputs(model: Any, batch_size: int, sequence_length: int) -> dict[str, torch.Tensor]:
+    """A batch for a model of transformers that takes tokens, or images of one size.
+
+    Args:
+        model: the model, whose configuration is told to keep no cache.
+        batch_size: samples in it.
+        sequence_length: tokens in a sample.
+
+    Raises:
+        ConfigurationError: it takes other inputs.
+    """
     main, config = str(getattr(model, "main_input_name", "")), model.config
     if main == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         return {main: torch.zeros(batch_size, getattr(config, "num_channels", 3), config.image_size, config.image_size)}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from accel_state.errors import ConfigurationError
 
 from .model import DTYPE_BYTES, ModelSize
+from .training import DIVISIONS, STRATEGIES
 
 if TYPE_CHECKING:
     from .training import TrainingMemory
@@ -56,7 +57,30 @@ def parser(program: str = "accel estimate-memory") -> argparse.ArgumentParser:
 def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--training", action="store_true", help="also show training, on one process and without activations")
     group.add_argument("--num_processes", "--num-processes", type=_positive, help="number of processes (default: 1)")
-    group.add_argument("--tensor_parallel", "--tensor-parallel", type=_positive, help="processes that share each layer (default: 1)")
+    group.add_argument(
+        "--tensor_parallel",
+        "--tensor-parallel",
+        "--tp_size",
+        "--tp-size",
+        type=_positive,
+        help="processes that share each layer (default: 1)",
+    )
+    group.add_argument(
+        "--strategy",
+        nargs="+",
+        choices=list(DIVISIONS),
+        default=list(STRATEGIES),
+        metavar="NAME",
+        help=f"rows of the table, of {', '.join(DIVISIONS)} (default: {' '.join(STRATEGIES)})",
+    )
+    group.add_argument(
+        "--replicas",
+        "--dp_replicate_size",
+        "--dp-replicate-size",
+        type=_positive,
+        default=1,
+        help="copies of the model, each of which is divided by itself, as hybrid_shard has one on each node (default: 1)",
+    )
     group.add_argument("--batch_size", "--batch-size", type=_positive, help="samples in the batch of one process: activations are counted")
     group.add_argument("--sequence_length", "--sequence-length", type=_positive, default=512, help="tokens in a sample (default: 512)")
     group.add_argument(
@@ -87,7 +111,9 @@ def run(argv: list[str], program: str = "accel estimate-memory") -> int:
     from .sources import model_size
 
     size = model_size(options.model_name, options.library_name, options.trust_remote_code)
-    wants_training = options.training or any((options.num_processes, options.tensor_parallel, options.batch_size))
+    wants_training = options.training or any(
+        (options.num_processes, options.tensor_parallel, options.batch_size, options.replicas > 1, options.strategy != list(STRATEGIES))
+    )
     stages = _stages(size) if wants_training else None
     training = _training(size, options) if wants_training else None
     if options.json:
@@ -106,7 +132,7 @@ def _stages(size: ModelSize) -> dict[str, dict[str, int]]:
 
 
 def _training(size: ModelSize, options: argparse.Namespace) -> list[TrainingMemory]:
-    from .training import STRATEGIES, estimate_training
+    from .training import estimate_training
 
     activations = _activations(size, options) if options.batch_size else 0
     return [
@@ -115,11 +141,13 @@ def _training(size: ModelSize, options: argparse.Namespace) -> list[TrainingMemo
             strategy,
             num_processes=options.num_processes or options.tensor_parallel or 1,
             tensor_parallel=options.tensor_parallel or 1,
+            replicas=options.replicas,
+            whole=size.whole if options.tensor_parallel else 0,
             optimizer=options.optimizer,
             largest_layer=size.largest_layer,
             activations=activations,
         )
-        for strategy in STRATEGIES
+        for strategy in options.strategy
     ]
 
 
@@ -141,6 +169,8 @@ def _title(options: argparse.Namespace) -> str:
     parts = [f"{processes} process(es)", f"{options.optimizer}, float32 weights", f"mixed precision: {options.mixed_precision}"]
     if options.tensor_parallel:
         parts.append(f"tensor parallel: {options.tensor_parallel}")
+    if options.replicas > 1:
+        parts.append(f"{options.replicas} copies")
     if options.batch_size:
         parts.append(f"{options.batch_size} sample(s) of {options.sequence_length} tokens each")
     return f"Training, bytes on each process ({'; '.join(parts)}):"

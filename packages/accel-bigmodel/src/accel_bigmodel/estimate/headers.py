@@ -34,7 +34,8 @@ def size_of_tensors(name: str, tensors: Tensors) -> ModelSize:
         layers[block[1] if block else tensor.rpartition(".")[0] or tensor] += math.prod(shape) * _width(dtype)
     largest = max(layers, key=lambda layer: layers[layer])
     parameters = sum(math.prod(shape) for _, shape in tensors.values())
-    return ModelSize(name, "safetensors", parameters, sum(layers.values()), layers[largest], largest)
+    whole = sum(math.prod(shape) for _, shape in tensors.values() if len(shape) < 2)
+    return ModelSize(name, "safetensors", parameters, sum(layers.values()), layers[largest], largest, whole)
 
 
 def _width(dtype: str) -> int:

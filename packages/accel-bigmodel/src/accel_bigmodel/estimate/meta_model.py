@@ -21,7 +21,9 @@ def size_of_model(name: str, source: str, model: nn.Module) -> ModelSize:
     """The sizes of a model; a layer is a block of which it has several, or a module without submodules."""
     sizes = compute_module_sizes(model)
     largest, names = get_max_layer_size(list(model.named_children()), sizes, sorted(_blocks(model)))
-    return ModelSize(name, source, sum(p.numel() for p in model.parameters()), sizes.get("", 0), largest, names[0] if names else "")
+    parameters = list(model.parameters())
+    values, whole = sum(item.numel() for item in parameters), sum(item.numel() for item in parameters if item.ndim < 2)
+    return ModelSize(name, source, values, sizes.get("", 0), largest, names[0] if names else "", whole)
 
 
 def _blocks(model: nn.Module) -> set[str]:

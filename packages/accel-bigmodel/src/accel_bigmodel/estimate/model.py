@@ -21,6 +21,7 @@ class ModelSize:
         total: bytes of all weights and buffers in float32.
         largest_layer: bytes of its largest layer in float32.
         largest_layer_name: the name of that layer.
+        whole: number of values in vectors (norms, biases), which tensor parallelism leaves whole on every process.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ModelSize:
     total: int
     largest_layer: int
     largest_layer_name: str
+    whole: int = 0
 
     def total_in(self, dtype: str) -> int:
         """Bytes of the model in a type of ``DTYPE_BYTES``."""

@@ -1,0 +1,101 @@
+"""The model of a plan: from a name, a folder or a ``config.json``, without memory for its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_state.errors import ConfigurationError, require
+
+_LLAMA_3: Mapping[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+# Public dimensions: Llama Team, The Llama 3 Herd of Models, arXiv:2407.21783, table 3.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama-3-8b": {**_LLAMA_3, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
+    "llama-3-70b": {**_LLAMA_3, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
+}
+"""Shapes that are known by name, as the content of a ``config.json``."""
+
+
+def model_config(name: str, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model of Transformers.
+
+    Args:
+        name: one of :data:`SHAPES`, a ``config.json``, a folder that has one, or a repository on the Hub.
+        trust_remote_code: run model code that comes with the model.
+
+    Raises:
+        ConfigurationError: there is no such model, or it is not one of Transformers.
+        MissingDependencyError: transformers is not installed.
+    """
+    transformers = require("transformers", purpose=f"the model {name}", install="transformers")
+    if name in SHAPES:
+        content = dict(SHAPES[name])
+        return transformers.AutoConfig.for_model(content.pop("model_type"), **content)
+    path = _config_path(name)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, not an object")
+        if "auto_map" in content and "model_type" in content:
+            return transformers.AutoConfig.from_pretrained(str(path.parent), trust_remote_code=trust_remote_code)
+        return transformers.AutoConfig.for_model(content.pop("model_type"), **content)
+    except KeyError:
+        raise ConfigurationError(f"{path}: there is no model_type in it, so it is no configuration of a model of Transformers.") from None
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigurationError(f"{path} is no configuration of a model of Transformers: {_one_line(error)}") from None
+
+
+def _config_path(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if path.exists() or ("/" in name and not name.startswith((".", "~", "/"))):
+        from accel_bigmodel.estimate.sources import config_path
+
+        found = config_path(name)
+        if found is not None:
+            return found
+        raise ConfigurationError(f"--model {name}: there is no config.json in it. Give a folder or repository that has one.")
+    raise ConfigurationError(
+        f"--model {name}: neither a file or folder of this machine nor a shape known by name. Allowed: {', '.join(SHAPES)}, a config.json, "
+        "a folder that has one, or a repository on the Hub (owner/name)."
+    )
+
+
+def build_model(config: Any, trust_remote_code: bool = False) -> Any:
+    """The model of a configuration on the meta device, of the class that its ``architectures`` name, ready to be trained.
+
+    Raises:
+        ConfigurationError: Transformers cannot build it.
+    """
+    import torch
+    import transformers
+
+    config.use_cache = False
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    try:
+        with torch.device("meta"):
+            if named and named[0] is not None:
+                model = named[0]._from_config(config)
+            elif type(config) in transformers.AutoModelForCausalLM._model_mapping:
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            else:
+                model = transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError, TypeError, ZeroDivisionError) as error:
+        raise ConfigurationError(f"Transformers cannot build the model: {_one_line(error)}") from error
+    return model.train()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,288 @@
+"""`accel plan`: numbers worked out by hand, the output that the guide shows, and configurations that cannot train."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from accel.commands.plan import COMMAND
+from accel.planning.models import build_model, model_config
+from accel.planning.plan import Request, plan
+from accel.planning.record import axis_of, coordinates_of, sent_bytes
+from accel.planning.report import as_text
+from accel_bigmodel.estimate import measure_activations
+from accel_bigmodel.estimate.activations import example_inputs
+from accel_launch.config import load_settings
+from accel_state.errors import ConfigurationError
+
+GUIDE = Path(__file__).parents[3] / "docs/guides/planning.md"
+# The shapes of a Llama block's parameters, and of what stands outside of the blocks.
+DIMENSIONS = {"llama-3-8b": (32, 4096, 1024, 14336), "llama-3-70b": (80, 8192, 1024, 28672)}
+VOCABULARY = 128256
+
+
+def shapes(model: str) -> list[tuple[int, ...]]:
+    layers, hidden, keys, inner = DIMENSIONS[model]
+    block = [(hidden, hidden), (keys, hidden), (keys, hidden), (hidden, hidden), (inner, hidden), (inner, hidden), (hidden, inner)]
+    return [*(layers * [*block, (hidden,), (hidden,)]), (VOCABULARY, hidden), (VOCABULARY, hidden), (hidden,)]
+
+
+def padded(shape: tuple[int, ...], shards: int) -> int:
+    """Values of a parameter on a rank of fully_shard, which cuts the first dimension into equal parts."""
+    return math.ceil(shape[0] / shards) * math.prod(shape[1:])
+
+
+def small(folder: Path, **changed: object) -> str:
+    content = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 48, "intermediate_size": 64}
+    content |= {"num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 64}
+    (folder / "config.json").write_text(json.dumps({**content, "max_position_embeddings": 64, **changed}))
+    return str(folder / "config.json")
+
+
+def settings_of(**options: object):
+    given = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+    return load_settings(given, environ={"HF_HOME": "nowhere"})
+
+
+FSDP2 = {"use_fsdp": True, "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+
+
+def mesh(**sizes: int) -> dict[str, object]:
+    named = {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
+    return {**FSDP2, "use_parallelism_config": True, "num_processes": math.prod(sizes.values()), **named}
+
+
+def documented() -> list[tuple[str, str]]:
+    """The commands of the guide with their output."""
+    blocks = re.findall(r"```text\n\$ accel plan ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    return [(command.replace("\\\n", " "), output) for command, output in blocks if "error:" not in output]
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> None:
+    command, output = documented()[number]
+    config = re.search(r"```yaml\n(distributed_type: FSDP.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    (tmp_path / "fsdp2.yaml").write_text(config[1])
+    begin = time.process_time()
+    assert COMMAND.run(command.replace("fsdp2.yaml", str(tmp_path / "fsdp2.yaml"), 1).split()) == 0
+    assert time.process_time() - begin < 60
+    assert capsys.readouterr().out == output
+
+
+def test_the_guide_has_both_models_on_three_numbers_of_ranks() -> None:
+    found = {(re.search(r"--model (\S+)", one)[1], int(re.search(r"--num_processes (\d+)", one)[1])) for one, _ in documented()}
+    assert found == {(model, ranks) for model in DIMENSIONS for ranks in (8, 512, 4096)}
+
+
+def figure(output: str, name: str) -> int:
+    return int(re.search(rf"^  {name}\s+([\d,]+)", output, flags=re.MULTILINE)[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_the_figures_of_the_guide_follow_from_the_shapes(number) -> None:
+    """What the guide explains, in a few lines: no torch is asked."""
+    command, output = documented()[number]
+    model = re.search(r"--model (\S+)", command)[1]
+    ranks = int(re.search(r"--num_processes (\d+)", command)[1])
+    sizes = {axis: int(size) for axis, size in re.findall(r"parallelism_config_(\w+)_size (\d+)", command)}
+    tp, shards = sizes.get("tp", 1), sizes.get("dp_shard", ranks)
+    assert f"{sum(map(math.prod, shapes(model))):,} parameters" in output
+    # Norms stay whole; matrices are divided by tensor parallelism first, along either dimension, which here divides evenly.
+    own = sum(padded(shape, shards if len(shape) == 1 else shards * tp) for shape in shapes(model))
+    assert figure(output, "parameters") == figure(output, "gradients") == 4 * own
+    assert figure(output, "optimizer state") == 8 * own
+    # Blocks are gathered for their forward and for their backward, in bf16, the rest once; gradients are reduced once, in float32.
+    rest = sum(padded(shape, shards if len(shape) == 1 else shards * tp) for shape in shapes(model)[-3:])
+    gathered = sent_bytes("all-gather", 2 * shards * (2 * own - rest), shards)
+    assert figure(output, rf"all-gather\s+dp_shard\s+{shards} ranks\s+\d+ calls") == gathered
+    reduced = sent_bytes("reduce-scatter", 4 * shards * own, shards)
+    assert figure(output, rf"reduce-scatter\s+dp_shard\s+{shards} ranks\s+\d+ calls") == reduced
+    copies = sizes.get("dp_replicate", 1)
+    if copies > 1:
+        assert figure(output, rf"all-reduce\s+dp_replicate\s+{copies} ranks\s+\d+ calls") == sent_bytes("all-reduce", 4 * own, copies)
+    rank = int((re.search(r"--rank (\d+)", command) or (0, "0"))[1])
+    assert f"data rank {rank // tp} of {ranks // tp};" in output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**FSDP2, "num_processes": 8, "gradient_accumulation_steps": 3, "fsdp_reshard_after_forward": False},
+        {"use_fsdp": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "num_processes": 8, "mixed_precision": "bf16"},
+    ],
+)
+def test_three_blocks_say_what_all_of_them_do(tmp_path, options) -> None:
+    model = small(tmp_path, num_hidden_layers=5)
+    quick, whole = (
+        plan(Request(settings_of(**options), model, rank=3, batch_size=2, seq_length=16, all_blocks=every)) for every in (False, True)
+    )
+    assert quick == whole
+
+
+def test_ranks_that_share_layers_or_sequences_share_samples(tmp_path) -> None:
+    model = small(tmp_path, num_attention_heads=8)
+    settings = settings_of(**mesh(dp_shard=2, cp=2, tp=2))
+    plans = [plan(Request(settings, model, rank=rank, batch_size=2, seq_length=32)) for rank in (0, 3, 5)]
+    assert [one.batch.samples for one in plans] == [(0, 1), (0, 1), (2, 3)]
+    assert [one.coordinates["cp"] for one in plans] == [(0, 2), (1, 2), (0, 2)]
+    assert {(one.batch.ranks, one.batch.global_size, one.local_length) for one in plans} == {(2, 4, 16)}
+    kinds = {(one.kind, one.axis) for one in plans[0].collectives}
+    assert kinds >= {("all-gather", "dp_shard+cp"), ("reduce-scatter", "dp_shard+cp"), ("all-reduce", "tp"), ("all-gather", "cp")}
+
+
+def test_sequences_shared_by_heads_are_exchanged_around_attention(tmp_path) -> None:
+    """Queries, keys and values go to the ranks of their heads, and the result comes back: four exchanges in each direction of a block."""
+    model = small(tmp_path, num_attention_heads=8)
+    found = plan(Request(settings_of(**mesh(dp_shard=2, sp=2)), model, rank=1, batch_size=2, seq_length=32))
+    exchanged = next(one for one in found.collectives if one.kind == "all-to-all")
+    hidden, keys = 2 * 16 * 48 * 4, 2 * 16 * 4 * 6 * 4
+    assert (exchanged.axis, exchanged.calls, exchanged.payload) == ("sp", 2 * 8, 2 * 2 * (2 * hidden + 2 * keys))
+    assert (found.local_length, found.batch.samples) == (16, (0, 1))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_activations_are_about_what_autograd_keeps(tmp_path, precision) -> None:
+    """The estimate counts tensors that autograd saves, the plan memory that is alive, outputs included."""
+    model = small(tmp_path, hidden_size=96, intermediate_size=256, num_hidden_layers=3)
+    found = plan(Request(settings_of(num_processes=1, mixed_precision=precision), model, batch_size=2, seq_length=64))
+    built = build_model(model_config(model))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        built.to_empty(device="cpu")
+        inputs = example_inputs(built, 2, 64)
+
+        def run() -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+                return built(**inputs, labels=inputs["input_ids"]).loss
+
+        saved = measure_activations(built, run)
+    assert found.memory.activations == pytest.approx(saved, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "t5"])
+def test_tied_weights_are_held_and_sent_once(tmp_path, kind) -> None:
+    sizes = {
+        "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32},
+        "bert": {"architectures": ["BertForMaskedLM"], "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2},
+        "t5": {"architectures": ["T5ForConditionalGeneration"], "num_layers": 1, "d_model": 32, "num_heads": 2, "d_kv": 16, "d_ff": 64},
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 128, "intermediate_size": 64, **sizes[kind]}))
+    found = plan(Request(settings_of(num_processes=4), str(tmp_path), rank=1, seq_length=16))
+    assert found.memory.weights == found.memory.gradients == 4 * found.parameters
+    assert next(one.payload for one in found.collectives if one.kind == "all-reduce") == 4 * found.parameters
+
+
+def test_what_is_offloaded_is_said(tmp_path) -> None:
+    found = plan(Request(settings_of(**FSDP2, num_processes=2, fsdp_offload_params=True), small(tmp_path), seq_length=16))
+    text = as_text(found)
+    assert found.offloaded == ("weights", "gradients", "optimizer")
+    assert figure(text, "on the device") == found.memory.buffers + found.memory.activations
+    assert sum(line.endswith("offloaded") for line in text.splitlines()) == 3
+
+
+def test_accumulation_reduces_once_and_gathers_with_every_micro_batch(tmp_path) -> None:
+    model = small(tmp_path)
+    one, four = (
+        plan(Request(settings_of(**FSDP2, num_processes=4, gradient_accumulation_steps=steps), model, seq_length=16)) for steps in (1, 4)
+    )
+    calls = [{each.kind: (each.calls, each.payload) for each in found.collectives} for found in (one, four)]
+    assert calls[1]["reduce-scatter"] == calls[0]["reduce-scatter"]
+    assert calls[1]["all-gather"] == tuple(4 * value for value in calls[0]["all-gather"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_by_arithmetic(tmp_path, stage) -> None:
+    options = {"use_deepspeed": True, "zero_stage": stage, "num_processes": 4, "mixed_precision": "bf16", "gradient_accumulation_steps": 2}
+    found = plan(Request(settings_of(**options), small(tmp_path), seq_length=16))
+    values = found.parameters
+    weights, gradients, optimizer = (2 * values, 2 * values, 12 * values)
+    memory = found.memory
+    expected = [weights / (4 if stage > 2 else 1), gradients / (4 if stage > 1 else 1), optimizer / (4 if stage > 0 else 1)]
+    assert [memory.weights, memory.gradients, memory.optimizer] == [round(value) for value in expected]
+    reduced, gathered = {2: 2, 3: 2}.get(stage, 1), {3: 4}.get(stage, 1)
+    times = {"reduce-scatter": reduced, "all-gather": gathered} if stage else {"all-reduce": 1}
+    assert {one.kind: one.payload for one in found.collectives} == {kind: count * 2 * values for kind, count in times.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "message"),
+    [
+        (mesh(dp_shard=2, tp=8), {}, "tp_size=8 does not divide num_attention_heads=12 of LlamaForCausalLM.*Allowed: 1, 2, 3, 4, 6, 12"),
+        ({**mesh(dp_shard=2, tp=2), "num_processes": 6}, {}, "dp_shard_size=2 x .*tp_size=2.* = 4, but there are 6 processes"),
+        (mesh(dp_shard=2, cp=4), {"seq_length": 20}, "sequences of 20 positions cannot be shared by cp_size=4.*multiple of 8"),
+        (mesh(dp_shard=2, pp=2), {}, "pp_size.*each of 2 stages is another"),
+        ({**FSDP2, "num_processes": 8}, {"batch_size": 4, "split_batches": True}, "4 samples cannot be shared by 8 ranks.*multiples of 8"),
+        ({**FSDP2, "num_processes": 8}, {"rank": 8}, r"--rank 8: with 8 process\(es\), ranks go from 0 to 7"),
+        ({**FSDP2, "num_processes": 8}, {"seq_length": 65}, "--seq_length 65: the model takes at most max_position_embeddings=64"),
+        ({**FSDP2, "num_processes": 9, "num_machines": 2}, {}, "num_processes=9 cannot be spread evenly over num_machines=2"),
+        (FSDP2, {}, "no number of processes in the configuration. Give --num_processes"),
+        ({**FSDP2, "num_processes": 8, "mixed_precision": "fp8"}, {}, "Plan with --mixed_precision bf16"),
+        (
+            {"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD", "num_processes": 8},
+            {},
+            "sharding_strategy=HYBRID_SHARD keeps a copy of the model on each of several nodes, and here are 8 processes",
+        ),
+        (
+            {**FSDP2, "num_processes": 8, "fsdp_transformer_layer_cls_to_wrap": "BertLayer"},
+            {},
+            "LlamaForCausalLM has no module of class BertLayer",
+        ),
+        ({"use_deepspeed": True, "num_processes": 2, "deepspeed_config_file": "nowhere.json"}, {}, "nowhere.json.*No such file"),
+    ],
+)
+def test_what_cannot_train_is_refused(tmp_path, options, asked, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plan(Request(settings_of(**options), small(tmp_path), **{"seq_length": 16, **asked}))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("llama-3-9b", "neither a file or folder of this machine nor a shape known by name. Allowed: llama-3-8b, llama-3-70b"),
+        ("{folder}", "there is no config.json in it"),
+        ("{folder}/list.json", "is no configuration of a model of Transformers: it holds a list"),
+        ("{folder}/bare.json", "there is no model_type in it"),
+        ("{folder}/odd.json", "is no configuration of a model of Transformers"),
+    ],
+)
+def test_models_that_are_none_are_refused(tmp_path, model, message) -> None:
+    for name, content in (("list", "[]"), ("bare", "{}"), ("odd", '{"model_type": "no-such-model"}')):
+        (tmp_path / f"{name}.json").write_text(content)
+    with pytest.raises(ConfigurationError, match=message):
+        plan(Request(settings_of(num_processes=2), model.format(folder=tmp_path)))
+
+
+def test_the_command_reads_the_file_and_prints_json(tmp_path, capsys) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precision: bf16\n")
+    options = ["--model", small(tmp_path), "--seq_length", "16", "--batch_size", "8", "--split_batches"]
+    options += ["--rank", "2", "--optimizer", "sgd"]
+    assert COMMAND.run([str(file), *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["coordinates"] == {"dp_replicate": {"coordinate": 2, "size": 4}}
+    assert found["batch"] == {"ranks": 4, "rank": 2, "global_size": 8, "samples": [4, 5]}
+    assert found["memory"]["optimizer"] == 0 and found["memory"]["weights"] == 4 * found["parameters"]
+    assert {one["kind"] for one in found["collectives"]} == {"all-reduce", "broadcast"}
+    for wrong, message in ((["--rank", "x"], "--rank x is no whole number from 0"), (["--batch_size", "0"], "--batch_size 0 is no whole")):
+        with pytest.raises(ConfigurationError, match=message):
+            COMMAND.run([str(file), "--model", "llama-3-8b", *wrong])
+    with pytest.raises(ConfigurationError, match="--modle is not an option. Did you mean --model"):
+        COMMAND.run([str(file), "--modle", "llama-3-8b"])
+
+
+def test_bytes_of_collectives_and_names_of_axes() -> None:
+    sent = {kind: sent_bytes(kind, 800, 8) for kind in ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "broadcast")}
+    assert sent == {"all-gather": 700, "reduce-scatter": 700, "all-to-all": 700, "all-reduce": 1400, "broadcast": 800}
+    assert sent_bytes("all-reduce", 800, 1) == 0
+    layout = [("dp_replicate", 4), ("dp_shard", 128), ("tp", 8)]
+    assert coordinates_of(1234, layout) == {"dp_replicate": 1, "dp_shard": 26, "tp": 2}
+    assert axis_of(range(1232, 1240), layout) == "tp"
+    assert axis_of(range(2, 1024, 8), layout) == "dp_shard"
+    assert axis_of(range(2, 4096, 8), layout) == "dp_replicate+dp_shard"
+    assert axis_of([5], layout) == "one rank"
