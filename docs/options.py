@@ -1,4 +1,5 @@
-"""mkdocs hook: the line `<!-- options -->` in a page becomes tables of every option, from the declarations themselves.
+"""mkdocs hook: the line `<!-- options -->` in a page becomes tables of every option, from the declarations themselves; the line
+`<!-- options: NAME -->` becomes the table of one group of them.
 
 A new option is in the documentation with the commit that declares it.
 """
@@ -12,23 +13,36 @@ from pathlib import Path
 from typing import Any
 
 _MARK = re.compile(r"^<!-- options -->$", re.MULTILINE)
+_GROUP = re.compile(r"^<!-- options: (\w+) -->$", re.MULTILINE)
+_HEAD = "| Option | Value | Default | Variable | Key | What it does |\n|---|---|---|---|---|---|"
 
 
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
     """Called by mkdocs with the text of each page."""
-    if not _MARK.search(markdown):
+    if not _MARK.search(markdown) and not _GROUP.search(markdown):
         return markdown
     root = Path(config.config_file_path).parent
+    markdown = _GROUP.sub(lambda match: table(root, match[1]), markdown)
     return _MARK.sub(lambda _: reference(root), markdown)
 
 
 def reference(root: Path) -> str:
     """A section with a table for each group."""
+    return "\n\n".join(_section(group) for group in _groups(root))
+
+
+def table(root: Path, title: str) -> str:
+    """The table of the group with this title."""
+    group = next(group for group in _groups(root) if group.title == title)
+    return "\n".join([_HEAD, *map(_row, group.options())])
+
+
+def _groups(root: Path) -> Iterable[Any]:
     sys.path.insert(0, str(root / "packages" / "accel-state" / "src"))
     try:
         from accel_state.options import load_groups
 
-        return "\n\n".join(_section(group) for group in load_groups())
+        return load_groups()
     finally:
         sys.path.pop(0)
 
@@ -36,8 +50,7 @@ def reference(root: Path) -> str:
 def _section(group: Any) -> str:
     rows = [_row(opt) for opt in group.options()]
     title = group.title[0].upper() + group.title[1:]
-    head = "| Option | Value | Default | Variable | Key | What it does |\n|---|---|---|---|---|---|"
-    return "\n".join([f"## {title}", "", group.description, "", head, *rows]).replace("\n\n\n\n", "\n\n")
+    return "\n".join([f"## {title}", "", group.description, "", _HEAD, *rows]).replace("\n\n\n\n", "\n\n")
 
 
 def _row(opt: Any) -> str:

@@ -56,6 +56,7 @@ VENDORS_NAMED = {
     "accel_launch/tpu_function.py": "the variant of this name",
     "accel_launch/mpi.py": "a variable of Intel MPI's collectives",
     "accel_launch/gcloud.py": "gcloud's own words",
+    "accel/planning/plan.py": "the name of an option",
     "accel_launch/commands/registry.py": "registers a command of this name",
     "accel_launch/commands/tpu_config.py": "the command of this name",
     "accel_launch/doctor/": "advice names the variables of collective libraries",

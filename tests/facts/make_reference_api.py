@@ -25,36 +25,21 @@ from typing import Any
 
 TABLE = Path(__file__).with_name("reference_api.json")
 
-DEEPSPEED = "DeepSpeed"
-FSDP = "fully sharded data parallel"
 LAUNCHER = "the rest of the launcher"
 MEGATRON = "Megatron: tensor, pipeline and sequence parallelism"
-PARALLEL = "meshes of several parallel axes"
 
 # Modules of the reference that come whole with a later version.
 LATER_MODULES = {
-    "accelerate.parallelism_config": PARALLEL,
-    "accelerate.utils.deepspeed": DEEPSPEED,
     "accelerate.utils.megatron_lm": MEGATRON,
 }
 
 # Names that are not in this version, or parts of a class ("Accelerator.save_state"), whatever module lists them.
 LATER = {
-    DEEPSPEED: "DeepSpeedPlugin deepspeed_required GatheredParameters compile_regions_deepspeed prepare_deepspeed_cmd_env",
-    FSDP: """
-        compile_regions_fsdp2 ensure_weights_retied fsdp2_apply_ac
-        fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
-        load_fsdp_model load_fsdp_optimizer model_has_dtensor save_fsdp_model save_fsdp_optimizer
-        """,
-    LAUNCHER: """
-        prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu install_xla
-        PrepareForLaunch test_launch
-        """,
+    LAUNCHER: "prepare_deepspeed_cmd_env prepare_sagemager_args_inputs install_xla",
     MEGATRON: """
         AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMPlugin
         add_model_config_to_megatron_parser avg_losses_across_data_parallel_group
         """,
-    PARALLEL: "ParallelismConfig TorchTensorParallelPlugin get_model_tp_size",
 }
 
 # Names that the reference merely passes on in the module that lists them; they live in accel.utils.

@@ -291,7 +291,13 @@ class TestDeepSpeedFile:
         self.check(tmp_path, content, **options)
 
     @pytest.mark.parametrize(
-        ("content", "message"), [("{", "not valid JSON"), ("[1]", "JSON object, not list"), ('"\\ud800', "not valid JSON")]
+        ("content", "message"),
+        [
+            ("{", "not valid JSON"),
+            ("[1]", "JSON object, not list"),
+            ('"\\ud800', "not valid JSON"),
+            ('{"bf16": {"enabled": true, "enabled": "auto"}}', "the key 'enabled' stands there twice, as true and \"auto\". Remove one"),
+        ],
     )
     def test_a_file_that_is_none(self, tmp_path: Path, content: str, message: str) -> None:
         with pytest.raises(ConfigurationError, match=f"--deepspeed_config_file .*ds.json: .*{message}"):
@@ -364,3 +370,36 @@ def test_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_bytes(b'\xef\xbb\xbf{"num_processes": 2}')
     assert ConfigFile.read(path).entries["num_processes"].value == 2
+
+
+VERSION_2 = {"use_fsdp": "true", "fsdp_version": "2"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, "--fsdp_sharding_strategy NO_SHARD is of --fsdp_version 1.*leave out --use_fsdp"),
+        ({"fsdp_sharding_strategy": "4"}, "--fsdp_sharding_strategy 4 is of --fsdp_version 1.*--parallelism_config_dp_replicate_size"),
+        ({"fsdp_backward_prefetch": "BACKWARD_POST"}, "--fsdp_backward_prefetch BACKWARD_POST is of --fsdp_version 1.*leave it out"),
+        ({"fsdp_forward_prefetch": "true"}, "--fsdp_forward_prefetch true is of --fsdp_version 1, and --fsdp_version 2 asks for 2"),
+        ({"fsdp_use_orig_params": "false"}, "--fsdp_use_orig_params false is of --fsdp_version 1"),
+        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is of --fsdp_version 1.*SHARDED_STATE_DICT"),
+        (
+            {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_reshard_after_forward": "true"},
+            "SHARD_GRAD_OP means --fsdp_reshard_after_forward false with --fsdp_version 2, and --fsdp_reshard_after_forward true says",
+        ),
+    ],
+)
+def test_what_only_version_1_of_fsdp_can_do_is_refused_with_version_2(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        settle(**VERSION_2, **options)
+    settle(use_fsdp="true", **{name: value for name, value in options.items() if name != "fsdp_reshard_after_forward"})
+
+
+def test_what_is_the_same_in_version_2_of_fsdp_is_said_in_its_words(tmp_path: Path) -> None:
+    settings = settle(tmp_path, "fsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_backward_prefetch: BACKWARD_PRE}\n", **VERSION_2)
+    assert settings["fsdp_reshard_after_forward"] is False and settings.environment()["FSDP_RESHARD_AFTER_FORWARD"] == "false"
+    first, second = settings.notes()
+    assert "fsdp_backward_prefetch: BACKWARD_PRE in" in first and "can be left out" in first
+    assert "SHARD_GRAD_OP in" in second and second.endswith("with --fsdp_version 2 it is --fsdp_reshard_after_forward false")
+    assert not settle(**VERSION_2, fsdp_use_orig_params="true", fsdp_sharding_strategy="FULL_SHARD")["fsdp_forward_prefetch"]

@@ -32,6 +32,22 @@ def fresh_states() -> Any:
         yield
 
 
+class Settings:
+    """What the state shows of a DeepSpeed plugin."""
+
+    deepspeed_config: dict[str, Any] = {"zero_optimization": {"stage": 2}}  # noqa: RUF012
+
+
+def test_the_strategy_shows_in_the_words_of_the_state() -> None:
+    state = AcceleratorState(cpu=True, mixed_precision="bf16")
+    assert repr(state).startswith("Distributed environment: NO\n") and repr(state).endswith("Mixed precision type: bf16\n")
+    state._distributed_type = DistributedType.DEEPSPEED
+    state.deepspeed_plugins = Settings()
+    assert repr(state).startswith("Distributed environment: DEEPSPEED\n") and "Device: cpu\n" in repr(state)
+    assert repr(state).endswith("Mixed precision type: bf16\nds_config: {'zero_optimization': {'stage': 2}}\n")
+    assert repr(PartialState()).startswith("Distributed environment: NO\n")
+
+
 def test_instances_share_their_attributes() -> None:
     assert not is_initialized()
     first = PartialState(cpu=True)

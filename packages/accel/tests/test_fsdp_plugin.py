@@ -109,6 +109,34 @@ def test_what_is_not_known_or_of_the_other_version_is_refused(settings: dict[str
         FullyShardedDataParallelPlugin(**settings)
 
 
+LAUNCHED_FOR_VERSION_1 = [
+    ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "sharding_strategy=HYBRID_SHARD is one of fsdp_version=1"),
+    ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "sharding_strategy=NO_SHARD is one of fsdp_version=1"),
+    (
+        {"FSDP_BACKWARD_PREFETCH": "BACKWARD_POST"},
+        "FSDP_BACKWARD_PREFETCH=BACKWARD_POST .* is a setting of fsdp_version=1: .* Leave it out",
+    ),
+    ({"FSDP_FORWARD_PREFETCH": "true"}, "FSDP_FORWARD_PREFETCH=true .--fsdp_forward_prefetch. is a setting of fsdp_version=1"),
+    ({"FSDP_USE_ORIG_PARAMS": "false"}, "FSDP_USE_ORIG_PARAMS=false .* version 2 always keeps the original parameters"),
+    ({"FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is one of fsdp_version=1"),
+]
+
+
+@pytest.mark.parametrize(("variables", "message"), LAUNCHED_FOR_VERSION_1, ids=str)
+def test_what_the_launcher_asks_of_version_1_only_is_refused_by_version_2(variables: dict[str, str], message: str) -> None:
+    with patch_environment(FSDP_VERSION="2", **variables), pytest.raises(ConfigurationError, match=message):
+        FullyShardedDataParallelPlugin()
+
+
+def test_what_is_the_same_in_version_2_is_mapped(caplog: pytest.LogCaptureFixture) -> None:
+    with patch_environment(FSDP_VERSION="2", FSDP_SHARDING_STRATEGY="SHARD_GRAD_OP", FSDP_BACKWARD_PREFETCH="BACKWARD_PRE"):
+        assert FullyShardedDataParallelPlugin().reshard_after_forward is False
+        assert "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP is of fsdp_version=1; with version 2 it is reshard_after_forward=False" in caplog.text
+        assert FullyShardedDataParallelPlugin(reshard_after_forward=True).reshard_after_forward is True, "the script decides"
+    with patch_environment(FSDP_VERSION="2", FSDP_USE_ORIG_PARAMS="false"):
+        assert FullyShardedDataParallelPlugin(use_orig_params=True).use_orig_params is True
+
+
 def test_policies_of_both_versions() -> None:
     first, second = FullyShardedDataParallelPlugin(cpu_offload=True), FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
     assert first.cpu_offload == CPUOffload(offload_params=True) and first.offloads

@@ -15,6 +15,7 @@ from accel_state.operations import get_data_structure, is_tensor_information, re
 from accel_state.operations.nested import leaves
 
 from .arithmetic import balanced_range
+from .randomness import GlobalRandomState
 from .rows import count_rows, join_rows, slice_rows
 from .steps import Step
 
@@ -30,6 +31,7 @@ class Round:
         remainder: samples of all ranks that are no padding; -1 if there is nothing to leave out after a gather.
         ragged: whether the ranks' batches differ in size.
         position: position in the stream after this step.
+        random: what reading left the generators at, for ranks that share the reader's batches and must draw the same numbers as it does.
     """
 
     parts: list[Any] = field(default_factory=list)
@@ -38,6 +40,7 @@ class Round:
     remainder: int = -1
     ragged: bool = False
     position: int = 0
+    random: GlobalRandomState | None = None
 
 
 @dataclass

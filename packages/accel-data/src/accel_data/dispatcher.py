@@ -13,6 +13,7 @@ from .dispatch import Dealer, Round, receive_round, send_error, send_round
 from .epochs import Iteration
 from .layout import LoaderLayout, data_ranks
 from .loader import PreparedLoader
+from .randomness import GlobalRandomState
 from .steps import Step
 
 
@@ -66,6 +67,8 @@ class DataLoaderDispatcher(PreparedLoader):
         self._drop_last = _drop_last
         self.dealer = Dealer(self.layout.num_processes, split_batches, self._read_batch_size(), _drop_last, slice_fn=slice_fn)
         self._round = Round()
+        # Of ranks that share a batch only one has read it; what it drew for that the others must not draw later.
+        self._shares_batches = self.layout.num_processes < PartialState().num_processes
         if self._stream is not None:
             # Only rank 0 begins the sampler, so there is nobody to agree with.
             self._stream.order.synchronize = False
@@ -137,6 +140,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def _receive_rounds(self) -> Iterator[Round]:
         collectives = PartialState().collectives
         while (round_ := receive_round(collectives, self.device)) is not None:
+            if round_.random is not None and self.layout.process_index == 0:
+                round_.random.restore()
             yield round_
             if round_.last:
                 return
@@ -151,6 +156,8 @@ class DataLoaderDispatcher(PreparedLoader):
             except Exception as error:
                 send_error(collectives, error)
                 raise
+            if round_ is not None and self._shares_batches:
+                round_.random = GlobalRandomState.capture()
             if collectives.world_size > 1:
                 send_round(collectives, round_)
             if round_ is None:

@@ -26,6 +26,7 @@ from accel_state.random import synchronize_rng_states as synchronize_rng_states
 from .accelerator import Accelerator as Accelerator
 from .checkpoint_files import CheckpointError as CheckpointError
 from .compilation import TorchDynamoPlugin as TorchDynamoPlugin
+from .deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from .kwargs.autocast import AutocastKwargs as AutocastKwargs
 from .kwargs.base import KwargsHandler as KwargsHandler
 from .kwargs.ddp import DDPCommunicationHookType as DDPCommunicationHookType
@@ -35,6 +36,7 @@ from .kwargs.init_process_group import InitProcessGroupKwargs as InitProcessGrou
 from .kwargs.profile import ProfileKwargs as ProfileKwargs
 from .kwargs.tracking import TrackingKwargs as TrackingKwargs
 from .local_sgd import LocalSGD as LocalSGD
+from .parallel.config import ParallelismConfig as ParallelismConfig
 from .preemption import Preempted as Preempted
 from .preemption import SaveOnSignal as SaveOnSignal
 from .project import ProjectConfiguration as ProjectConfiguration

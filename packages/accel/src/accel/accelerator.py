@@ -20,14 +20,14 @@ from accel_state import (
     GradientAccumulationPlugin,
     PrecisionType,
     RNGType,
-    operations,
 )
 from accel_state.memory import release_memory
 from accel_state.state.process_control import ProcessControl
 
-from . import lomo, metrics, setup
+from . import lomo, setup
 from .accumulation import Accumulation, ItemReduction
 from .compilation import TorchDynamoPlugin
+from .gathering import Gathering
 from .joining import join_uneven_inputs
 from .kwargs.autocast import AutocastKwargs
 from .kwargs.base import Handlers, KwargsHandler
@@ -42,12 +42,12 @@ from .properties import SettingsView
 from .saving_methods import Saving
 from .scheduler import AcceleratedScheduler
 from .state_saving import StateSaving
-from .strategies.base import no_sync_context
+from .strategies.base import OwnsBackward, no_sync_context
 from .strategies.ddp import sync_in_backward
 from .unwrapping import extract_model_from_parallel
 
 
-class Accelerator(SettingsView, Saving, StateSaving, Resuming, ProcessControl):
+class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, ProcessControl):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -122,7 +122,7 @@ class Accelerator(SettingsView, Saving, StateSaving, Resuming, ProcessControl):
             engines={
                 "deepspeed": deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins,
                 "fsdp": fsdp_plugin,
-                "tensor parallelism": torch_tp_plugin,
+                "torch_tp": torch_tp_plugin,
                 "megatron": megatron_lm_plugin,
                 "mesh": parallelism_config,
             },
@@ -131,6 +131,8 @@ class Accelerator(SettingsView, Saving, StateSaving, Resuming, ProcessControl):
         self.process_state = parts.process
         self.gradient_state = parts.gradient_state
         self.strategy = parts.strategy
+        # Asked once: this is in the way of every step.
+        self._engines = parts.strategy if isinstance(parts.strategy, OwnsBackward) else None
         self.precision = parts.precision
         self.scaler = parts.precision.scaler
         self.prepared = Preparation(parts, self.dataloader_config, device_placement, step_scheduler_with_optimizer, self.rng_types)
@@ -242,6 +244,9 @@ class Accelerator(SettingsView, Saving, StateSaving, Resuming, ProcessControl):
         if "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])
             return
+        if self._engines is not None:
+            self._engines.backward(loss, self._accumulation.current is not None, **kwargs)
+            return
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward(**kwargs)
@@ -339,30 +344,6 @@ class Accelerator(SettingsView, Saving, StateSaving, Resuming, ProcessControl):
         """Return when every process has come here; at once in a single process."""
         self.process_state.wait_for_everyone()
 
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate nested tensors of all ranks along the first dimension; see :func:`accel.utils.gather`."""
-        return operations.gather(tensor)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather predictions and labels of the current batch, without the samples that only fill up the last one.
-
-        Args:
-            input_data: nested tensors whose first dimension is that of samples; or a list of objects, one a sample.
-            use_gather_object: treat the data as objects even if it is made of tensors.
-
-        Returns:
-            Over the loop, exactly the samples of the data set, in its order, on every rank.
-        """
-        return metrics.gather_for_metrics(input_data, self.process_state, self.gradient_state, use_gather_object)
-
-    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Reduce nested tensors of all ranks element by element; see :func:`accel.utils.reduce`."""
-        return operations.reduce(tensor, reduction, scale)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad nested tensors to the longest of all ranks; see :func:`accel.utils.pad_across_processes`."""
-        return operations.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
-
     def set_trigger(self) -> None:
         """Raise a flag on this rank, for all ranks to see at their next :meth:`check_trigger`."""
         self._trigger = True
@@ -388,6 +369,7 @@ class Accelerator(SettingsView, Saving, StateSaving, Resuming, ProcessControl):
         """
         self.prepared.forget()
         self._accumulation.forget()
+        self.strategy.forget()
         if isinstance(self.scaler, SharedGradScaler):
             self.scaler.forget()
         return release_memory(*objects)
@@ -432,6 +414,7 @@ class Accelerator(SettingsView, Saving, StateSaving, Resuming, ProcessControl):
                 self._finish_trackers()
             finally:
                 self.free_memory()
+                self.strategy.close()
                 setup.release_state(self)
                 self.process_state.destroy_process_group()
 

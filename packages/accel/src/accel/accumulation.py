@@ -218,7 +218,7 @@ class Accumulation:
         window.items = window.items + num_items
         if not self.gradient_state.sync_gradients:
             return sum_of_items
-        normaliser = self._over_all_ranks(window.items) / self.state.num_processes
+        normaliser = self._over_all_ranks(window.items) / self.strategy.averaging_collectives.world_size
         if held:
             self.strategy.scale_gradients(window.parameters, (1.0 if window.normaliser is None else window.normaliser) / normaliser)
         window.normaliser = normaliser
@@ -229,7 +229,7 @@ class Accumulation:
         dtype = torch.float64 if self.state.device.type == "cpu" else torch.float32
         total = torch.as_tensor(items, dtype=dtype).detach().clone().to(self.state.device)
         # A window without a single item has zero gradients, and keeps them instead of dividing by zero.
-        return self.state.collectives.all_reduce(total).clamp_(min=1).float()
+        return self.strategy.averaging_collectives.all_reduce(total).clamp_(min=1).float()
 
 
 class AccumulationStep:

@@ -21,6 +21,9 @@ FSDP_MODEL_NAME = "pytorch_model_fsdp"
 SHARD_TABLE_NAME = ".metadata"
 SHARD_SUFFIX = ".distcp"
 
+MODEL_FOLDER = "pytorch_model"
+_OF_AN_ENGINE = re.compile(rf"({MODEL_FOLDER}(?:_[1-9]\d*)?)/[^/]+\.pt")
+
 _OF_A_STATE = re.compile(
     r"(model(_\d+)?\.safetensors|(pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
     r"|(pytorch_model_fsdp|optimizer)(_\d+)?(_rank\d+)?\.bin|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp)"
@@ -66,6 +69,17 @@ def custom_files(names: Iterable[str]) -> list[str]:
 def holds_shards(names: Iterable[str]) -> bool:
     """Whether any file of a checkpoint is of a strategy that divides models among ranks."""
     return any(name.startswith(FSDP_MODEL_NAME) or name.endswith((SHARD_TABLE_NAME, SHARD_SUFFIX)) for name in names)
+
+
+def engine_folders(names: Iterable[str]) -> list[str]:
+    """The folders that DeepSpeed's engines have saved their models to, by the models' index."""
+    found = {match[1] for match in map(_OF_AN_ENGINE.fullmatch, names) if match}
+    return sorted(found, key=lambda tag: int(tag.removeprefix(MODEL_FOLDER).removeprefix("_") or 0))
+
+
+def holds_engines(names: Iterable[str]) -> bool:
+    """Whether DeepSpeed has saved the models of a checkpoint."""
+    return bool(engine_folders(names))
 
 
 def require_files(folder: Path, names: Iterable[str], known: Collection[str] | None = None) -> None:

@@ -117,6 +117,16 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     return module
 
 
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile a model region by region, as :func:`compile_regions` does: in place, which is what DeepSpeed needs.
+
+    Args:
+        module: the model.
+        **compile_kwargs: for ``torch.compile``.
+    """
+    compile_regions(module, **compile_kwargs)
+
+
 def _regions(module: nn.Module) -> Iterator[nn.Module]:
     if is_repeated_blocks(module):
         yield from module.children()

@@ -37,9 +37,10 @@ class LocalSGD:
         if local_sgd_steps < 1:
             raise ConfigurationError(f"local_sgd_steps={local_sgd_steps} must be at least 1.")
         self.enabled = enabled and accelerator.use_distributed
-        if self.enabled and not isinstance(accelerator.strategy, SkipsGradientSync):
+        strategy = accelerator.strategy
+        if self.enabled and (not isinstance(strategy, SkipsGradientSync) or strategy.divides_models):
             raise ConfigurationError(
-                f"LocalSGD needs whole models with their own optimizer on each rank; {accelerator.distributed_type} does not keep them so. "
+                f"LocalSGD needs whole models with their own optimizer on each rank; {type(strategy).__name__} does not keep them so. "
                 "Pass enabled=False, or train with data parallelism."
             )
         self.accelerator = accelerator

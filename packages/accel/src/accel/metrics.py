@@ -7,17 +7,25 @@ from typing import Any
 import torch
 
 from accel_state import GradientState, PartialState
+from accel_state.collectives.single import Collectives
 from accel_state.operations import gather, gather_object, recursively_apply
 from accel_state.operations.nested import is_container, leaves, replace_leaves
 
 
-def gather_for_metrics(data: Any, state: PartialState, gradient_state: GradientState, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(
+    data: Any,
+    state: PartialState,
+    gradient_state: GradientState,
+    use_gather_object: bool = False,
+    collectives: Collectives | None = None,
+) -> Any:
     """Gather from all ranks, without the samples that only filled up the last batch; see the Accelerator's method."""
+    collectives = collectives or state.collectives
     as_objects = use_gather_object or not _only_tensors(data)
     loader = gradient_state.active_dataloader
     if loader is not None and state.use_distributed and getattr(loader, "ragged", False):
-        return _gather_ragged(data, loader.real_samples, state, as_objects)
-    gathered = gather_object(data) if as_objects else gather(data)
+        return _gather_ragged(data, loader.real_samples, collectives, as_objects)
+    gathered = gather_object(data, collectives=collectives) if as_objects else gather(data, collectives=collectives)
     if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
         return gathered
     if as_objects:
@@ -35,17 +43,18 @@ def _only_tensors(data: Any) -> bool:
     return not others
 
 
-def _gather_ragged(data: Any, real_samples: int | None, state: PartialState, as_objects: bool) -> Any:
+def _gather_ragged(data: Any, real_samples: int | None, collectives: Collectives, as_objects: bool) -> Any:
     """Gather batches whose sizes differ between ranks, of which each rank knows how many samples are real."""
     if as_objects:
-        return gather_object(data if real_samples is None or not isinstance(data, (list, tuple)) else list(data)[:real_samples])
+        whole = real_samples is None or not isinstance(data, (list, tuple))
+        return gather_object(data if whole else list(data)[:real_samples], collectives=collectives)
     tensors = [leaf.detach() for leaf in leaves(data)]
     kept = [leaf if leaf.ndim == 0 or real_samples is None else leaf[:real_samples] for leaf in tensors]
     lengths = torch.tensor([leaf.shape[0] if leaf.ndim else 0 for leaf in kept], dtype=torch.int64)
-    table = state.collectives.all_gather(lengths)
+    table = collectives.all_gather(lengths)
     longest = table.amax(0).tolist()
     padded = [_padded(leaf, size) for leaf, size in zip(kept, longest, strict=True)]
-    gathered = state.collectives.all_gather_many(padded)
+    gathered = collectives.all_gather_many(padded)
     return replace_leaves(data, (_join(value, table[:, i].tolist(), kept[i].ndim) for i, value in enumerate(gathered)))
 
 

@@ -47,7 +47,7 @@ def capture(accumulation: Accumulation, loaders: Sequence[Any], models: Sequence
     used = sorted({model for window in windows for model in window["models"]})
     if not used:
         return None
-    if not all(_is_whole(parameter) for index in used for parameter in models[index].parameters()):
+    if accumulation.strategy.holds_gradients or not all(_is_whole(parameter) for index in used for parameter in models[index].parameters()):
         logger.warning(
             "The state is saved within an accumulation window, of a model whose gradients are divided among processes. They are no part "
             "of it: a resumed run starts a new window. Save after an optimizer step to lose nothing."
@@ -142,7 +142,7 @@ def restore(accumulation: Accumulation, saved: dict[str, Any] | None, loaders: S
     """
     stale = {id(model): model for _, window in _open_windows(accumulation, loaders) for model in window.models}
     for model in stale.values():
-        model.zero_grad(set_to_none=True)
+        extract_model_from_parallel(model).zero_grad(set_to_none=True)
     accumulation.forget()
     accumulation.gradient_state.sync_gradients = saved is None
     for window in [] if saved is None else saved["windows"]:

@@ -68,6 +68,10 @@ class AcceleratedOptimizer(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
+    def wraps(self, optimizer: Any) -> bool:
+        """Whether this is the prepared form of an optimizer."""
+        return optimizer is self or optimizer is self.optimizer
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Let the wrapped optimizer update further parameters."""
         self.optimizer.add_param_group(param_group)

@@ -18,6 +18,7 @@ from .compilation import compile_model, compile_regions
 from .optimizer import AcceleratedOptimizer
 from .scheduler import AcceleratedScheduler
 from .setup import Setup
+from .strategies.base import PreparesTogether
 from .unwrapping import extract_model_from_parallel
 
 
@@ -53,6 +54,8 @@ class Preparation:
     def prepare(self, objects: tuple[Any, ...], device_placement: list[bool | None]) -> list[Any]:
         """Prepare objects of any kind, in any order; what is of no known kind passes through."""
         joined = self.setup.precision.join_optimizer(list(objects))
+        if isinstance(self.setup.strategy, PreparesTogether):
+            joined = self.setup.strategy.prepare_together(joined, self)
         # Schedulers come last: they belong to prepared optimizers.
         prepared = [self._prepare_first(obj, place) for obj, place in zip(joined, device_placement, strict=True)]
         return [self.scheduler(obj) if is_scheduler(obj) else obj for obj in prepared]
@@ -75,6 +78,9 @@ class Preparation:
         if any(model is known for known in self.models):
             return model
         strategy, dynamo = self.setup.strategy, self.setup.dynamo
+        if isinstance(strategy, PreparesTogether):
+            prepared: nn.Module = strategy.prepare_together([model], self)[0]
+            return prepared
         strategy.check_model(model)
         spread = is_spread(model)
         if spread and not evaluation_mode:
@@ -115,12 +121,13 @@ class Preparation:
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         own = getattr(scheduler, "optimizer", None)
-        driven = [prepared for prepared in self.optimizers if own is prepared or own is prepared.optimizer]
+        driven = [prepared for prepared in self.optimizers if prepared.wraps(own)]
         prepared = AcceleratedScheduler(
             scheduler,
             driven or self.optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.loader_settings.split_batches,
+            num_processes=self.setup.strategy.data_collectives.world_size,
         )
         self.schedulers.append(prepared)
         return prepared
@@ -137,6 +144,7 @@ class Preparation:
             process.device,
             num_processes=process.num_processes,
             process_index=process.process_index,
+            torch_device_mesh=self.setup.strategy.data_mesh,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=list(self.rng_types),
             slice_fn_for_dispatch=slice_fn_for_dispatch,
@@ -166,7 +174,7 @@ def is_scheduler(obj: Any) -> bool:
     """Whether an object is a learning rate scheduler, of torch or of the same form."""
     if isinstance(obj, (AcceleratedScheduler, torch.optim.lr_scheduler.LRScheduler)):
         return True
-    if isinstance(obj, torch.optim.Optimizer):  # a wrapper around an optimizer has all that is asked for below
+    if isinstance(obj, (torch.optim.Optimizer, nn.Module)):  # a wrapper around an optimizer, or an engine, has all that is asked for below
         return False
     # Schedulers of other libraries are recognised by what they drive and do.
     driven = getattr(obj, "optimizer", None)

@@ -197,6 +197,11 @@ class SettingsView:
         return self.state.deepspeed_plugin
 
     @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """The DeepSpeed engine that is trained, as a DeepSpeedEngineWrapper: the one prepared last; None without one."""
+        return getattr(self.strategy, "engine_wrapped", None)
+
+    @property
     def fp8_backend(self) -> str | None:
         """What computes in 8 bits; None in other precisions."""
         return getattr(self.precision, "backend", None)

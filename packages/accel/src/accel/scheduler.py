@@ -25,6 +25,7 @@ class AcceleratedScheduler:
         optimizers: the prepared optimizer, or several of them.
         step_with_optimizer: advance together with the optimizer; otherwise every call advances by one.
         split_batches: whether the loader's batch size is that of all processes together.
+        num_processes: how many processes consume batches of their own; None: all.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class AcceleratedScheduler:
         optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer],
         step_with_optimizer: bool = True,
         split_batches: bool = False,
+        num_processes: int | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else list(optimizers)
@@ -40,7 +42,7 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.gradient_state = GradientState()
         advances_once = split_batches or not step_with_optimizer or _takes_metric(scheduler)
-        self._steps_a_call = 1 if advances_once else PartialState().num_processes
+        self._steps_a_call = 1 if advances_once else num_processes or PartialState().num_processes
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule, if the optimizers moved.

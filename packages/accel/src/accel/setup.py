@@ -34,6 +34,12 @@ LAUNCHED = {
     "use_parallelism_config": "mesh",
 }
 
+# Where the shared state keeps the settings of engines that may have several.
+_PLACES = {"deepspeed": "deepspeed_plugins", "mesh": "parallelism_config"}
+
+# A mesh may be laid over FSDP, whose settings are then those of its sharded axes.
+_TOGETHER = {"mesh", "fsdp"}
+
 
 class _Unset:
     def __repr__(self) -> str:
@@ -82,19 +88,26 @@ def build(
         ConfigurationError: a setting that cannot be used, or the launcher asks for a strategy that is not installed.
     """
     asked = asked_strategies([name for name, settings in engines.items() if settings is not None])
-    if len(asked) > 1:
+    if len(asked) > 1 and not set(asked) <= _TOGETHER:
         raise ConfigurationError(f"one strategy trains a model, but settings were given for {', '.join(asked)}. Pass one of them.")
-    state = _acquire_state(owner, mixed_precision, cpu, handlers)
+    _drop_stale_state()
+    asked = asked or _strategies_in_use()
+    engine = ("mesh" if "mesh" in asked else asked[0]) if asked else None
+    settings = _settings_of(engine, engines)
+    beside = {name: _settings_of(name, engines) for name in asked if name != engine}
+    state = _acquire_state(owner, _precision_of(settings, mixed_precision), cpu, handlers)
     _check_recipes(handlers.all(FP8Kwargs), state.mixed_precision)
     process = PartialState()
-    strategy = _choose_strategy(asked[0] if asked else None, engines, handlers, process)
+    strategy = _choose_strategy(engine, settings, beside, handlers, process)
     # What users ask the state for; inside, nobody branches on it.
     state._distributed_type = strategy.distributed_type
     if strategy.settings is not None:
-        setattr(state, f"{asked[0]}_plugin", strategy.settings)
-    precision = PRECISIONS.load(state.mixed_precision)(process, handlers)
+        for name, in_use in {str(engine): settings, **strategy.companions}.items():
+            setattr(state, _PLACES.get(name, f"{name}_plugin"), in_use)
+    precision = PRECISIONS.load("no" if strategy.computes_in(state.mixed_precision) else state.mixed_precision)(process, handlers)
     if isinstance(precision.scaler, SharedGradScaler):
         strategy.adopt_scaler(precision.scaler)
+    accumulation_plugin = strategy.accumulation(accumulation_plugin)
     return Setup(
         state=state,
         process=process,
@@ -107,23 +120,66 @@ def build(
     )
 
 
-def _choose_strategy(engine: str | None, engines: dict[str, Any], handlers: Handlers, process: PartialState) -> Strategy:
-    """The strategy of an engine ("fsdp", ...), with the settings given or those of the launcher; without one, that of the machine."""
+def _strategies_in_use() -> list[str]:
+    """The engine of another Accelerator in this process: one that asks for nothing else shares it, as it shares the state."""
+    shared = AcceleratorState._shared_state
+    found = [name for name in PLUGINS if shared.get(_PLACES.get(name, f"{name}_plugin")) is not None]
+    return [name for name in found if name in _TOGETHER] if "mesh" in found else found[:1]
+
+
+def _settings_of(engine: str | None, engines: dict[str, Any]) -> Any:
+    """The settings of an engine ("fsdp", ...): those given, those in use, or those of the launcher; None of one that has none."""
     settings = engines.get(engine) if engine is not None else None
-    if settings is not None and engine in PLUGINS and not isinstance(settings, PLUGINS.load(str(engine))):
-        raise ConfigurationError(f"{engine}_plugin={settings!r} is no {PLUGINS.load(str(engine)).__name__}. Pass one, or leave it out.")
-    if engine is not None and not process.use_distributed:
+    if engine is None or engine not in PLUGINS:
+        return settings
+    kind = PLUGINS.load(engine)
+    if settings is None:
+        in_use = AcceleratorState._shared_state.get(_PLACES.get(engine, f"{engine}_plugin"))
+        return kind() if in_use is None else in_use
+    several = list(settings.values()) if isinstance(settings, dict) and engine in _PLACES else [settings]
+    wrong = [one for one in several if not isinstance(one, kind)]
+    if wrong or not several:
+        raise ConfigurationError(f"{engine}_plugin={settings!r} is no {kind.__name__}. Pass one, or leave it out.")
+    return settings
+
+
+def _precision_of(settings: Any, mixed_precision: Any) -> Any:
+    """The precision given, unless the settings of the strategy have one themselves, as a DeepSpeed configuration may.
+
+    Raises:
+        ConfigurationError: both have one, and not the same.
+    """
+    launched = CoreOptions.from_environment().mixed_precision
+    # A launcher's "no" is what it hands over where nobody chose.
+    given, source = (launched if launched != "no" else None), f"environment variable ACCELERATE_MIXED_PRECISION={launched}"
+    if mixed_precision is not None:
+        given, source = str(mixed_precision), f"mixed_precision={str(mixed_precision)!r}"
+    several = list(settings.values()) if isinstance(settings, dict) else [settings]
+    active = next((one for one in several if getattr(one, "selected", False)), several[0])
+    own = getattr(active, "precision", None)
+    if own is not None and given not in (None, own):
+        raise ConfigurationError(
+            f"{source} contradicts {type(active).__name__}, whose configuration enables {own}. Set the precision in one of them."
+        )
+    return mixed_precision if own is None else own
+
+
+def _choose_strategy(engine: str | None, settings: Any, beside: dict[str, Any], handlers: Handlers, process: PartialState) -> Strategy:
+    """The strategy of an engine ("fsdp", ...) with its settings, and those of engines beside it; without one, that of the machine."""
+    if hasattr(settings, "for_world"):
+        settings = settings.for_world(process.num_processes)
+    name = engine
+    if engine is not None and engine in PLUGINS:
+        name = next(iter(settings.values())).strategy if isinstance(settings, dict) else settings.strategy
+    if name is not None and not process.use_distributed and not STRATEGIES.load(name).trains_alone:
         logger.warning(
             "%s divides a model among processes, and there is one: it trains as it is. Start several: `accel launch --num_processes N`.",
             engine,
         )
-        engine = None
-    if engine is None:
+        name = None
+    if name is None:
         return STRATEGIES.load("ddp" if process.use_distributed else "single")(process, handlers)
-    if engine not in PLUGINS:
-        return STRATEGIES.load(engine)(process, handlers, settings)
-    settings = PLUGINS.load(engine)() if settings is None else settings
-    return STRATEGIES.load(settings.strategy)(process, handlers, settings)
+    return STRATEGIES.load(name)(process, handlers, settings, **beside)
 
 
 def _check_recipes(recipes: list[FP8Kwargs], mixed_precision: str) -> None:
@@ -148,6 +204,8 @@ def asked_strategies(given: list[str]) -> list[str]:
         ConfigurationError: script and launcher ask for different ones.
     """
     launched = launched_strategies()
+    if {"mesh"} & {*given, *launched} and {*given, *launched} <= _TOGETHER:
+        return list(dict.fromkeys([*given, *launched]))
     if given and launched and not set(given) & set(launched):
         raise ConfigurationError(
             f"the script passes settings for {', '.join(given)}, but was launched for {', '.join(launched)} (environment variables "
@@ -174,14 +232,18 @@ def launched_strategies() -> list[str]:
     return [name for _, name in wanted]
 
 
-def _acquire_state(owner: object, mixed_precision: Any, cpu: bool, handlers: Handlers) -> AcceleratorState:
-    """The shared state; one that belonged to an Accelerator which is gone gives way to a new one."""
+def _drop_stale_state() -> None:
+    """Forget the shared state of an Accelerator which is gone."""
     holder = AcceleratorState._shared_state.get("_owner")
     if holder is not None:
         if holder() is not None:
             gc.collect()  # an Accelerator that was dropped may still wait in a reference cycle
         if holder() is None:
             AcceleratorState._reset_state()
+
+
+def _acquire_state(owner: object, mixed_precision: Any, cpu: bool, handlers: Handlers) -> AcceleratorState:
+    """The shared state, which belongs to the Accelerator that made it."""
     created = not AcceleratorState._shared_state
     state = AcceleratorState(
         mixed_precision=None if mixed_precision is None else str(mixed_precision),

@@ -35,12 +35,12 @@ from .checkpoint_files import (
     rng_file,
     start_checking_sums,
 )
-from .checkpoint_names import SHARD_SUFFIX, SHARD_TABLE_NAME, holds_shards
+from .checkpoint_names import SHARD_SUFFIX, SHARD_TABLE_NAME, holds_engines, holds_shards
 from .digests import Workers
 from .manifest import MANIFEST_NAME, Manifest, Verification
 from .open_windows import check, combine, gradients_file, gradients_files
 from .saving import MODEL_NAME, SAFE_MODEL_NAME
-from .strategies.base import Strategy
+from .strategies.base import ReadsItsOwnState, Strategy
 from .unwrapping import clean_name, extract_model_from_parallel, id_tensor_storage
 
 if TYPE_CHECKING:
@@ -120,6 +120,16 @@ class StateReader:
         return [path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()]
 
     @property
+    def names(self) -> list[str]:
+        """The files of this checkpoint."""
+        return self._names
+
+    @property
+    def load_kwargs(self) -> dict[str, Any] | None:
+        """Further arguments of ``torch.load``."""
+        return self._load_kwargs
+
+    @property
     def is_new_rank(self) -> bool:
         """Whether this rank did not exist when the state was saved, on fewer processes than there are now."""
         return self.manifest is not None and self.rank >= self.manifest.world_size
@@ -159,7 +169,9 @@ class StateReader:
         self._own = own if isinstance(own, dict) else {}
         if self.manifest is None and self._own.get(MANIFEST_MARK):
             raise CheckpointError(f"{self.folder} has lost its {MANIFEST_NAME}: it is not whole. Copy it again, or choose another one.")
-        if strategy is not None and (layouts is not None or holds_shards(self._names)):
+        if isinstance(strategy, ReadsItsOwnState):
+            self._changes += strategy.plan_state(self, models, load_model_kwargs)
+        elif strategy is not None and (layouts is not None or holds_shards(self._names)):
             self._read_divided(models, optimizers, load_model_kwargs, strategy, layouts)
         else:
             self._read_models(models, load_model_kwargs)
@@ -238,13 +250,18 @@ class StateReader:
     def _read_models(self, models: list[Any], load_model_kwargs: dict[str, Any]) -> None:
         safe = numbered_files(self._names, SAFE_MODEL_NAME, "safetensors")
         stem, suffix = (SAFE_MODEL_NAME, "safetensors") if safe else (MODEL_NAME, "bin")
+        if holds_engines(self._names):
+            raise CheckpointError(
+                f"{self.folder} was saved by DeepSpeed. Load it with DeepSpeed, or make whole weights of it with the zero_to_fp32.py that "
+                "lies in it, and load these into the model before prepare()."
+            )
         require_count("models", len(numbered_files(self._names, stem, suffix)), len(models), self.folder)
         names = [numbered(stem, index, suffix) for index in range(len(models))]
         self._require(names)
         for model, name in zip(models, names, strict=True):
             path = self.folder / name
             self._read_names.add(name)
-            weights = _read_safetensors(path, self._map_location) if safe else read(path, self._map_location, mapped=True)
+            weights = read_safetensors(path, self._map_location) if safe else read(path, self._map_location, mapped=True)
             self._changes.append(plan_weights(model, weights, path, **load_model_kwargs))
 
     def _read_divided(
@@ -270,7 +287,7 @@ class StateReader:
             rank=self.rank,
             world_size=self._process.num_processes,
             read=self._read,
-            read_safetensors=lambda name: _read_safetensors(self.folder / name, "cpu"),
+            read_safetensors=lambda name: read_safetensors(self.folder / name, "cpu"),
         )
         owned = []
         for index, optimizer in enumerate(optimizers):
@@ -324,7 +341,12 @@ def _set_seed(sampler: SeedableRandomSampler, initial_seed: int, epoch: int) -> 
     sampler.set_epoch(epoch)
 
 
-def _read_safetensors(path: Path, device: Any) -> dict[str, torch.Tensor]:
+def read_safetensors(path: Path, device: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a file.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

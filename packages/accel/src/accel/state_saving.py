@@ -30,7 +30,7 @@ from .preparation import Preparation
 from .project import ProjectConfiguration
 from .state_reading import StateReader
 from .state_writing import StateWriter
-from .strategies.base import Strategy
+from .strategies.base import ReadsItsOwnState, Strategy
 from .trackers import Tracking
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class StateSaving(Tracking):
             raise ConfigurationError(
                 f"save_state got {', '.join(save_model_func_kwargs)}, which {type(self.strategy).__name__} has no use for. Leave it out."
             )
-        if self.strategy.divides_models:
+        if self.strategy.divides_models or isinstance(self.strategy, ReadsItsOwnState):
             saving.refuse_each_node(self.process_state, self.project_configuration.save_on_each_node)
         self.wait_for_save()
         # A path made of the time, say, may differ between ranks.
@@ -322,7 +322,8 @@ class StateSaving(Tracking):
         share = self._share_of(folder)
         readers: list[StateReader] = []
         # Where ranks hold parts of models, they may talk to find out which.
-        layouts = [self.strategy.layout(model) for model in self.prepared.models] if self.strategy.divides_models else None
+        divided = self.strategy.divides_models and not isinstance(self.strategy, ReadsItsOwnState)
+        layouts = [self.strategy.layout(model) for model in self.prepared.models] if divided else None
         self._on_all_ranks(
             f"loading {folder}", lambda: readers.append(self._read(folder, share, layouts, load_kwargs, load_model_func_kwargs))
         )
@@ -390,6 +391,7 @@ class StateSaving(Tracking):
         open_windows.restore(self._accumulation, reader.windows, self.prepared.dataloaders, self.prepared.models)
         self._continue_numbering(folder, reader)
         reader.restore_rng()
+        self.strategy.share_generators()
 
     def _continue_numbering(self, folder: Path, reader: StateReader) -> None:
         number = checkpoint_number(folder)

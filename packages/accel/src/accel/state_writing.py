@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from accel_state import get_logger
@@ -16,6 +18,9 @@ from .checkpoint_writing import write_manifest, write_parts
 from .digests import FileRecord
 
 logger = get_logger(__name__)
+
+_RECORDS_NAME = ".records_{}.json"
+"""In a folder that is being written: what a rank has written into it. Gone before the checkpoint is in its place."""
 
 
 @dataclass
@@ -66,6 +71,10 @@ class StateWriter:
     def _write(self) -> None:
         with self.folder.explaining_write_errors():
             self._records = write_parts(self.folder.partial, self.parts, self.workers)
+            if not self.is_writer:
+                # Otherwise the writer would have to read what all the others have written.
+                path = self.folder.partial / _RECORDS_NAME.format(uuid.uuid4().hex)
+                path.write_text(json.dumps({name: asdict(record) for name, record in self._records.items()}))
         self.parts = ()
 
     def _commit(self) -> None:
@@ -73,8 +82,20 @@ class StateWriter:
             with self.folder.explaining_write_errors():
                 for close in self.closings:
                     close(self.folder.partial)
-                write_manifest(self.folder.partial, self.world_size, self.counters, self._records, self.workers)
+                records = {**self._records_of_others(), **self._records}
+                write_manifest(self.folder.partial, self.world_size, self.counters, records, self.workers)
                 self.folder.commit()
+
+    def _records_of_others(self) -> dict[str, FileRecord]:
+        """What other ranks have written and brought to the disk, as far as it is still there and of its size."""
+        found: dict[str, FileRecord] = {}
+        for path in self.folder.partial.glob(_RECORDS_NAME.format("*")):
+            for name, record in json.loads(path.read_bytes()).items():
+                file = self.folder.partial / name
+                if file.is_file() and file.stat().st_size == record["size"]:
+                    found[name] = FileRecord(record["size"], tuple(record["digests"]))
+            path.unlink()
+        return found
 
     def _rotate(self) -> None:
         target, limit = self.folder.target, self.total_limit

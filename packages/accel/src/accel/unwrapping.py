@@ -26,6 +26,12 @@ def _is_fully_sharded(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
+def _is_deepspeed_engine(module: nn.Module) -> bool:
+    """Whether DeepSpeed made this module."""
+    engine = sys.modules.get("deepspeed.runtime.engine")
+    return engine is not None and isinstance(module, engine.DeepSpeedEngine)
+
+
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether ``torch.compile(module)`` or ``module.compile()`` was applied to the whole module."""
     return _is_optimized_module(module) or module._compiled_call_impl is not None
@@ -58,7 +64,7 @@ def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
             compiled = model
         if _is_optimized_module(model):
             model = model._orig_mod  # type: ignore[assignment]
-        elif isinstance(model, (DistributedDataParallel, DataParallel)) or _is_fully_sharded(model):
+        elif isinstance(model, (DistributedDataParallel, DataParallel)) or _is_fully_sharded(model) or _is_deepspeed_engine(model):
             model = model.module  # type: ignore[assignment]
         else:
             return model, compiled

@@ -21,16 +21,18 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class TorchCollectives(Collectives):
-    """Collectives over the default process group.
+    """Collectives over a process group.
 
     Args:
         device: where the back end wants its tensors. Tensors that live elsewhere are moved there and their results back.
+        group: the processes that take part, with ranks of their own; None takes all.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
         self.device = device
+        self._group: dict[str, Any] = {} if group is None else {"group": group}
 
     def _call(self, operation: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         try:
@@ -43,13 +45,13 @@ class TorchCollectives(Collectives):
 
     def barrier(self) -> None:
         on_device = {} if self.device.index is None else {"device_ids": [self.device.index]}
-        self._call("barrier", dist.barrier, **on_device)
+        self._call("barrier", dist.barrier, **on_device, **self._group)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         local = self._usable(tensor)
         out = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype, device=local.device)
         if local.numel():
-            self._call("all_gather", _all_gather_flat, packing.as_bytes(out), packing.as_bytes(local))
+            self._call("all_gather", _all_gather_flat, packing.as_bytes(out), packing.as_bytes(local), **self._group)
         return out.to(tensor.device)
 
     def all_gather_many(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -67,7 +69,7 @@ class TorchCollectives(Collectives):
         if tensor.numel() == 0:
             return tensor
         local = self._usable(tensor)
-        self._call("all_reduce", dist.all_reduce, local, op=_OPS[op])
+        self._call("all_reduce", dist.all_reduce, local, op=_OPS[op], **self._group)
         return _write_back(tensor, local)
 
     def all_reduce_many(self, tensors: Sequence[torch.Tensor], op: ReduceOp = "sum") -> list[torch.Tensor]:
@@ -86,8 +88,11 @@ class TorchCollectives(Collectives):
         if tensor.numel() == 0:
             return tensor
         local = self._usable(tensor)
-        self._call("broadcast", dist.broadcast, packing.as_bytes(local), src=source)
+        self._call("broadcast", dist.broadcast, packing.as_bytes(local), src=self._rank_in_world(source), **self._group)
         return _write_back(tensor, local)
+
+    def _rank_in_world(self, rank: int) -> int:
+        return dist.get_global_rank(self._group["group"], rank) if self._group else rank
 
     def broadcast_many(self, tensors: Sequence[torch.Tensor], source: int = 0) -> list[torch.Tensor]:
         small, large = packing.split_small(tensors)
@@ -129,7 +134,7 @@ class TorchCollectives(Collectives):
 
     def shutdown(self) -> None:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(**self._group)
 
 
 def _write_back(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..collectives.single import Collectives
 from ..state import PartialState
 from .debug import verify_operation
 from .nested import check_only_tensors, get_data_structure, initialize_tensors, leaves, replace_leaves
@@ -14,11 +15,12 @@ Reduction = Literal["mean", "sum", "max", "min", "none"]
 
 
 @verify_operation
-def gather(tensor: Any) -> Any:
+def gather(tensor: Any, *, collectives: Collectives | None = None) -> Any:
     """Concatenate the tensors of all ranks along the first dimension.
 
     Args:
         tensor: nested data; every tensor has the same shape and dtype on all ranks.
+        collectives: those of the ranks that take part; None takes all.
 
     Returns:
         Data of the same structure on every rank. A tensor of shape ``(n, ...)`` becomes ``(world_size * n, ...)`` in the
@@ -32,20 +34,21 @@ def gather(tensor: Any) -> Any:
     if not state.use_distributed:
         return tensor
     check_only_tensors(tensor, "gather")
-    gathered = state.collectives.all_gather_many(leaves(tensor))
+    gathered = (collectives or state.collectives).all_gather_many(leaves(tensor))
     return replace_leaves(tensor, (value if value.ndim == 1 else value.flatten(0, 1) for value in gathered))
 
 
-def gather_object(object: Any) -> list[Any]:
+def gather_object(object: Any, *, collectives: Collectives | None = None) -> list[Any]:
     """Collect picklable objects from all ranks.
 
     Args:
         object: a list (or tuple) of objects, or a single object.
+        collectives: those of the ranks that take part; None takes all.
 
     Returns:
         On every rank, one list in the order of ranks: the members of all lists, or each rank's single object.
     """
-    gathered = PartialState().collectives.all_gather_object(object)
+    gathered = (collectives or PartialState().collectives).all_gather_object(object)
     if all(isinstance(item, (list, tuple)) for item in gathered):
         return [member for item in gathered for member in item]
     return gathered
@@ -103,13 +106,14 @@ def _check_rank(rank: int, world_size: int) -> None:
 
 
 @verify_operation
-def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, collectives: Collectives | None = None) -> Any:
     """Reduce the tensors of all ranks element by element.
 
     Args:
         tensor: nested data; every tensor has the same shape and dtype on all ranks. It is left as it is.
         reduction: "mean", "sum", "max", "min", or "none" for each rank's own values.
         scale: the result is multiplied by it.
+        collectives: those of the ranks that take part; None takes all.
 
     Returns:
         Data of the same structure, equal on every rank. A mean of integers is float32, a sum of bools is int64.
@@ -120,11 +124,11 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> An
     """
     if reduction not in ("mean", "sum", "max", "min", "none"):
         raise ValueError(f"reduction={reduction!r} is not one of mean, sum, max, min, none.")
-    state = PartialState()
+    taking_part = collectives or PartialState().collectives
     values = [_reducible(leaf, reduction) for leaf in leaves(tensor)]
     if reduction != "none":
-        state.collectives.all_reduce_many(values, "sum" if reduction == "mean" else reduction)
-    factor = scale / state.num_processes if reduction == "mean" else scale
+        taking_part.all_reduce_many(values, "sum" if reduction == "mean" else reduction)
+    factor = scale / taking_part.world_size if reduction == "mean" else scale
     return replace_leaves(tensor, (value if factor == 1 else value * factor for value in values))
 
 

@@ -14,6 +14,23 @@ from .resolution import Resolution, Setting, Source
 # What trains the model, and the kind of run it makes; at most one of them.
 ENGINES: Mapping[str, str] = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "use_megatron_lm": "MEGATRON_LM", "tpu": "XLA"}
 
+_SAME_IN_VERSION_2: Mapping[str, bool] = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+"""What sharding strategies of FSDP 1 say of resharding after the forward pass in version 2."""
+
+_HYBRID = "keeps a copy on each machine by a mesh: --parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size"
+_ONLY_IN_VERSION_1: Mapping[str, Mapping[object, str]] = {
+    "fsdp_sharding_strategy": {
+        "NO_SHARD": "divides every model: leave out --use_fsdp to train whole ones",
+        "HYBRID_SHARD": _HYBRID,
+        "HYBRID_SHARD_ZERO2": _HYBRID,
+    },
+    "fsdp_backward_prefetch": {"BACKWARD_POST": "fetches the next parameters before gradients are reduced: leave it out"},
+    "fsdp_forward_prefetch": {True: "fetches ahead by itself (model.set_modules_to_forward_prefetch asks for more): leave it out"},
+    "fsdp_use_orig_params": {False: "always keeps the original parameters: leave it out"},
+    "fsdp_state_dict_type": {"LOCAL_STATE_DICT": "writes SHARDED_STATE_DICT, for any number of processes, or FULL_STATE_DICT"},
+}
+"""Options and their values that version 2 has not, and what it does instead."""
+
 
 def check(settings: Resolution) -> Resolution:
     """Decide between settings that cannot both hold, and refuse those that are wrong together.
@@ -28,7 +45,7 @@ def check(settings: Resolution) -> Resolution:
         ConfigurationError: two settings of the same strength contradict each other, or a value is wrong beside another one; the
             message names both, with file and line where they come from one.
     """
-    settled = _settle_kind(_settle_engine(settings))
+    settled = _settle_version_2(_settle_kind(_settle_engine(settings)))
     for rule in RULES:
         rule(settled)
     return settled
@@ -66,6 +83,26 @@ def _settle_kind(settings: Resolution) -> Resolution:
         if not switch.value and kind.value == engine:
             kind = replace(kind, value=None, source=switch.source, where=switch.where)
     return settings.changed(kind)
+
+
+def _settle_version_2(settings: Resolution) -> Resolution:
+    """Say in the words of version 2 of FSDP what is asked for in those of version 1, where it is the same; a note tells the user."""
+    if not settings["use_fsdp"] or settings["fsdp_version"] != 2:
+        return settings
+    notes = []
+    if settings["fsdp_backward_prefetch"] == "BACKWARD_PRE":
+        notes.append(f"{settings.where('fsdp_backward_prefetch')} can be left out: --fsdp_version 2 always does so")
+    strategy, reshard = settings.settings["fsdp_sharding_strategy"], settings.settings["fsdp_reshard_after_forward"]
+    if strategy.value in _SAME_IN_VERSION_2 and settings.is_set("fsdp_sharding_strategy"):
+        wanted = _SAME_IN_VERSION_2[strategy.value]
+        if settings.is_set("fsdp_reshard_after_forward") and reshard.value is not wanted:
+            raise ConfigurationError(
+                f"{strategy.where} means --fsdp_reshard_after_forward {str(wanted).lower()} with --fsdp_version 2, and {reshard.where} "
+                "says otherwise. Leave out the sharding strategy, which is of version 1."
+            )
+        settings = settings.changed(replace(reshard, value=wanted, source=strategy.source, where=strategy.where))
+        notes.append(f"{strategy.where} is of version 1; with --fsdp_version 2 it is --fsdp_reshard_after_forward {str(wanted).lower()}")
+    return replace(settings, file_notes=(*settings.file_notes, *notes))
 
 
 def _check_place(settings: Resolution) -> None:
@@ -112,7 +149,10 @@ def _switch_text(settings: Resolution, group: type[OptionGroup]) -> str:
 
 
 def _check_fsdp(settings: Resolution) -> None:
-    if not settings["use_fsdp"] or settings["fsdp_version"] != 1:
+    if not settings["use_fsdp"]:
+        return
+    if settings["fsdp_version"] == 2:
+        _check_version_2(settings)
         return
     if settings["fsdp_cpu_ram_efficient_loading"] and not settings["fsdp_sync_module_states"]:
         if not settings.is_set("fsdp_cpu_ram_efficient_loading"):
@@ -121,6 +161,17 @@ def _check_fsdp(settings: Resolution) -> None:
             f"{settings.where('fsdp_cpu_ram_efficient_loading')} needs --fsdp_sync_module_states true, not "
             f"{settings.where('fsdp_sync_module_states')}: the other processes would train random weights."
         )
+
+
+def _check_version_2(settings: Resolution) -> None:
+    """Refuse what only version 1 of FSDP can do."""
+    for name, values in _ONLY_IN_VERSION_1.items():
+        instead = values.get(settings[name])
+        if instead is not None and settings.is_set(name):
+            raise ConfigurationError(
+                f"{settings.where(name)} is of --fsdp_version 1, and {settings.where('fsdp_version')} asks for 2, which {instead}. A "
+                "file of version 1 is converted by `accel to-fsdp2 --config_file FILE`."
+            )
 
 
 def _check_deepspeed(settings: Resolution) -> None:
@@ -142,7 +193,7 @@ def _check_deepspeed(settings: Resolution) -> None:
 def _check_mesh(settings: Resolution) -> None:
     if not settings["use_parallelism_config"]:
         return
-    axes = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    axes = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
     sizes = {f"parallelism_config_{axis}_size": settings[f"parallelism_config_{axis}_size"] for axis in axes}
     if settings["parallelism_config_cp_size"] > 1 and settings["parallelism_config_sp_size"] > 1:
         raise ConfigurationError(

@@ -37,12 +37,22 @@ def check_deepspeed_file(settings: Resolution, must_exist: bool = True) -> None:
         return
     if precision:
         taken["mixed_precision"] = f"{path} enables {precision}"
-    pairs = "; ".join(f"{settings.where(name) if settings.is_set(name) else name + ' (not set)'}, {file}" for name, file in taken.items())
-    raise ConfigurationError(
-        f"When using `deepspeed_config_file`, the following accel config variables will be ignored: {list(taken)}. Please specify them "
+    raise both_set(
+        {name: f"{settings.where(name) if settings.is_set(name) else name + ' (not set)'}, {file}" for name, file in taken.items()}
+    )
+
+
+def both_set(pairs: Mapping[str, str]) -> ConfigurationError:
+    """The error for options that the DeepSpeed configuration file sets too.
+
+    Args:
+        pairs: by option, both places with their values.
+    """
+    return ConfigurationError(
+        f"When using `deepspeed_config_file`, the following accel config variables will be ignored: {list(pairs)}. Please specify them "
         "appropriately in the DeepSpeed config file. If you are using an accel config file, remove other config variables mentioned in "
         "the above specified list. The easiest method is to create a new config following the questionnaire via `accel config`. It will "
-        f"only ask for the necessary config variables when using `deepspeed_config_file`. Both set: {pairs}."
+        f"only ask for the necessary config variables when using `deepspeed_config_file`. Both set: {'; '.join(pairs.values())}."
     )
 
 
@@ -57,7 +67,9 @@ def read_deepspeed_file(path: str, where: str) -> dict[str, Any]:
         ConfigurationError: it is missing or unreadable, not JSON, or not an object.
     """
     try:
-        content = json.loads(expand(path).read_text(encoding="utf-8"))
+        content = json.loads(expand(path).read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from None
     except OSError as error:
         raise ConfigurationError(f"{where}: {error.strerror}. Give the path of a DeepSpeed configuration in JSON.") from None
     except (ValueError, RecursionError) as error:
@@ -65,6 +77,20 @@ def read_deepspeed_file(path: str, where: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{where}: a DeepSpeed configuration is a JSON object, not {type(content).__name__}.")
     return content
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for ``object_pairs_hook``.
+
+    Raises:
+        ConfigurationError: a key stands there twice; JSON would take the last one, and DeepSpeed takes neither.
+    """
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ConfigurationError(f"the key {key!r} stands there twice, as {json.dumps(seen[key])} and {json.dumps(value)}. Remove one.")
+        seen[key] = value
+    return seen
 
 
 def _taken(settings: Resolution, content: Mapping[str, Any]) -> list[tuple[str, str, Any]]:

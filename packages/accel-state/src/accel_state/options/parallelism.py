@@ -81,3 +81,11 @@ class ParallelismOptions(OptionGroup):
     sp_attn_implementation: str = _axis(
         "sdpa", "sp_attn_implementation", kind=str, metavar="NAME", help="Implementation of attention under sequence parallelism."
     )
+    pp_size: int = _axis(
+        1,
+        "pp_size",
+        kind=int,
+        minimum=1,
+        metavar="N",
+        help="Stages of a pipeline that the model is cut into (pipeline parallelism).",
+    )

@@ -196,4 +196,6 @@ class AcceleratorState(ProcessControl, SharedState):
             PartialState._reset_state()
 
     def __repr__(self) -> str:
-        return f"{self._partial!r}Mixed precision type: {self.mixed_precision}\n"
+        text = f"{self._partial._describe(self.distributed_type)}Mixed precision type: {self.mixed_precision}\n"
+        plugin = self.deepspeed_plugin
+        return text if plugin is None else f"{text}ds_config: {plugin.deepspeed_config}\n"

@@ -170,8 +170,12 @@ class PartialState(ProcessControl, SharedState):
             self.collectives.shutdown()
 
     def __repr__(self) -> str:
+        return self._describe(self.distributed_type)
+
+    def _describe(self, distributed_type: DistributedType) -> str:
+        """The facts in words, with a kind of run that is more than what the devices say."""
         return (
-            f"Distributed environment: {self.distributed_type}{f'  Backend: {self.backend}' if self.backend else ''}\n"
+            f"Distributed environment: {distributed_type}{f'  Backend: {self.backend}' if self.backend else ''}\n"
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from accel_state import devices
 from accel_state.errors import ConfigurationError
 from accel_state.options.fsdp import SHARDING_STRATEGIES
 
@@ -39,3 +40,25 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
     if str(value) not in set(allowed):
         raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(allowed)}.")
     return str(value)
+
+
+def offload_1(offloads: bool) -> Any:
+    """Torch's settings of offloading for version 1."""
+    from torch.distributed.fsdp import CPUOffload
+
+    return CPUOffload(offload_params=offloads)
+
+
+def offload_2(offloads: bool) -> Any:
+    """Torch's settings of offloading for version 2."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    # Pinned memory belongs to an accelerator; without one there is none to be had.
+    return CPUOffloadPolicy(pin_memory=devices.detect().name != "cpu") if offloads else OffloadPolicy()
+
+
+def precision_class(version: int) -> Any:
+    """Torch's settings of mixed precision."""
+    from torch.distributed import fsdp
+
+    return fsdp.MixedPrecision if version == 1 else fsdp.MixedPrecisionPolicy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -47,10 +47,21 @@ def power_sum(parts: Sequence[torch.Tensor], groups: Groups, norm_type: float, d
     return total
 
 
-def norm_of(totals: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm, from power sums of disjoint sets of elements."""
-    stacked = torch.stack(list(totals))
-    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+def norm_of(totals: Sequence[torch.Tensor], norm_type: float, stages: Groups, device: torch.device) -> torch.Tensor:
+    """The norm, from power sums of disjoint sets of elements.
+
+    Args:
+        totals: the power sums; maybe none.
+        norm_type: the p of the norm.
+        stages: groups of ranks that have further elements.
+        device: where the groups communicate.
+    """
+    stacked = torch.stack(list(totals)) if totals else torch.zeros(1, device=device)
+    largest = math.isinf(norm_type)
+    whole = stacked.max() if largest else stacked.sum()
+    for group in stages:
+        dist.all_reduce(whole, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    return whole if largest else whole ** (1.0 / norm_type)
 
 
 def scale_to_norm(parts: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
@@ -61,3 +72,18 @@ def scale_to_norm(parts: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: f
         by_kind.setdefault((part.device, part.dtype), []).append(part)
     for (device, dtype), same in by_kind.items():
         torch._foreach_mul_(same, factor.to(device=device, dtype=dtype))
+
+
+def distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors without those that lie inside another one."""
+    kept: dict[int, list[torch.Tensor]] = {}
+    for tensor in sorted(tensors, key=torch.Tensor.numel, reverse=True):
+        same_memory = kept.setdefault(tensor.untyped_storage().data_ptr(), [])
+        if not any(_lies_in(tensor, other) for other in same_memory):
+            same_memory.append(tensor)
+    return [tensor for group in kept.values() for tensor in group]
+
+
+def _lies_in(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    begin, end = other.storage_offset(), other.storage_offset() + other.numel()
+    return begin <= tensor.storage_offset() and tensor.storage_offset() + tensor.numel() <= end

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel_state import PartialState
+from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
 from .plugin import FullyShardedDataParallelPlugin
@@ -85,15 +86,19 @@ class Materialiser:
         model: the whole model.
         settings: how values come about.
         state: rank and device.
+        collectives: those of the ranks that have the same model; None takes all.
     """
 
-    def __init__(self, model: nn.Module, settings: FullyShardedDataParallelPlugin, state: PartialState) -> None:
+    def __init__(
+        self, model: nn.Module, settings: FullyShardedDataParallelPlugin, state: PartialState, collectives: Collectives | None = None
+    ) -> None:
         self.settings, self.state = settings, state
         self.places = places_of(model)
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         # Rank 0 decides what is filled: where it has weights, the others are about to receive them.
         flags = [has_meta(module) for module in model.modules()]
-        self._fills = dict(zip(map(id, model.modules()), state.collectives.broadcast_object(flags), strict=True))
+        decided = (collectives or state.collectives).broadcast_object(flags)
+        self._fills = dict(zip(map(id, model.modules()), decided, strict=True))
 
     def run(self, modules: Iterable[nn.Module]) -> None:
         """Leave no parameter or buffer of the modules themselves on the meta device.

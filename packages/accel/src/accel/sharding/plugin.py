@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_state import devices, env
+from accel_state import env
 from accel_state.env import str_to_bool
 from accel_state.errors import ConfigurationError
 from accel_state.options import FsdpOptions
 
 from . import units
-from .choices import by_number, one_of, sharding_strategy
+from .choices import by_number, offload_1, offload_2, one_of, precision_class, sharding_strategy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "no": torch.float32}
 _PRECISION_KEYS = {1: ("param_dtype", "reduce_dtype", "buffer_dtype"), 2: ("param_dtype", "reduce_dtype", "output_dtype")}
@@ -109,6 +112,7 @@ class FullyShardedDataParallelPlugin:
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
         if self.fsdp_version == 2:
             self._refuse_settings_of_version_1(given)
+            self._refuse_launched(launched, given)
 
     def _settle_version(self, launched: FsdpOptions) -> None:
         self.fsdp_version = int(one_of("fsdp_version", launched.version if self.fsdp_version is None else self.fsdp_version, ("1", "2")))
@@ -133,6 +137,8 @@ class FullyShardedDataParallelPlugin:
             return
         if asked is not None:
             self._map_strategy(sharding_strategy(asked).name, given)
+        elif self.reshard_after_forward is None:
+            self._map_launched(sharding_strategy(launched.sharding_strategy).name)
         if self.reshard_after_forward is None:
             self.reshard_after_forward = launched.reshard_after_forward
         if not isinstance(self.reshard_after_forward, (bool, int)):
@@ -153,6 +159,18 @@ class FullyShardedDataParallelPlugin:
                 f"{self.reshard_after_forward} was given too. Drop sharding_strategy."
             )
         self.reshard_after_forward = same[name]
+
+    def _map_launched(self, name: str) -> None:
+        """A strategy that the launcher hands over; the default one says nothing about what was asked for."""
+        if name != "FULL_SHARD":
+            self._map_strategy(name.removeprefix("_"), set())
+            logger.warning(
+                "FSDP_SHARDING_STRATEGY=%s is of fsdp_version=1; with version 2 it is reshard_after_forward=%s. Set "
+                "--fsdp_reshard_after_forward %s instead.",
+                name,
+                self.reshard_after_forward,
+                str(self.reshard_after_forward).lower(),
+            )
 
     def _settle_wrapping(self, launched: FsdpOptions) -> None:
         if self.auto_wrap_policy is None:
@@ -249,6 +267,16 @@ class FullyShardedDataParallelPlugin:
         if not self.limit_all_gathers:
             raise ConfigurationError("limit_all_gathers=False is a setting of fsdp_version=1: version 2 always limits them. Leave it out.")
 
+    def _refuse_launched(self, launched: FsdpOptions, given: set[str]) -> None:
+        """Refuse what the launcher asks for and version 2 cannot do, unless the script has decided otherwise."""
+        unwanted = {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "use_orig_params": False}
+        for name, value in unwanted.items():
+            if getattr(launched, name) == value and name not in given:
+                raise ConfigurationError(
+                    f"FSDP_{name.upper()}={str(value).lower() if isinstance(value, bool) else value} (--fsdp_{name}) is a setting of "
+                    f"fsdp_version=1: {_ONLY_VERSION_1[name]}. Leave it out, or set fsdp_version=1."
+                )
+
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Turn the name of a policy into torch's policy for a model.
 
@@ -308,12 +336,12 @@ class FullyShardedDataParallelPlugin:
             from torch.distributed.fsdp import CPUOffload
 
             kinds: tuple[type, ...] = (CPUOffload,)
-            make = functools.partial(_offload_1, bool(self.cpu_offload))
+            make = functools.partial(offload_1, bool(self.cpu_offload))
         else:
             from torch.distributed.fsdp import OffloadPolicy
 
             kinds = (OffloadPolicy,)
-            make = functools.partial(_offload_2, bool(self.cpu_offload))
+            make = functools.partial(offload_2, bool(self.cpu_offload))
         if isinstance(self.cpu_offload, bool):
             self.cpu_offload = make()
         elif not isinstance(self.cpu_offload, kinds):
@@ -358,7 +386,7 @@ class FullyShardedDataParallelPlugin:
         """
         if self.mixed_precision_policy is not None and not override:
             return
-        policy = _precision_class(self.fsdp_version)
+        policy = precision_class(self.fsdp_version)
         if isinstance(mixed_precision, policy):
             self.mixed_precision_policy = mixed_precision
             return
@@ -375,7 +403,7 @@ class FullyShardedDataParallelPlugin:
                 return dtypes
         raise ConfigurationError(
             f"mixed_precision_policy={asked!r} is not one of {', '.join(_DTYPES)}, nor a dictionary of {', '.join(keys)} with dtypes such "
-            f"as torch.bfloat16, nor a {_precision_class(self.fsdp_version).__name__} of torch (fsdp_version={self.fsdp_version})."
+            f"as torch.bfloat16, nor a {precision_class(self.fsdp_version).__name__} of torch (fsdp_version={self.fsdp_version})."
         )
 
     def precision_policy(self, mixed_precision: str) -> MixedPrecision | MixedPrecisionPolicy | None:
@@ -387,7 +415,7 @@ class FullyShardedDataParallelPlugin:
         if dtype is None:
             return None
         # Sums over many ranks lose what bf16 cannot tell apart; buffers (of rotary embeddings, say) are read by autocast as they are.
-        return _precision_class(self.fsdp_version)(param_dtype=dtype, reduce_dtype=torch.float32)
+        return precision_class(self.fsdp_version)(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -398,25 +426,6 @@ def enable_fsdp_ram_efficient_loading() -> None:
 def disable_fsdp_ram_efficient_loading() -> None:
     """Have every rank read its weights."""
     env.export(FSDP_CPU_RAM_EFFICIENT_LOADING="false")
-
-
-def _offload_1(offloads: bool) -> Any:
-    from torch.distributed.fsdp import CPUOffload
-
-    return CPUOffload(offload_params=offloads)
-
-
-def _offload_2(offloads: bool) -> Any:
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-
-    # Pinned memory belongs to an accelerator; without one there is none to be had.
-    return CPUOffloadPolicy(pin_memory=devices.detect().name != "cpu") if offloads else OffloadPolicy()
-
-
-def _precision_class(version: int) -> Any:
-    from torch.distributed import fsdp
-
-    return fsdp.MixedPrecision if version == 1 else fsdp.MixedPrecisionPolicy
 
 
 def _has_fully_shard() -> bool:

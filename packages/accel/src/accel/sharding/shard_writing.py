@@ -42,12 +42,32 @@ class ShardPart(Part):
     def write_value(self, value: Any, target: Any) -> None:
         """Write the items one after another, each as torch saves it."""
         self.written.clear()
-        offset = 0
+        counted: Any = _Counted(target)
         for item in value:
-            data = item if isinstance(item, bytes) else _saved(item)
-            target.write(data)
-            self.written.append((offset, len(data)))
-            offset += len(data)
+            begin = counted.size
+            if isinstance(item, bytes):
+                counted.write(item)
+            else:
+                # Of a view, torch would save all the memory behind it.
+                torch.save(item.clone() if item.untyped_storage().nbytes() != item.nbytes else item, counted)
+            self.written.append((begin, counted.size - begin))
+
+
+class _Counted:
+    """A file that knows how much was written to it, for tensors that are saved into it without a copy."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        self._target.write(data)
+        count = memoryview(data).nbytes
+        self.size += count
+        return count
+
+    def flush(self) -> None:
+        """What is written stays with the target, which knows when to hand it on: torch asks after each tensor."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +126,6 @@ def shard_state(state: dict[str, Any], folder: str, collectives: Collectives) ->
 
 def _places_name(rank: int) -> str:
     return f".places_{rank}.json"
-
-
-def _saved(tensor: torch.Tensor) -> memoryview:
-    buffer = io.BytesIO()
-    # Of a view, torch would save all the memory behind it.
-    torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, buffer)
-    return buffer.getbuffer()
 
 
 def _close(checkpoint: Path, folder: str, metadata: Metadata, world_size: int) -> None:

@@ -68,16 +68,30 @@ def gather(
         optimizers: each with the model that it updates.
         collectives: of all ranks.
     """
-    writers = {
-        StateDictType.FULL_STATE_DICT: _gather_whole,
-        StateDictType.SHARDED_STATE_DICT: _gather_shards,
-        StateDictType.LOCAL_STATE_DICT: _gather_local,
-    }
     # Of optimizers, the sharded state is all that a rank holds at a time.
     named = [(OPTIMIZER_NAME, index, states.optimizer_state(model, optimizer)) for index, (model, optimizer) in enumerate(optimizers)]
     gathered = Gathered()
     for stem, index, state in [*((MODEL_STEM, index, state) for index, state in enumerate(weights)), *named]:
-        writers[kind](gathered, stem, index, state, collectives)
+        _WRITERS[kind](gathered, stem, index, state, collectives)
+    return gathered
+
+
+def gather_one(kind: StateDictType, stem: str, index: int, state: State, collectives: Collectives, use_dcp: bool = True) -> Gathered:
+    """Get one model, or one optimizer, ready to be written. Every rank must call it.
+
+    Args:
+        kind: the state-dict type.
+        stem: of the file's name: that of models or that of optimizers.
+        index: its number.
+        state: each rank's part; with FULL_STATE_DICT of a model the whole on rank 0.
+        collectives: of all ranks.
+        use_dcp: write SHARDED_STATE_DICT in the format of torch.distributed.checkpoint; without it, one file of torch's for each rank.
+    """
+    gathered = Gathered()
+    if kind is StateDictType.SHARDED_STATE_DICT and not use_dcp:
+        _gather_own(gathered, stem, index, state, collectives, _own_name(stem, index, collectives.rank))
+    else:
+        _WRITERS[kind](gathered, stem, index, state, collectives)
     return gathered
 
 
@@ -90,11 +104,11 @@ def _gather_shards(gathered: Gathered, stem: str, index: int, state: State, coll
 
 def _gather_whole(gathered: Gathered, stem: str, index: int, state: State, collectives: Collectives) -> None:
     if stem == OPTIMIZER_NAME:
-        state = states.whole_optimizer_state(state, _on_disk if collectives.rank == 0 else None)
+        state = states.whole_optimizer_state(state, on_disk if collectives.rank == 0 else None)
     gathered.parts.append(Part(numbered(stem, index, "bin"), state, f"{stem} {index}"))
 
 
-def _on_disk(whole: torch.Tensor) -> torch.Tensor:
+def on_disk(whole: torch.Tensor) -> torch.Tensor:
     """A tensor with its elements in a file without a name, which the system writes out when memory is short."""
     if not whole.numel():
         return whole.cpu()
@@ -108,8 +122,19 @@ def _on_disk(whole: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_local(gathered: Gathered, stem: str, index: int, state: State, collectives: Collectives) -> None:
+    _gather_own(gathered, stem, index, state, collectives, _local_name(stem, index, collectives.rank))
+
+
+def _gather_own(gathered: Gathered, stem: str, index: int, state: State, collectives: Collectives, name: str) -> None:
     content = {"world_size": collectives.world_size, "state": _parts_only(state)}
-    gathered.parts.append(Part(_local_name(stem, index, collectives.rank), content, f"{stem} {index}", each_rank=True))
+    gathered.parts.append(Part(name, content, f"{stem} {index}", each_rank=True))
+
+
+_WRITERS = {
+    StateDictType.FULL_STATE_DICT: _gather_whole,
+    StateDictType.SHARDED_STATE_DICT: _gather_shards,
+    StateDictType.LOCAL_STATE_DICT: _gather_local,
+}
 
 
 def _parts_only(value: Any) -> Any:
@@ -120,6 +145,11 @@ def _parts_only(value: Any) -> Any:
 
 def _local_name(stem: str, index: int, rank: int) -> str:
     return numbered(stem, index, "x").removesuffix(".x") + f"_rank{rank}.bin"
+
+
+def _own_name(stem: str, index: int, rank: int) -> str:
+    """A rank's own file of SHARDED_STATE_DICT without torch.distributed.checkpoint: the first one has its number too."""
+    return f"{stem}_{index}_rank{rank}.bin"
 
 
 @dataclass
@@ -134,6 +164,7 @@ class ShardedReader:
         read: reads a file of the checkpoint as torch has saved it.
         read_safetensors: reads one in the safetensors format.
         used: the files that were read.
+        prefers_ranks: take the files of single ranks where there is a folder of torch.distributed.checkpoint too.
     """
 
     folder: Path
@@ -143,6 +174,7 @@ class ShardedReader:
     read: Callable[[str], Any]
     read_safetensors: Callable[[str], State]
     used: set[str] = field(default_factory=set)
+    prefers_ranks: bool = False
 
     def count(self, stems: Sequence[str]) -> int:
         """How many models, or optimizers, the checkpoint holds."""
@@ -201,6 +233,8 @@ class ShardedReader:
         return made
 
     def _has_folder(self, stem: str, index: int) -> bool:
+        if self.prefers_ranks and self._ranks_files(stem, index) is not None:
+            return False
         return f"{stem}_{index}/{METADATA_NAME}" in self.names
 
     def _folder(self, stem: str, index: int) -> Path:
@@ -208,11 +242,16 @@ class ShardedReader:
         self.used.update(name for name in self.names if name.startswith(prefix))
         return self.folder / prefix
 
+    def _ranks_files(self, stem: str, index: int) -> Callable[[str, int, int], str] | None:
+        """What the files of single ranks are called, if there are some."""
+        return next((named for named in (_local_name, _own_name) if named(stem, index, 0) in self.names), None)
+
     def _local(self, stem: str, index: int) -> Any:
         """This rank's own part, as it was saved; None if the state was saved in another form."""
-        if _local_name(stem, index, 0) not in self.names:
+        named = self._ranks_files(stem, index)
+        if named is None:
             return None
-        name = _local_name(stem, index, self.rank)
+        name = named(stem, index, self.rank)
         content = self.read(name) if name in self.names else {}
         saved = content.get("world_size", "other")
         if saved != self.world_size:
@@ -251,12 +290,17 @@ def plan(
         state = reader.model(index, layout)
         changes.append(states.plan_model(layout, state, strict, reader.folder))
     for index, (layout, optimizer, names) in enumerate(optimizers):
-        changes.append(_plan_optimizer(reader, index, layout, optimizer, names))
+        changes.append(plan_optimizer(reader, index, layout, optimizer, names))
     return changes
 
 
-def _plan_optimizer(reader: ShardedReader, index: int, layout: Layout, optimizer: Optimizer, names: Sequence[str]) -> partial[Any]:
+def plan_optimizer(reader: ShardedReader, index: int, layout: Layout, optimizer: Optimizer, names: Sequence[str]) -> partial[Any]:
+    """Read one optimizer, and return what puts its state in place; every rank must call that.
+
+    Raises:
+        CheckpointError: something is missing, damaged, or does not fit.
+    """
     state = reader.optimizer(index, layout, names)
-    if any(isinstance(tensor, DTensor) for tensor in layout.tensors.values()):
+    if layout.elsewhere or any(isinstance(tensor, DTensor) for tensor in layout.tensors.values()):
         return states.plan_optimizer(layout, optimizer, state)
     return partial(optimizer.load_state_dict, states.numbered(state, names, reader.folder))

@@ -7,7 +7,7 @@ full names of the parameters. Each rank handles its own parts of tensors only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from accel_state.errors import ConfigurationError
 
 from ..checkpoint_names import CheckpointError
 from ..unwrapping import clean_name
+from .packed import pack, pack_state, packed_shapes, unpack, whole
 from .shard_reading import read_shards
+from .stage_states import keep_empty_groups, own_optimizer_state
 
 State = dict[str, Any]
 
@@ -34,11 +36,21 @@ class Layout:
         model: the prepared model.
         tensors: its weights and buffers by name: DTensors, or plain tensors where every rank has all.
         ties: groups of names that are one and the same parameter.
+        packed: the shapes of those that are saved in another one than they are held in.
+        elsewhere: names of the model that only other stages of a pipeline have.
+        called: with such stages, for each name in the whole model the one that it has here.
     """
 
     model: nn.Module
     tensors: Mapping[str, torch.Tensor]
     ties: Sequence[Sequence[str]] = ()
+    packed: Mapping[str, torch.Size] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()
+    called: Mapping[str, str] = field(default_factory=dict)
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape in which the tensor of a name is saved."""
+        return self.packed.get(name, self.tensors[name].shape)
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that has the shape of the one of that name."""
@@ -46,18 +58,18 @@ class Layout:
         if not isinstance(like, DTensor):
             return whole
         # Every rank has read the same: there is nothing to send.
-        return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+        return distribute_tensor(whole.to(like.device).reshape(like.shape), like.device_mesh, like.placements, src_data_rank=None)
 
-    def empty(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, name: str, dtype: torch.dtype) -> Any:
         """Memory for this rank's part of the tensor of a name."""
-        return torch.empty_like(self.tensors[name], dtype=dtype, requires_grad=False)
+        return pack(torch.empty_like(self.tensors[name], dtype=dtype, requires_grad=False), self.packed.get(name))
 
 
 def model_state(model: nn.Module) -> State:
     """A model's weights and buffers by name, each rank's part of them. Every rank must call it."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return {clean_name(name): value for name, value in get_model_state_dict(model).items()}
+    return pack_state({clean_name(name): value for name, value in get_model_state_dict(model).items()}, packed_shapes(model))
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
@@ -67,7 +79,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     if not optimizer.state:
         # torch would take a step to make one.
         return {"state": {}, "param_groups": _named_groups(model, optimizer)}
-    return dict(get_optimizer_state_dict(model, optimizer))
+    state: State = dict(get_optimizer_state_dict(model, optimizer))
+    shapes = packed_shapes(model)
+    entries = {name: {key: pack(value, shapes.get(clean_name(name))) for key, value in own.items()} for name, own in state["state"].items()}
+    return {**state, "state": entries}
 
 
 def layout_of(model: nn.Module, ties: Sequence[Sequence[str]]) -> Layout:
@@ -77,7 +92,9 @@ def layout_of(model: nn.Module, ties: Sequence[Sequence[str]]) -> Layout:
         model: the prepared model.
         ties: of :func:`tied_names`, from before it was sharded.
     """
-    return Layout(model, {name: value.detach() for name, value in model_state(model).items() if isinstance(value, torch.Tensor)}, ties)
+    held = {name: unpack(value) for name, value in model_state(model).items()}
+    tensors = {name: value.detach() for name, value in held.items() if isinstance(value, torch.Tensor)}
+    return Layout(model, tensors, ties, packed_shapes(model))
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -114,9 +131,9 @@ def whole_optimizer_state(state: State, on_host: Any) -> State:
     gathered: dict[str, dict[str, Any]] = {}
     for name, entries in state["state"].items():
         for key, value in entries.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            all_of_it = whole(value)
             if on_host is not None:
-                gathered.setdefault(name, {})[key] = on_host(whole) if isinstance(whole, torch.Tensor) else whole
+                gathered.setdefault(name, {})[key] = on_host(all_of_it) if isinstance(all_of_it, torch.Tensor) else all_of_it
     return {"state": gathered, "param_groups": state["param_groups"]} if on_host is not None else {}
 
 
@@ -167,7 +184,8 @@ def read_optimizer(folder: Path, layout: Layout) -> State:
     def like(path: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         name = clean_name(str(path[1])) if len(path) > 2 else ""
         found = layout.tensors.get(name)
-        return layout.empty(name, dtype) if found is not None and found.ndim and found.shape == size else torch.empty(size, dtype=dtype)
+        same = found is not None and found.ndim and layout.shape(name) == size
+        return layout.empty(name, dtype) if same else torch.empty(size, dtype=dtype)
 
     state = read_shards(folder, like, "optimizer")
     return {"state": state.get("state", {}), "param_groups": state["param_groups"]}
@@ -192,7 +210,7 @@ def optimizer_from_whole(state: Mapping[str, Any], layout: Layout, names: Sequen
 
 def _part(layout: Layout, name: str, value: Any) -> Any:
     like = layout.tensors.get(name)
-    same = like is not None and isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == like.shape
+    same = like is not None and isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == layout.shape(name)
     return layout.part_of(name, value) if same else value
 
 
@@ -255,13 +273,13 @@ def plan_model(layout: Layout, state: State, strict: bool, path: Path) -> partia
     for names in layout.ties:
         present = [name for name in names if name in state]
         state = {**state, **{name: state[present[0]] for name in names if present and name not in state}}
-    missing, unexpected = sorted(set(layout.tensors) - set(state)), sorted(set(state) - set(layout.tensors))
+    missing, unexpected = sorted(set(layout.tensors) - set(state)), sorted(set(state) - set(layout.tensors) - layout.elsewhere)
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{path} does not fit {type(layout.model).__name__}: missing {_some(missing)}; unexpected {_some(unexpected)}. Load it into "
             "the model that was saved, or pass strict=False."
         )
-    known = {name: value for name, value in state.items() if name in layout.tensors}
+    known = {name: unpack(value) for name, value in state.items() if name in layout.tensors}
     return partial(set_model_state_dict, layout.model, known, options=StateDictOptions(strict=False))
 
 
@@ -269,11 +287,16 @@ def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State) -> partia
     """What puts an optimizer's state in its place. Every rank must call what is returned."""
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    return partial(set_optimizer_state_dict, layout.model, optimizer, state)
+    if layout.elsewhere:
+        state = own_optimizer_state(state, layout.called)
+    entries = {name: {key: unpack(value) for key, value in own.items()} for name, own in state["state"].items()}
+    held: State = {**state, "state": entries}
+    change = partial(set_optimizer_state_dict, layout.model, optimizer, held)
+    return partial(keep_empty_groups, optimizer, change) if layout.elsewhere else change
 
 
 def _same_shape(path: Path, name: str, size: torch.Size, layout: Layout) -> None:
-    wanted = layout.tensors[name].shape
+    wanted = layout.shape(name)
     if size != wanted:
         raise CheckpointError(
             f"{path}: {name} has shape {tuple(size)}, and in this model {tuple(wanted)}. Load it into the model that was saved."

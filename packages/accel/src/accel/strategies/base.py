@@ -5,23 +5,26 @@ What not every strategy can do is a small protocol of its own: callers ask for t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel_state import DistributedType, PartialState
+from accel_state import DistributedType, GradientAccumulationPlugin, PartialState
+from accel_state.collectives.single import Collectives
 
 from ..unwrapping import extract_model_from_parallel, parameter_state_dict
 
 if TYPE_CHECKING:
     from ..kwargs.base import Handlers
     from ..precision.scaler import SharedGradScaler
+    from ..preparation import Preparation
     from ..sharding.state_files import Gathered
     from ..sharding.states import Layout
+    from ..state_reading import StateReader
 
 
 @runtime_checkable
@@ -43,6 +46,36 @@ class JoinsUnevenInputs(Protocol):
         """Let ranks leave the block's loop at different times."""
 
 
+@runtime_checkable
+class PreparesTogether(Protocol):
+    """Makes one thing of a model and its optimizer, so both have to be prepared in one call."""
+
+    def prepare_together(self, objects: list[Any], preparation: Preparation) -> list[Any]:
+        """The objects, with prepared ones in place of those that belong together; these are noted in ``preparation``."""
+
+
+@runtime_checkable
+class OwnsBackward(Protocol):
+    """Has engines that run the backward pass themselves."""
+
+    def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
+        """Compute gradients of a loss that is weighed already; ``in_window``: within ``accumulate``."""
+
+
+@runtime_checkable
+class ReadsItsOwnState(Protocol):
+    """Has engines that load what they have saved."""
+
+    def plan_state(self, reader: StateReader, models: Sequence[nn.Module], options: dict[str, Any]) -> list[Callable[[], Any]]:
+        """What puts the states of models and optimizers in place; every rank must call that, in this order.
+
+        Args:
+            reader: the checkpoint.
+            models: those to load, of the prepared ones.
+            options: the caller's, such as ``strict``.
+        """
+
+
 class Strategy:
     """Wrapping, gradients and weights of models in one process.
 
@@ -53,9 +86,15 @@ class Strategy:
 
     Attributes:
         distributed_type: what ``accelerator.distributed_type`` says where this strategy trains; None: what the devices say.
+        trains_alone: whether it does something for a single process, without a process group.
+        holds_gradients: whether gradients that accumulate are in engines, and not in ``parameter.grad``.
+        data_mesh: the mesh whose axes say which ranks get the same samples; None where each gets samples of its own.
     """
 
     distributed_type: DistributedType | None = None
+    trains_alone: ClassVar[bool] = True
+    holds_gradients: ClassVar[bool] = False
+    data_mesh: Any = None
 
     def __init__(self, state: PartialState, handlers: Handlers, settings: Any = None) -> None:
         self.state = state
@@ -65,6 +104,32 @@ class Strategy:
     def axis_rank(self, axis: str) -> int:
         """This process's coordinate on a mesh axis ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp"); 0 on an axis of size 1."""
         return 0
+
+    @property
+    def companions(self) -> Mapping[str, Any]:
+        """Settings of other engines that are in use here, by the engine's name."""
+        return {}
+
+    @property
+    def data_collectives(self) -> Collectives:
+        """The communication of this process with those that get other samples; ranks that share each other's samples are no part of it."""
+        return self.state.collectives
+
+    @property
+    def averaging_collectives(self) -> Collectives:
+        """The communication of the processes over which losses and gradients are averaged: their tokens differ."""
+        return self.state.collectives
+
+    def share_generators(self) -> None:
+        """Give processes that compute the same thing the same random numbers; called when generators have been put back."""
+
+    def computes_in(self, mixed_precision: str) -> bool:
+        """Whether the strategy itself computes in a precision, so that nothing is put around a model's forward."""
+        return False
+
+    def accumulation(self, plugin: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        """The settings of gradient accumulation, where those of the strategy have a say."""
+        return plugin
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that this strategy cannot train."""
@@ -99,6 +164,10 @@ class Strategy:
     ) -> AbstractContextManager[None]:
         """A block in which sequences are shared between processes; here each process has whole sequences."""
         return nullcontext()
+
+    def whole_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
+        """What was computed from this process's part of sequences, such as logits, for whole sequences in order, without a gradient."""
+        return tensor
 
     def sequence_parallel_loader(self, loader: Any, model: nn.Module) -> Any:
         """A loader whose sequences are split between processes; here each process has whole sequences."""
@@ -156,6 +225,12 @@ class Strategy:
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state, under the names of the user's own model unless ``unwrap`` is off."""
         return parameter_state_dict(self.unwrap(model, keep_torch_compile=False)) if unwrap else model.state_dict()
+
+    def forget(self) -> None:
+        """Drop references to prepared objects."""
+
+    def close(self) -> None:
+        """Let go of what must be gone before the process group."""
 
 
 def no_sync_context(strategy: Strategy, model: nn.Module) -> AbstractContextManager[None]:

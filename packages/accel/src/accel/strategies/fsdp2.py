@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state import PartialState
+from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-from ..sharding.activations import checkpoint_units
+from ..sharding.activations import checkpoint_units, checkpoints_in
 from ..sharding.gradients import Groups, groups_over, local
 from ..sharding.materialise import Materialiser
 from ..sharding.plugin import FullyShardedDataParallelPlugin
@@ -46,6 +47,11 @@ class FSDP2Strategy(ShardedStrategy):
             self._mesh = init_device_mesh(self.state.device.type, (self.state.num_processes,), mesh_dim_names=("dp_shard",))
         return self._mesh
 
+    @property
+    def model_collectives(self) -> Collectives:
+        """The communication of the ranks that share a model, or have copies of it: here all."""
+        return self.state.collectives
+
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):
             return model
@@ -56,13 +62,19 @@ class FSDP2Strategy(ShardedStrategy):
         units = find_units(model, settings.policy_for(model), ignored)
         owned = owned_by(model, units)
         self.ties[model] = tied_names(model)
-        materialiser = Materialiser(model, settings, self.state)
+        materialiser = Materialiser(model, settings, self.state, self.model_collectives)
         # A checkpoint lies inside of its unit, so that the unit is gathered once for computing again and for the backward pass.
-        outer = checkpoint_units(model, units, settings.activation_checkpointing_offload) if settings.activation_checkpointing else units
+        if settings.activation_checkpointing:
+            checkpoint_units(model, units, settings.activation_checkpointing_offload)
+        checkpoints = checkpoints_in(model)
+        outer = [checkpoints.get(id(unit), unit) for unit in units]
         untouched = {parameter for module in ignored for parameter in module.parameters()}
         for module, own in zip([*outer, model], owned, strict=True):
             materialiser.run(own)
             self._shard(module, own, untouched, materialiser)
+        if units and self.settings.reshard_after_forward is True and isinstance(model, FSDPModule):
+            # What lies in no unit (embeddings, the head) is needed first in the backward pass: to free it would only gather it twice.
+            model.set_reshard_after_forward(False, recurse=False)
         self._settle_whole(model, untouched)
         self._remember_holders(model)
         return model
@@ -107,7 +119,7 @@ class FSDP2Strategy(ShardedStrategy):
         for tensor in whole:
             tensor.data = tensor.data.to(self.state.device)
         if self.settings.sync_module_states:
-            self.state.collectives.broadcast_many([tensor.data for tensor in whole])
+            self.model_collectives.broadcast_many([tensor.data for tensor in whole])
 
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, FSDPModule)

@@ -15,13 +15,22 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "ddp": "accel.strategies.ddp:DDPStrategy",
         "fsdp1": "accel.strategies.fsdp1:FSDP1Strategy",
         "fsdp2": "accel.strategies.fsdp2:FSDP2Strategy",
+        "deepspeed": "accel.strategies.deepspeed:DeepSpeedStrategy",
+        "mesh": "accel.strategies.mesh:MeshStrategy",
+        "mesh_ddp": "accel.strategies.mesh_ddp:MeshDDPStrategy",
+        "mesh_pp": "accel.strategies.mesh_pp:PipelineStrategy",
     },
     entry_point_group="accel.strategies",
 )
 
 PLUGINS: Registry[type[Any]] = Registry(
     "strategy plugin",
-    {"fsdp": "accel.sharding.plugin:FullyShardedDataParallelPlugin"},
+    {
+        "fsdp": "accel.sharding.plugin:FullyShardedDataParallelPlugin",
+        "deepspeed": "accel.deepspeed.plugin:DeepSpeedPlugin",
+        "mesh": "accel.parallel.config:ParallelismConfig",
+        "torch_tp": "accel.parallel.config:TorchTensorParallelPlugin",
+    },
     entry_point_group="accel.strategy_plugins",
 )
 """The settings of strategies that have some, by what the launcher and the Accelerator call them. Made without arguments, such an

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_state import AcceleratorState, DistributedType, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
-from ..sharding.gradients import Groups, local, norm_of, power_sum, scale_to_norm
+from ..sharding.gradients import Groups, distinct, local, norm_of, power_sum, scale_to_norm
 from ..sharding.parameters import Replacements
 from ..sharding.plugin import FullyShardedDataParallelPlugin
 from ..sharding.state_files import Gathered, gather
@@ -39,7 +39,10 @@ class ShardedStrategy(Strategy):
         ConfigurationError: there is only one process, and no process group.
     """
 
-    distributed_type = DistributedType.FSDP
+    distributed_type: DistributedType | None = DistributedType.FSDP
+    trains_alone = False
+    stages: Groups = ()
+    """Groups of ranks that hold other parameters of the same model: the stages of a pipeline."""
 
     def __init__(self, state: PartialState, handlers: Handlers, settings: FullyShardedDataParallelPlugin) -> None:
         super().__init__(state, handlers, settings)
@@ -114,9 +117,9 @@ class ShardedStrategy(Strategy):
             if parameter.grad is not None:
                 parts.append(local(parameter.grad))
         totals = [power_sum(parts, groups, norm_type, self.state.device) for groups, parts in by_groups.items()]
-        if not totals:
+        if not totals and not self.stages:
             return torch.zeros((), device=self.state.device)
-        norm = norm_of(totals, norm_type)
+        norm = norm_of(totals, norm_type, self.stages, self.state.device)
         scale_to_norm([part for parts in by_groups.values() for part in parts], norm, max_norm)
         return norm
 
@@ -127,7 +130,7 @@ class ShardedStrategy(Strategy):
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         chosen = list(parameters)
-        for part in _distinct([local(item.grad) for item in chosen if item.grad is not None] + self.pending(chosen)):
+        for part in distinct([local(item.grad) for item in chosen if item.grad is not None] + self.pending(chosen)):
             part.mul_(factor)
 
     @property
@@ -163,18 +166,3 @@ class ShardedStrategy(Strategy):
         if not self.is_wrapped(model):
             return super().state_dict(model, unwrap)
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=unwrap, cpu_offload=unwrap))
-
-
-def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors without those that lie inside another one."""
-    kept: dict[int, list[torch.Tensor]] = {}
-    for tensor in sorted(tensors, key=torch.Tensor.numel, reverse=True):
-        same_memory = kept.setdefault(tensor.untyped_storage().data_ptr(), [])
-        if not any(_lies_in(tensor, other) for other in same_memory):
-            same_memory.append(tensor)
-    return [tensor for group in kept.values() for tensor in group]
-
-
-def _lies_in(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    begin, end = other.storage_offset(), other.storage_offset() + other.numel()
-    return begin <= tensor.storage_offset() and tensor.storage_offset() + tensor.numel() <= end

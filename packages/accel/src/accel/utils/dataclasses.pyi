@@ -14,6 +14,7 @@ from accel_state.operations import TensorInformation as TensorInformation
 from accel_track import LoggerType as LoggerType
 
 from ..compilation import TorchDynamoPlugin as TorchDynamoPlugin
+from ..deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from ..kwargs.autocast import AutocastKwargs as AutocastKwargs
 from ..kwargs.base import KwargsHandler as KwargsHandler
 from ..kwargs.ddp import DDPCommunicationHookType as DDPCommunicationHookType
@@ -27,6 +28,8 @@ from ..kwargs.grad_scaler import GradScalerKwargs as GradScalerKwargs
 from ..kwargs.init_process_group import InitProcessGroupKwargs as InitProcessGroupKwargs
 from ..kwargs.profile import ProfileKwargs as ProfileKwargs
 from ..kwargs.tracking import TrackingKwargs as TrackingKwargs
+from ..parallel.config import ParallelismConfig as ParallelismConfig
+from ..parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from ..project import ProjectConfiguration as ProjectConfiguration
 from ..quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..sharding.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin

@@ -1,0 +1,1 @@
+"""Several kinds of parallelism on one mesh of processes."""

@@ -1,0 +1,228 @@
+"""Layers of which each rank of the tensor-parallel axis has a part.
+
+A parameter becomes a DTensor over the axis; the layer's forward computes with this rank's part of it. What goes in and comes out are plain
+tensors: whole ones, the same on all ranks of the axis, or parts along the last dimension.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, parallelize_module
+
+from accel_state.errors import ConfigurationError
+
+from ..sharding.packed import remember_packed
+from .passing import joined, part, share_of, shared, summed
+
+Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+def is_conv1d(module: Any) -> bool:
+    """Whether a module is Transformers' Conv1D: a linear layer whose weight is of shape (inputs, outputs), as GPT-2 has them."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and isinstance(getattr(module, "weight", None), nn.Parameter)
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module computes just what a linear layer does. Subclasses that compute otherwise (quantized, low-rank) do not."""
+    return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+class Style:
+    """How a module is divided.
+
+    Attributes:
+        divides: the kinds of modules that it can divide, for messages.
+    """
+
+    divides: ClassVar[str] = ""
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether a module can be divided so."""
+        return is_linear(module)
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, cut: Cut) -> None:
+        """Divide a module in place; its parameters are whole and the same on all ranks of the axis."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value}' for key, value in vars(self).items())})"
+
+
+class Cut:
+    """Divides parameters, tied ones once.
+
+    Args:
+        mesh: the axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._made: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}
+
+    def __call__(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
+        """Replace a module's parameter by this rank's part of it along a dimension.
+
+        Args:
+            module: the module.
+            name: the parameter's name in it.
+            dim: the dimension.
+            pieces: how many tensors lie side by side along it, each of which is divided.
+
+        Raises:
+            ConfigurationError: the same parameter has been divided along another dimension.
+        """
+        old = module._parameters[name]
+        assert old is not None
+        if old not in self._made:
+            view = _view(old.data, dim, pieces)
+            own = distribute_tensor(view, self.mesh, [Shard(dim if pieces == 1 else dim + 1)], src_data_rank=None)
+            self._made[old] = nn.Parameter(own, old.requires_grad), dim
+        new, done = self._made[old]
+        if done != dim:
+            raise ConfigurationError(
+                f"{name} of a {type(module).__name__} is shared with a layer that is divided along another dimension. Leave both whole: "
+                "TorchTensorParallelConfig(plan=...)."
+            )
+        if pieces > 1:
+            remember_packed(module, name, old.shape)
+        module._parameters[name] = new
+
+
+def _view(tensor: torch.Tensor, dim: int, pieces: int) -> torch.Tensor:
+    """The tensor with a dimension of its own for the pieces that lie side by side along ``dim``."""
+    return tensor if pieces == 1 else tensor.unflatten(dim, (pieces, -1))
+
+
+def _own(parameter: Any) -> Any:
+    """This rank's part, through which gradients flow; what is not divided as it is."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _product(module: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
+    """The layer's product with this rank's part of the weight."""
+    weight = _own(module.weight)
+    if not is_conv1d(module):
+        return nn.functional.linear(x, weight.flatten(0, -2), bias)
+    return x @ weight.flatten(1) if bias is None else torch.addmm(bias, x.flatten(0, -2), weight.flatten(1)).view(*x.shape[:-1], -1)
+
+
+def _with_bias(out: torch.Tensor, bias: Any) -> torch.Tensor:
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+def _replace_forward(module: nn.Module, forward: Forward) -> None:
+    module.forward = types.MethodType(forward, module)
+
+
+class Columns(Style):
+    """Each rank computes a part of the outputs.
+
+    Args:
+        pieces: how many matrices the layer holds side by side (3 for fused queries, keys and values); each is divided, so that a rank's
+            part is the same heads of all of them.
+        gathers: whether the outputs are put together again.
+    """
+
+    divides = "torch.nn.Linear and Conv1D themselves"
+
+    def __init__(self, pieces: int = 1, gathers: bool = False) -> None:
+        self.pieces = pieces
+        self.gathers = gathers
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, cut: Cut) -> None:
+        outputs = 1 if is_conv1d(module) else 0
+        width = int(module.weight.shape[outputs])  # type: ignore[index]
+        if self.pieces > 1 and width % (self.pieces * mesh.size()):
+            raise ConfigurationError(
+                f"a layer of {width} outputs holds {self.pieces} matrices side by side, which tp_size={mesh.size()} does not divide "
+                "evenly. Choose a size that does, or leave the layer whole: TorchTensorParallelConfig(plan=...)."
+            )
+        cut(module, "weight", outputs, self.pieces)
+        if module.bias is not None:
+            cut(module, "bias", 0, self.pieces)
+        gathers = self.gathers
+
+        def forward(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            bias = None if own.bias is None else _own(own.bias).flatten()
+            out = _product(own, shared(x, mesh), bias)
+            return joined(out, mesh, width) if gathers else out
+
+        _replace_forward(module, forward)
+
+
+class Rows(Style):
+    """Each rank takes a part of the inputs, and the products are added up.
+
+    Args:
+        splits: whether the inputs are whole, and each rank takes its part of them first.
+    """
+
+    divides = "torch.nn.Linear and Conv1D themselves"
+
+    def __init__(self, splits: bool = False) -> None:
+        self.splits = splits
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, cut: Cut) -> None:
+        cut(module, "weight", 0 if is_conv1d(module) else 1)
+        splits = self.splits
+
+        def forward(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            out = summed(_product(own, part(x, mesh) if splits else x, None), mesh)
+            return _with_bias(out, own.bias)
+
+        _replace_forward(module, forward)
+
+
+class VocabularyRows(Style):
+    """Each rank looks up its part of the words."""
+
+    divides = "torch.nn.Embedding itself, without max_norm, scale_grad_by_freq and sparse"
+
+    def fits(self, module: nn.Module) -> bool:
+        if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+            return False
+        return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, cut: Cut) -> None:
+        words = int(module.weight.shape[0])  # type: ignore[index]
+        begin, size = share_of(words, mesh)
+        cut(module, "weight", 0)
+        padding = getattr(module, "padding_idx", None)
+        own_padding = padding - begin if padding is not None and begin <= padding < begin + size else None
+
+        def forward(own: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+            foreign = (ids < begin) | (ids >= begin + size)
+            weight = _own(own.weight)
+            if not size:
+                # More ranks than words: nothing to look up, but the ranks add up together.
+                found = weight.new_zeros((*ids.shape, weight.shape[-1])) + weight.sum()
+            else:
+                found = nn.functional.embedding((ids - begin).masked_fill(foreign, 0), weight, own_padding)
+            return summed(found.masked_fill(foreign.unsqueeze(-1), 0), mesh)
+
+        _replace_forward(module, forward)
+
+
+class Heads(Style):
+    """A norm of single heads (of queries or keys, say): whole on every rank, which has a part of the heads to use it on."""
+
+    divides = "modules whose parameters are of one head"
+
+    def fits(self, module: nn.Module) -> bool:
+        return True
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, cut: Cut) -> None:
+        apply_torch_style(module, mesh, SequenceParallel(sequence_dim=2, use_local_output=True))
+
+
+def apply_torch_style(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    """Divide a module by a style of torch; its parameters are the same on all ranks, so nothing is sent."""
+    style.src_data_rank = None
+    parallelize_module(module, mesh, style, src_data_rank=None)

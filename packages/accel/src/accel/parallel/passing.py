@@ -1,0 +1,107 @@
+"""What passes between ranks that share a layer, with gradients that pass the other way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def share_of(width: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Where a rank's part of ``width`` columns begins, and how many it has; the last ranks may have fewer, or none."""
+    return _share(width, mesh.size(), mesh.get_local_rank())
+
+
+def _share(width: int, ranks: int, rank: int) -> tuple[int, int]:
+    at_most = -(-width // ranks)
+    begin = min(rank * at_most, width)
+    return begin, min(at_most, width - begin)
+
+
+def shared(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """An input that all ranks have; its gradient is the sum of theirs."""
+    out: torch.Tensor = _Shared.apply(x, mesh)
+    return out
+
+
+def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of what the ranks have, on all of them."""
+    out: torch.Tensor = _Summed.apply(x, mesh)
+    return out
+
+
+def joined(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    """The parts of all ranks side by side along the last dimension, ``width`` columns in all, on all of them."""
+    out: torch.Tensor = _Joined.apply(x, mesh, width)
+    return out
+
+
+def part(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's columns of an input that all ranks have."""
+    out: torch.Tensor = _Part.apply(x, mesh)
+    return out
+
+
+def _all_reduced(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=mesh.get_group())
+    return total
+
+
+def _all_joined(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    sizes = [_share(width, mesh.size(), rank)[1] for rank in range(mesh.size())]
+    # What is sent must be of one size on all ranks.
+    own = torch.nn.functional.pad(x, (0, sizes[0] - x.shape[-1])).contiguous()
+    parts = [torch.empty_like(own) for _ in sizes]
+    dist.all_gather(parts, own, group=mesh.get_group())
+    return torch.cat([one[..., :size] for one, size in zip(parts, sizes, strict=True)], dim=-1)
+
+
+def _columns(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    begin, size = share_of(x.shape[-1], mesh)
+    return x.narrow(-1, begin, size).contiguous()
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _all_reduced(gradients[0], ctx.mesh), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return _all_reduced(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+        ctx.mesh = mesh
+        return _all_joined(x, mesh, width)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _columns(gradients[0], ctx.mesh), None, None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh, ctx.width = mesh, x.shape[-1]
+        return _columns(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _all_joined(gradients[0], ctx.mesh, ctx.width), None

@@ -1,0 +1,249 @@
+"""Which modules of a model are divided along the tensor-parallel axis, and how."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from accel_state.errors import ConfigurationError
+
+from ..unwrapping import extract_model_from_parallel
+from .layers import Columns, Heads, Rows, Style, VocabularyRows, is_linear
+
+_WORDS: Mapping[str, Callable[[], Style | None]] = {
+    "colwise": Columns,
+    "packed_colwise": lambda: Columns(pieces=2),
+    "colwise_gather_output": lambda: Columns(gathers=True),
+    "colwise_rep": lambda: Columns(gathers=True),
+    "rowwise": Rows,
+    "rowwise_split_input": lambda: Rows(splits=True),
+    "rowwise_rep": lambda: Rows(splits=True),
+    "embedding_rowwise": VocabularyRows,
+    "replicated_with_grad_allreduce": Heads,
+    "replicate": lambda: None,
+}
+"""The words of plans, as Transformers has them, in its newer and its older spelling."""
+
+Plan = dict[str, Any]
+"""A style (of ours, or a ``ParallelStyle`` of torch) for each module's name."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A kind of block, by the names of its layers.
+
+    Attributes:
+        columns: layers whose outputs are divided.
+        rows: layers that add the parts up again; the first of them that there is.
+        attention: whether it is attention, which must be divided between heads.
+        fused: how many matrices the columns hold side by side.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    attention: bool = False
+    fused: int = 1
+
+
+_SHAPES = (
+    _Shape(("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj"), attention=True),
+    _Shape(("wq", "wk", "wv"), ("wo",), attention=True),
+    _Shape(("c_attn",), ("c_proj",), attention=True, fused=3),
+    _Shape(("gate_proj", "up_proj"), ("down_proj",)),
+    _Shape(("up_proj",), ("down_proj",)),
+    _Shape(("w1", "w3"), ("w2",)),
+    _Shape(("c_fc",), ("c_proj",)),
+    _Shape(("fc1",), ("fc2",)),
+)
+
+_HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "num_key_value_heads", "n_kv_heads", "num_kv_heads")
+# What such a block counts of its own part: heads, and the width of each of the fused matrices.
+_COUNTED = (*_HEADS, "n_local_heads", "n_local_kv_heads", "split_size", "all_head_size")
+
+
+def plan_of(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> tuple[Plan, bool]:
+    """How a model is divided: as the user says, as the model itself says, or as the shape of its blocks says.
+
+    Args:
+        model: the whole model, on any device.
+        given: the user's plan, or None.
+        size: of the axis.
+
+    Returns:
+        A style for each name of a module that is divided (modules that are not named are whole on every rank), and whether that was
+        derived from the shape of the blocks.
+
+    Raises:
+        ConfigurationError: a plan names what the model has not, or what cannot be divided; or there is no plan.
+    """
+    model = extract_model_from_parallel(model)
+    own = getattr(model, "_tp_plan", None) or {}
+    if given is not None:
+        plan = _resolve(model, given, must_match=True)
+    elif own:
+        plan = _resolve(model, own, must_match=False)
+        _check_heads_of_config(model, size)
+    else:
+        plan = dict(_derived(model, size))
+    if not plan:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no plan for tensor parallelism, and no blocks of a known shape (q_proj, k_proj, v_proj, o_proj; "
+            "gate_proj, up_proj, down_proj; c_attn, c_fc, c_proj; ...). Give one: "
+            "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={'layers.*.q_proj': 'colwise', ...}))."
+        )
+    return _with_ties(model, plan), given is None and not own
+
+
+def _resolve(model: nn.Module, plan: Mapping[str, Any], must_match: bool) -> Plan:
+    names = [name for name, _ in model.named_modules() if name]
+    modules = dict(model.named_modules())
+    found: Plan = {}
+    for pattern, word in plan.items():
+        style = _style(pattern, word)
+        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matching and must_match:
+            raise ConfigurationError(
+                f"the plan names {pattern!r}, and {type(model).__name__} has no such module. Names are such as {', '.join(names[:5])}."
+            )
+        for name in matching:
+            if style is not None:
+                _check_style(name, modules[name], style, word)
+                found[name] = style
+    return found
+
+
+def _style(pattern: str, word: Any) -> Any:
+    if isinstance(word, (ParallelStyle, Style)):
+        return word
+    if word not in _WORDS:
+        raise ConfigurationError(
+            f"the plan divides {pattern!r} by {word!r}, which is not one of {', '.join(_WORDS)}, nor a ParallelStyle of torch. "
+            "Give a plan without it: TorchTensorParallelConfig(plan=...)."
+        )
+    return _WORDS[word]()
+
+
+def _check_style(name: str, module: nn.Module, style: Any, word: Any) -> None:
+    if isinstance(style, Style) and not style.fits(module):
+        raise ConfigurationError(
+            f"the plan divides {name} by {word!r}, and it is a {type(module).__name__}, which that cannot divide. Allowed: {style.divides}."
+        )
+    if word == "packed_colwise" and "gate_up" not in name:
+        raise ConfigurationError(
+            f"the plan divides {name} by 'packed_colwise' without saying what is packed in it; known is gate_up_proj. Give a plan in which "
+            "it is whole, or Columns(pieces=n) of accel.parallel.layers."
+        )
+
+
+def _check_heads_of_config(model: nn.Module, size: int) -> None:
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        _check_heads(type(model).__name__, name, getattr(text, name, None), size)
+
+
+def _check_heads(where: str, name: str, heads: Any, size: int) -> None:
+    if isinstance(heads, int) and heads % size:
+        allowed = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise ConfigurationError(
+            f"tp_size={size} does not divide {name}={heads} of {where}: attention is divided between heads. Allowed: {', '.join(allowed)}."
+        )
+
+
+def _derived(model: nn.Module, size: int) -> Iterator[tuple[str, Style]]:
+    for name, block in model.named_modules():
+        shape = _shape_of(block)
+        if shape is None:
+            continue
+        if shape.attention:
+            _count_own_heads(name, block, size)
+        prefix = f"{name}." if name else ""
+        last = next(row for row in shape.rows if hasattr(block, row))
+        yield from ((f"{prefix}{column}", Columns(pieces=shape.fused)) for column in shape.columns)
+        yield f"{prefix}{last}", Rows()
+    for name, module in model.named_children():
+        if name in ("lm_head", "embed_out") and is_linear(module):
+            yield name, Columns(gathers=True)
+
+
+def _shape_of(block: nn.Module) -> _Shape | None:
+    children = dict(block.named_children())
+    for shape in _SHAPES:
+        last = next((row for row in shape.rows if row in children), None)
+        if last is not None and all(is_linear(children.get(name)) for name in (*shape.columns, last)):
+            return shape
+    return None
+
+
+def _count_own_heads(name: str, block: nn.Module, size: int) -> None:
+    """Refuse heads that cannot be shared evenly. What the block counts is corrected when it is divided."""
+    known = {key: getattr(block, key) for key in _HEADS if isinstance(getattr(block, key, None), int)}
+    if not known:
+        raise ConfigurationError(
+            f"{name or 'the model'} is attention, but does not say how many heads it has ({', '.join(_HEADS)}), between which it would be "
+            "divided. Give a plan: TorchTensorParallelConfig(plan=...)."
+        )
+    for key, heads in known.items():
+        _check_heads(name, key, heads, size)
+
+
+def count_parts(model: nn.Module, plan: Plan, size: int) -> None:
+    """Let attention blocks of a derived plan count the heads of one rank, where their code reads such a number.
+
+    Args:
+        model: the model.
+        plan: of :func:`plan_of`.
+        size: of the axis.
+    """
+    for name, block in model.named_modules():
+        shape = _shape_of(block)
+        if shape is not None and shape.attention and f"{name}.{shape.columns[0]}".lstrip(".") in plan:
+            for key in _COUNTED:
+                value = vars(block).get(key)
+                if isinstance(value, int) and value % size == 0:
+                    setattr(block, key, value // size)
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """How many ranks share each layer of a model; None of a model whose layers are whole.
+
+    Args:
+        model: any model, prepared by accel or loaded by Transformers with a plan.
+    """
+    meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    sizes = [mesh["tp"].size() for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())]
+    own = getattr(model, "tp_size", None)
+    return sizes[0] if sizes else own
+
+
+def _with_ties(model: nn.Module, plan: Plan) -> Plan:
+    """Divide modules that share a parameter in the same way, or not at all."""
+    holders: dict[int, list[str]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(name)
+    plan = dict(plan)
+    for names in holders.values():
+        planned = [name for name in names if name in plan]
+        if len(names) == 1 or not planned:
+            continue
+        if all(isinstance(modules[name], nn.Embedding) or _divides_outputs(plan.get(name), modules[name]) for name in names):
+            # An output layer's columns are the embedding's rows.
+            plan.update({name: VocabularyRows() for name in names if isinstance(modules[name], nn.Embedding)})
+            plan.update({name: Columns(gathers=True) for name in names if not isinstance(modules[name], nn.Embedding)})
+        elif len({repr(plan.get(name)) for name in names}) > 1:
+            for name in planned:
+                del plan[name]
+    return plan
+
+
+def _divides_outputs(style: Any, module: nn.Module) -> bool:
+    plain = isinstance(module, nn.Linear) and module.bias is None
+    return plain and (style is None or (isinstance(style, Columns) and style.pieces == 1 and style.gathers))

@@ -1,0 +1,228 @@
+"""Several kinds of parallelism on one mesh: layers shared, parameters divided, copies of it all.
+
+How the axes come together, and where each one is attached:
+
+============ ======================================================================================================================
+axis         what it does here
+============ ======================================================================================================================
+tp           `_divide_layers`, while a unit is still whole: parameters become DTensors over "tp".
+dp_shard     ``fully_shard`` over :func:`accel.parallel.mesh.fsdp_mesh`, after that: DTensors over two axes.
+dp_replicate the same call: the outer axis of that mesh, along which gradients are averaged.
+cp, sp       their ranks are part of the axis that ``fully_shard`` divides over ("dp_shard_cp"), so gradients are averaged over all
+             tokens. `data_collectives` leaves them out (they get the same batch), `averaging_collectives` has them. `context_parallel`
+             and `sequence_parallel_loader` share the sequences, `share_sequences` tells a model about it when it is wrapped.
+pp           a stage is a model of its own (:mod:`accel.strategies.mesh_pp`), which `wrap` divides over the stage's part of the mesh:
+             `model_collectives` are those of the stage, and `stages` lets clipping add up the norms of all of them.
+============ ======================================================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel_state import DistributedType, PartialState
+from accel_state.collectives.single import Collectives
+from accel_state.errors import ConfigurationError
+
+from ..parallel.config import SHARDING_AXES, ParallelismConfig
+from ..parallel.generators import share_generators
+from ..parallel.layers import Cut, Style, apply_torch_style
+from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
+from ..parallel.plans import Plan, count_parts, plan_of
+from ..parallel.sharing import SharesSequences
+from ..sharding.materialise import Materialiser
+from ..sharding.packed import whole
+from ..sharding.plugin import FullyShardedDataParallelPlugin
+from ..sharding.states import model_state
+from .fsdp2 import FSDP2Strategy
+
+if TYPE_CHECKING:
+    from ..kwargs.base import Handlers
+
+
+class MeshStrategy(SharesSequences, FSDP2Strategy):
+    """Tensor parallelism, sharding and copies, as far as the mesh has axes for them.
+
+    Args:
+        state: rank, world and device.
+        handlers: the settings given to the Accelerator.
+        settings: the sizes of the axes.
+        fsdp: how to shard over the axes that shard; version 2's defaults if it is left out.
+
+    Raises:
+        ConfigurationError: the settings of FSDP are those of version 1.
+    """
+
+    def __init__(
+        self, state: PartialState, handlers: Handlers, settings: ParallelismConfig, fsdp: FullyShardedDataParallelPlugin | None = None
+    ) -> None:
+        fsdp = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp is None else fsdp
+        if fsdp.fsdp_version != 2:
+            raise ConfigurationError(
+                f"fsdp_version={fsdp.fsdp_version} cannot be laid over a mesh. Set fsdp_version=2 (--fsdp_version 2); `accel to-fsdp2` "
+                "converts a configuration file."
+            )
+        super().__init__(state, handlers, fsdp)
+        self.parallelism = settings
+        mesh = settings.build_device_mesh(state.device.type)
+        self._mesh = self.data_mesh = mesh
+        self._sharding = None if mesh is None else fsdp_mesh(settings, mesh)
+        self._data, self._averaging = (Collectives() if mesh is None else collectives_over(mesh, name, state) for name in ("dp", "dp_cp"))
+        self._tp = mesh["tp"] if mesh is not None and settings.tp_enabled else None
+        if mesh is not None and settings.pp_enabled:
+            self.stages = (mesh.get_group("pp"),)
+        self.init_sequences(mesh, settings)
+        self._shards = math.prod(settings.size(axis) for axis in SHARDING_AXES) > 1
+        self.distributed_type = DistributedType.FSDP if self._shards else None
+        self._wrapped: Any = WeakIdKeyDictionary()
+        self._styles: dict[nn.Module, Any] = {}
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of all axes."""
+        return cast(DeviceMesh, self._mesh)
+
+    def axis_rank(self, axis: str) -> int:
+        return coordinate(self._mesh, axis)
+
+    @property
+    def companions(self) -> dict[str, Any]:
+        return {"mesh": self.parallelism, **({"fsdp": self.settings} if self._shards else {})}
+
+    @property
+    def data_collectives(self) -> Collectives:
+        return self._data
+
+    @property
+    def averaging_collectives(self) -> Collectives:
+        return self._averaging
+
+    def share_generators(self) -> None:
+        if self._mesh is not None:
+            share_generators(self._mesh, self.state)
+
+    def is_wrapped(self, model: nn.Module) -> bool:
+        return isinstance(model, FSDPModule) or model in self._wrapped
+
+    def check_model(self, model: nn.Module) -> None:
+        if not self.is_wrapped(model) and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ConfigurationError(
+                f"the parameters of {type(model).__name__} are divided already (they are DTensors), and a mesh divides whole ones. Load "
+                "the model without tp_plan, and without fully_shard."
+            )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if self.is_wrapped(model):
+            return model
+        plan, derived = self._plan(model)
+        modules = dict(model.named_modules())
+        self._styles = {modules[name]: style for name, style in plan.items()}
+        self._cut = Cut(self._tp) if self._tp is not None else None
+        if derived:
+            count_parts(model, plan, self.parallelism.tp_size or 1)
+        self.share_sequences(model)
+        wrapped = super().wrap(model)
+        self._styles, self._cut = {}, None
+        self._wrapped[wrapped] = True
+        self.share_generators()
+        return wrapped
+
+    def _plan(self, model: nn.Module) -> tuple[Plan, bool]:
+        """How layers are divided, and whether that was derived from the shape of the blocks."""
+        if self._tp is None:
+            return {}, False
+        given = self.parallelism.tp_handler.plan if self.parallelism.tp_handler is not None else None
+        plan, derived = plan_of(model, given, self._tp.size())
+        ignored = {inner for module in self.settings.ignored_in(model) for inner in module.modules()}
+        names = {name for name, module in model.named_modules() if module in ignored}
+        return {name: style for name, style in plan.items() if name not in names}, derived
+
+    def _shard(self, unit: nn.Module, own: list[nn.Module], untouched: set[nn.Parameter], materialiser: Materialiser) -> None:
+        before = {
+            (module, name): item
+            for module in own
+            for name, item in module._parameters.items()
+            if item is not None and item not in untouched
+        }
+        self._start(list(before.values()))
+        self._divide_layers(own)
+        if self._sharding is not None:
+            fully_shard(
+                unit,
+                mesh=self._sharding,
+                reshard_after_forward=self.settings.reshard_after_forward,
+                shard_placement_fn=self._dimension,
+                **self._policies(untouched),
+            )
+        for (module, name), old in before.items():
+            new = module._parameters[name]
+            if isinstance(new, DTensor):
+                self._replace(materialiser.origin(old), new)
+
+    def _start(self, parameters: list[nn.Parameter]) -> None:
+        """Put whole parameters on the device, with the values of the first rank."""
+        distinct = list(dict.fromkeys(parameters))
+        for parameter in distinct:
+            parameter.data = parameter.data.to(self.state.device)
+        if self.settings.sync_module_states:
+            self.model_collectives.broadcast_many([parameter.data for parameter in distinct])
+
+    def _divide_layers(self, own: list[nn.Module]) -> None:
+        if self._tp is None or self._cut is None:
+            return
+        for module in own:
+            style = self._styles.get(module)
+            if isinstance(style, Style):
+                style.apply(module, self._tp, self._cut)
+            elif isinstance(style, ParallelStyle):
+                apply_torch_style(module, self._tp, style)
+        if self._sharding is None:
+            # fully_shard does this with the gradients that it reduces.
+            for parameter in {item for module in own for item in module.parameters(recurse=False) if isinstance(item, DTensor)}:
+                parameter.register_post_accumulate_grad_hook(_as_parameter)
+
+    def _dimension(self, parameter: nn.Parameter) -> Shard | None:
+        """Of matrices side by side, the first dimension is but their number."""
+        if not isinstance(parameter, DTensor) or parameter.ndim < 3 or not isinstance(parameter.placements[0], Shard):
+            return None
+        ranks = cast(DeviceMesh, self._sharding).size(-1)
+        return Shard(2) if parameter.placements[0].dim == 1 and parameter.shape[2] % ranks == 0 else None
+
+    def _replace(self, old: nn.Parameter, new: DTensor) -> None:
+        mesh, placements, shape, device = new.device_mesh, new.placements, new.shape, self.state.device
+        self.replacements.add(
+            old,
+            cast(nn.Parameter, new),
+            lambda tensor: distribute_tensor(tensor.to(device).reshape(shape), mesh, placements, src_data_rank=None),
+        )
+
+    def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        if not unwrap or not self.is_wrapped(model):
+            return super().state_dict(model, unwrap)
+        tied = {name: number for number, names in enumerate(self.ties.get(model, ())) for name in names}
+        gathered: dict[Any, Any] = {}
+        state: dict[str, Any] = {}
+        for name, value in model_state(model).items():
+            key = tied.get(name, name)
+            if key not in gathered:
+                all_of_it = whole(value)
+                kept = all_of_it.detach().to("cpu", copy=True) if isinstance(all_of_it, torch.Tensor) else all_of_it
+                gathered[key] = kept if self.state.is_main_process else None
+            state[name] = gathered[key]
+        return state if self.state.is_main_process else {}
+
+
+def _as_parameter(parameter: torch.Tensor) -> None:
+    """Add up a gradient of which each rank of the axis has a summand."""
+    gradient = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -1,0 +1,190 @@
+"""Pipelines on a mesh: each rank of the pp axis has some blocks of a model, shared and divided over the other axes of its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import StateDictType
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel_state import PartialState
+from accel_state.collectives.single import Collectives
+from accel_state.collectives.torch import TorchCollectives
+from accel_state.errors import ConfigurationError
+
+from ..checkpoint_names import FSDP_MODEL_NAME as MODEL_STEM
+from ..checkpoint_names import OPTIMIZER_NAME
+from ..parallel.config import ParallelismConfig
+from ..parallel.mesh import collectives_over
+from ..parallel.pipeline import Pipeline
+from ..parallel.plans import Plan
+from ..parallel.schedules import PipelineParallelConfig
+from ..sharding.gradients import local, scale_to_norm
+from ..sharding.plugin import FullyShardedDataParallelPlugin
+from ..sharding.stage_states import collect, rename_optimizer_state
+from ..sharding.state_files import Gathered, gather_one, on_disk
+from ..sharding.states import Layout, model_state, optimizer_state, owner_of
+from ..unwrapping import clean_name
+from .mesh import MeshStrategy
+
+if TYPE_CHECKING:
+    from ..kwargs.base import Handlers
+    from ..precision.scaler import SharedGradScaler
+
+
+class PipelineStrategy(MeshStrategy):
+    """A mesh with a pp axis.
+
+    Args:
+        state: rank, world and device.
+        handlers: the settings given to the Accelerator.
+        settings: the sizes of the axes.
+        fsdp: how to shard over the axes that shard.
+
+    Raises:
+        ConfigurationError: an axis that shares sequences is in use too.
+    """
+
+    def __init__(
+        self, state: PartialState, handlers: Handlers, settings: ParallelismConfig, fsdp: FullyShardedDataParallelPlugin | None = None
+    ) -> None:
+        for axis in ("cp", "sp"):
+            if settings.size(axis) > 1:
+                raise ConfigurationError(
+                    f"pp_size={settings.pp_size} with {axis}_size={settings.size(axis)}: stages of a pipeline pass whole sequences on. "
+                    "Leave one of them at 1, and use tp_size or dp_shard_size instead."
+                )
+        super().__init__(state, handlers, settings, fsdp)
+        self._pipelines: Any = WeakIdKeyDictionary()
+        self._names: Any = WeakIdKeyDictionary()
+        self._elsewhere: Any = WeakIdKeyDictionary()
+        self._group_names: Any = WeakIdKeyDictionary()
+        self._whole_plan: tuple[dict[str, tuple[nn.Module, Any]], bool] = {}, False
+        self._scaler: SharedGradScaler | None = None
+        self._stage = _stage_collectives(self.mesh, state)
+
+    @property
+    def model_collectives(self) -> Collectives:
+        return self._stage
+
+    def adopt_scaler(self, scaler: SharedGradScaler) -> None:
+        super().adopt_scaler(scaler)
+        self._scaler = scaler
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if self.is_wrapped(model):
+            return model
+        names = {name: parameter for name, parameter in model.named_parameters()}
+        modules = dict(model.named_modules())
+        plan, derived = super()._plan(model)
+        self._whole_plan = {name: (modules[name], style) for name, style in plan.items()}, derived
+        pipeline = Pipeline(model, self.mesh["pp"], self.parallelism.pp_handler or PipelineParallelConfig(), self.state.device)
+        if self._scaler is not None:
+            pipeline.loss_scale = self._scaler.get_scale
+        here = {id(parameter) for part in pipeline.parts.values() for parameter in part.parameters()}
+        for name, parameter in names.items():
+            self._names[parameter] = name
+            if id(parameter) not in here:
+                self._elsewhere[parameter] = True
+        del modules, names
+        for part in pipeline.parts.values():
+            super().wrap(part)
+        self._whole_plan = {}, False
+        prepared = pipeline.assemble()
+        for name, parameter in prepared.named_parameters():
+            self._names[parameter] = pipeline.name_in_whole(clean_name(name))
+        self._wrapped[prepared], self._pipelines[prepared] = True, pipeline
+        return prepared
+
+    def _plan(self, model: nn.Module) -> tuple[Plan, bool]:
+        """Of the plan of the whole model, what concerns the modules of a stage."""
+        plan, derived = self._whole_plan
+        present = dict(model.named_modules())
+        return {name: style for name, (module, style) in plan.items() if present.get(name) is module}, derived
+
+    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+        super().adopt_optimizer(optimizer)
+        if not self._pipelines:
+            return
+        own = [[self._names[item] for item in group["params"] if item in self._names] for group in optimizer.param_groups]
+        gathered: list[Any] = [None] * self.mesh["pp"].size()
+        dist.all_gather_object(gathered, own, group=self.mesh.get_group("pp"))
+        order = {name: number for pipeline in self._pipelines.values() for number, name in enumerate(pipeline.order)}
+        if any(any(groups) for groups in gathered):
+            self._group_names[optimizer] = [
+                sorted({name for groups in gathered for name in groups[index]}, key=lambda name: order[name]) for index in range(len(own))
+            ]
+        for group in optimizer.param_groups:
+            group["params"] = [item for item in group["params"] if item not in self._elsewhere]
+        for parameter in [item for item in optimizer.state if item in self._elsewhere]:
+            del optimizer.state[parameter]
+
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        twins = {id(parameter) for pipeline in self._pipelines.values() for parameter in pipeline.duplicates()}
+        chosen = list(parameters)
+        norm = super().clip_grad_norm([item for item in chosen if id(item) not in twins], max_norm, norm_type)
+        # They count once, where the first stage has them, and shrink here as they do there.
+        scale_to_norm([local(item.grad) for item in chosen if id(item) in twins and item.grad is not None], norm, max_norm)
+        return norm
+
+    def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        pipeline = self._pipelines.get(model)
+        if pipeline is None or not unwrap:
+            return super().state_dict(model, unwrap)
+        state = collect(model_state(model), self.mesh, self.state.device, lambda tensor: tensor.to("cpu", copy=True))
+        for first, last in pipeline.ties.items() if state else ():
+            state[last] = state[first]
+        return {name: state[name] for name in pipeline.state_names if name in state}
+
+    def gather_state(
+        self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
+    ) -> Gathered | None:
+        kind, everyone = self.settings.state_dict_type, self.state.collectives
+        owned = [(owner_of(optimizer, models, f"optimizer {index}"), optimizer) for index, optimizer in enumerate(optimizers)]
+        gathered = [gather_one(kind, MODEL_STEM, index, state, everyone) for index, state in enumerate(weights)]
+        for index, (model, optimizer) in enumerate(owned):
+            names, groups = self._pipelines[model].saved_names(), self._group_names[optimizer]
+            state = rename_optimizer_state(optimizer_state(model, optimizer), names, groups)
+            if kind is StateDictType.FULL_STATE_DICT:
+                flat = {(name, key): value for name, entries in state["state"].items() for key, value in entries.items()}
+                whole: dict[str, dict[str, Any]] = {}
+                for (name, key), value in collect(flat, self.mesh, self.state.device, on_disk).items():
+                    whole.setdefault(name, {})[key] = value
+                state = {**state, "state": whole}
+            gathered.append(gather_one(kind, OPTIMIZER_NAME, index, state, everyone))
+        return Gathered([part for one in gathered for part in one.parts], [close for one in gathered for close in one.closings])
+
+    def layout(self, model: nn.Module) -> Layout:
+        pipeline = self._pipelines.get(model)
+        if pipeline is None:
+            return super().layout(model)
+        own = super().layout(model)
+        tensors = dict(own.tensors)
+        called = {pipeline.name_in_whole(name): name for name in tensors}
+        # A tied one may be in files under its first name only.
+        tensors.update({first: tensors[last] for first, last in called.items() if first not in tensors})
+        ties = [[first, last] for first, last in pipeline.ties.items() if {first, last} <= set(tensors)]
+        elsewhere = frozenset(pipeline.state_names) - set(tensors)
+        return replace(own, tensors=tensors, ties=ties, called=called, elsewhere=elsewhere)
+
+    def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
+        groups = self._group_names.get(optimizer)
+        return super().parameter_names(model, optimizer) if groups is None else [name for names in groups for name in names]
+
+
+def _stage_collectives(mesh: DeviceMesh, state: PartialState) -> Collectives:
+    """The communication of the ranks that have parts or copies of the same stage; every rank must call this."""
+    others = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "pp")
+    if not others:
+        return Collectives()
+    if len(others) == 1:
+        return collectives_over(mesh, others[0], state)
+    flat = mesh[others]._flatten("stage")
+    return TorchCollectives(cast("Any", getattr(state.collectives, "device", state.device)), flat.get_group())

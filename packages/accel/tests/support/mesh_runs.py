@@ -1,0 +1,259 @@
+"""Training runs on meshes, and the same ones in one process of plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from accel import Accelerator
+from accel.parallel.config import ParallelismConfig, TorchTensorParallelConfig
+from accel.sharding.plugin import FullyShardedDataParallelPlugin
+
+VOCABULARY, BATCH, LENGTH = 13, 8, 6
+# fp32 on several ranks adds the same numbers in another order.
+TOLERANCE = 1e-4
+# Weights that start 1e-7 apart already move the norms of one process (of the model with tied embeddings) by 2e-4 in 20 steps.
+NORM_TOLERANCE = 1e-3
+BLOCKS = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
+
+
+def llama(tied: bool = False, kv_heads: int = 4) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=22,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=16,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def tied_llama() -> nn.Module:
+    return llama(tied=True)
+
+
+def gpt2(dropout: float = 0) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def qwen() -> nn.Module:
+    """With norms of single heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=16,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def phi() -> nn.Module:
+    """With fused layers, whose outputs are put together again."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = Phi3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=16,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return Phi3ForCausalLM(config)
+
+
+class FusedAttention(nn.Module):
+    """Queries, keys and values of one linear layer, as GPT-2's are, but with torch's own layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.split_size = heads, width // heads, width
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.c_attn(x).split(self.split_size, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
+        return self.c_proj(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.n_heads = heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for layer in (self.wq, self.wk, self.wv))
+        return self.wo(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self, attention: type[nn.Module], width: int, heads: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention = attention(width, heads)
+        self.mlp = nn.ModuleDict({"w1": nn.Linear(width, 20), "w3": nn.Linear(width, 20), "w2": nn.Linear(20, width)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.first(x))
+        inner = self.second(x)
+        return x + self.mlp["w2"](functional.silu(self.mlp["w1"](inner)) * self.mlp["w3"](inner))
+
+
+class Own(nn.Module):
+    """A model of no library, with blocks of both shapes and tied embeddings."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16, padding_idx=3)
+        self.blocks = nn.ModuleList([Block(FusedAttention, 16, 4), Block(Attention, 16, 4)])
+        self.lm_head = nn.Linear(16, VOCABULARY, bias=False)
+        self.lm_head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x) * self.scale
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "tied llama": tied_llama,
+    "gpt2": gpt2,
+    "qwen": qwen,
+    "phi": phi,
+    "own": Own,
+}
+
+
+def build(kind: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[kind]()
+
+
+def batches(count: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (count * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    logits = model(tokens[:, :-1])
+    logits = getattr(logits, "logits", logits)
+    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    # Gradients that are zero but for rounding (of the biases of attention's keys) must stay small beside eps, or Adam makes steps of them.
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    others = [parameter for name, parameter in model.named_parameters() if not name.endswith("bias")]
+    return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": others}], lr=1e-2, eps=1e-6)
+
+
+def plain(kind: str, steps: int, window: int = 1, max_norm: float = 0.5) -> dict[str, Any]:
+    """One process, plain PyTorch, whole batches."""
+    model = build(kind)
+    optimizer = optimizer_of(model)
+    losses, norms = [], []
+    chunks = batches(steps).split(BATCH)
+    for begin in range(0, steps, window):
+        chunk = chunks[begin : begin + window]
+        total = torch.stack([loss_of(model, tokens) for tokens in chunk]).mean()
+        total.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return {"losses": losses, "norms": norms, "weights": {name: value.clone() for name, value in model.state_dict().items()}}
+
+
+def accelerator_for(sizes: dict[str, int], fsdp: dict[str, Any] | None = None, plan: Any = None, **settings: Any) -> Accelerator:
+    handler = None if plan is None else TorchTensorParallelConfig(plan=plan)
+    return Accelerator(
+        parallelism_config=ParallelismConfig(**sizes, tp_handler=handler),
+        fsdp_plugin=None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp),
+        **settings,
+    )
+
+
+def train(
+    accelerator: Accelerator, kind: str, steps: int, window: int = 1, max_norm: float = 0.5, order: str = "model first"
+) -> dict[str, Any]:
+    """The run of :func:`plain` on a mesh; only rank 0 starts with the same weights."""
+    model = build(kind, seed=accelerator.process_index)
+    optimizer = optimizer_of(model)
+    if order == "model first":
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    ranks = accelerator.strategy.data_collectives.world_size
+    loader = accelerator.prepare(DataLoader(batches(steps), batch_size=BATCH // ranks))
+    losses, norms, window_losses = [], [], []
+    for tokens in loader:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, tokens)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), max_norm).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        window_losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if accelerator.sync_gradients:
+            losses.append(sum(window_losses) / len(window_losses))
+            window_losses.clear()
+    held = sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in model.parameters())
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.free_memory()
+    return {"losses": losses, "norms": norms, "weights": weights, "held": held}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], what: Any, tolerance: float = TOLERANCE) -> None:
+    for key, limit in (("losses", tolerance), ("norms", NORM_TOLERANCE)):
+        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=limit, msg=lambda text, key=key: f"{what}, {key}: {text}")
+    assert set(found["weights"]) == set(expected["weights"]), what
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(
+            found["weights"][name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{what}, {name}: {text}"
+        )

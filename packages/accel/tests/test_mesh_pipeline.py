@@ -1,0 +1,321 @@
+"""Models in stages: the losses, norms and weights of one process, in every schedule and with every other axis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from language_models import (
+    BATCH,
+    LENGTH,
+    TOLERANCE,
+    VOCABULARY,
+    Own,
+    assert_same,
+    build,
+    dataset,
+    optimizer_of,
+    plain,
+    sharding,
+    shifted_loss,
+    stack,
+)
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel import Accelerator, GradScalerKwargs
+from accel.kwargs.base import Handlers
+from accel.parallel.config import ParallelismConfig
+from accel.parallel.schedules import PipelineParallelConfig
+from accel.sharding.plugin import FullyShardedDataParallelPlugin
+from accel.strategies.mesh_pp import PipelineStrategy
+from accel_state import PartialState
+from accel_state.errors import ConfigurationError
+from accel_state.testing import run_world
+
+EXAMPLE = (torch.arange(2 * LENGTH).view(2, -1) % VOCABULARY,)
+Case = tuple[str, dict[str, Any], dict[str, int], dict[str, Any], int, str]
+
+
+def pipeline(kind: str, settings: dict[str, Any]) -> PipelineParallelConfig:
+    if kind == "own":
+        settings = {**settings, "loss_fn": shifted_loss, "example": EXAMPLE}
+    return PipelineParallelConfig(**settings)
+
+
+def train(case: Case, steps: int = 20) -> dict[str, Any]:
+    kind, shape, sizes, settings, window, order = case
+    config = ParallelismConfig(**sizes, pp_handler=pipeline(kind, settings))
+    accelerator = Accelerator(parallelism_config=config, fsdp_plugin=sharding(sizes), gradient_accumulation_steps=window)
+    model = build(kind, **shape)
+    if order == "optimizer first":
+        optimizer = accelerator.prepare(optimizer_of(model))
+        model = accelerator.prepare(model)
+    elif order == "together":
+        model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    else:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer_of(model))
+    loader = accelerator.prepare(DataLoader(dataset(steps * window), batch_size=BATCH // config.data_parallel_size))
+    losses, norms, of_window = [], [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            output = model(batch["input_ids"], labels=batch["labels"])
+            accelerator.backward(output.loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        of_window.append(accelerator.reduce(output.loss.detach(), "mean").item())
+        if accelerator.sync_gradients:
+            losses.append(sum(of_window) / len(of_window))
+            of_window.clear()
+    held = sum(parameter.numel() for parameter in model.parameters())
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    stage = accelerator.pipeline_parallel_rank
+    accelerator.free_memory()
+    return {"losses": losses, "norms": norms, "weights": weights, "held": held, "stage": stage}
+
+
+def train_all(cases: list[Case]) -> list[dict[str, Any]]:
+    return [train(case) for case in cases]
+
+
+def check(size: int, cases: list[Case]) -> None:
+    ranks = run_world(train_all, size, cases, timeout=170)
+    for number, (kind, shape, sizes, settings, window, _) in enumerate(cases):
+        copies = sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1)
+        # A loss of one's own is a mean of those of the micro batches.
+        parts = copies * settings.get("num_microbatches", sizes["pp_size"]) if kind == "own" else copies
+        assert_same(ranks[0][number], plain(kind, 20, window, parts=parts, **shape), cases[number])
+        assert all(rank[number]["losses"] == ranks[0][number]["losses"] for rank in ranks)
+        assert all(rank[number]["weights"] == {} for rank in ranks[1:]), "only rank 0 holds whole weights"
+        whole = sum(parameter.numel() for parameter in build(kind, **shape).parameters())
+        assert all(rank[number]["held"] < 0.75 * whole for rank in ranks), "no rank has all stages"
+
+
+FOUR = {"layers": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_two_stages_train_as_one_process_does() -> None:
+    pp2 = {"pp_size": 2}
+    check(
+        2,
+        [
+            ("llama", {"layers": 3}, pp2, {}, 1, "together"),
+            ("llama", {**FOUR, "tied": True}, pp2, {"schedule": "interleaved1f1b", "num_microbatches": 4}, 2, "optimizer first"),
+            ("gpt2", FOUR, pp2, {"num_microbatches": 4}, 2, "model first"),
+            ("own", FOUR, pp2, {"schedule": "gpipe", "num_microbatches": 4}, 1, "together"),
+        ],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_pipelines_of_shards_copies_and_shared_layers() -> None:
+    check(
+        4,
+        [
+            ("llama", FOUR, {"pp_size": 2, "dp_shard_size": 2}, {}, 2, "together"),
+            ("gpt2", FOUR, {"pp_size": 2, "dp_shard_size": 2}, {"schedule": "interleaved1f1b"}, 1, "optimizer first"),
+            ("gpt2", FOUR, {"pp_size": 2, "dp_replicate_size": 2}, {"schedule": "gpipe"}, 1, "model first"),
+            ("llama", {**FOUR, "tied": True}, {"pp_size": 2, "tp_size": 2}, {}, 1, "together"),
+            ("gpt2", FOUR, {"pp_size": 2, "tp_size": 2}, {"num_microbatches": 4}, 1, "together"),
+            ("llama", FOUR, {"pp_size": 4}, {}, 1, "together"),
+        ],
+    )
+
+
+def in_half_precision(precision: str) -> dict[str, Any]:
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(pp_size=2),
+        mixed_precision=precision,
+        kwargs_handlers=[GradScalerKwargs(init_scale=256.0)] if precision == "fp16" else None,
+    )
+    model, optimizer = accelerator.prepare(*((whole := build("llama")), optimizer_of(whole)))
+    losses, norms = [], []
+    for start in range(0, 4 * BATCH, BATCH):
+        batch = stack(dataset(4)[start : start + BATCH])
+        output = model(**batch, attention_mask=torch.ones_like(batch["input_ids"]))
+        accelerator.backward(output.loss)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(output["loss"].item())
+    scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
+    accelerator.free_memory()
+    return {"losses": losses, "norms": norms, "scale": scale}
+
+
+def evaluation_and_refusals() -> dict[str, Any]:
+    halves = {precision: in_half_precision(precision) for precision in ("bf16", "fp16")}
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2))
+    model = accelerator.prepare(build("gpt2"))
+    model.eval()
+    batch = stack(dataset(1))
+    with torch.no_grad():
+        output = model(input_ids=batch["input_ids"], labels=batch["labels"])
+        shorter = model(batch["input_ids"][:4, :8])
+    model.train()
+    tokens = batch["input_ids"]
+    for args, call, message in (
+        ((tokens,), {}, "got no labels"),
+        ((tokens,), {"input_ids": tokens, "labels": tokens}, "called with 2 inputs"),
+        ((tokens,), {"labels": tokens, "inputs_embeds": tokens}, "called with 1 inputs and inputs_embeds"),
+        ((tokens[:3],), {"labels": tokens[:3]}, "a batch of 3 samples on a rank cannot be divided so"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            model(*args, **call)
+    accelerator.free_memory()
+    for sizes, settings, whole, message in (
+        ({"pp_size": 2}, {"schedule": "interleaved1f1b"}, build("llama"), "has 2 blocks .model.layers., fewer than the 4 stages"),
+        ({"pp_size": 2}, {}, mixed(), "has layers of several kinds .full_attention, sliding_attention."),
+        ({"pp_size": 2}, {}, build("own"), "Own has no loss_function"),
+        ({"pp_size": 2}, {"loss_fn": shifted_loss}, build("own"), "Own is no model of Transformers, so how it is called"),
+        ({"pp_size": 2}, {"loss_fn": shifted_loss, "example": EXAMPLE}, Odd(), "computes something beside its blocks"),
+        ({"pp_size": 2}, {"loss_fn": shifted_loss, "example": EXAMPLE}, nn.Linear(2, 2), "has no nn.ModuleList of blocks"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            config = ParallelismConfig(**sizes, pp_handler=PipelineParallelConfig(**settings))
+            Accelerator(parallelism_config=config).prepare(whole)
+    return {"loss": output.loss.item(), "logits": output.logits, "shorter": shorter.logits, "halves": halves}
+
+
+def mixed() -> nn.Module:
+    model = build("llama")
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    return model
+
+
+class Odd(Own):
+    """Scales what goes into its blocks, which each stage would do again."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) * 4
+        for block in self.blocks:
+            x = block(x, self.turns)
+        return self.head(self.norm(x))
+
+
+def test_outputs_losses_half_precision_and_what_is_refused() -> None:
+    batch = stack(dataset(1))
+    with torch.no_grad():
+        whole = build("gpt2").eval()
+        expected, shorter = whole(**batch), whole(batch["input_ids"][:4, :8]).logits
+    ranks = run_world(evaluation_and_refusals, 2, timeout=100)
+    curve = plain("llama", 4)
+    for found in ranks:
+        torch.testing.assert_close(found["logits"], expected.logits, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(found["shorter"], shorter, rtol=0, atol=TOLERANCE)
+        assert found["loss"] == pytest.approx(expected.loss.item(), abs=TOLERANCE)
+        # bf16 keeps 8 bits and fp16 11: a hundredth and a thousandth of losses and norms, which are near 3.
+        for precision, tolerance in (("bf16", 3e-2), ("fp16", 5e-3)):
+            half = found["halves"][precision]
+            torch.testing.assert_close(half["losses"], curve["losses"], rtol=tolerance, atol=0)
+            torch.testing.assert_close(half["norms"], curve["norms"], rtol=5 * tolerance, atol=0)
+        assert found["halves"]["fp16"]["scale"] == 256.0
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    for settings, message in (
+        ({"schedule": "zb1p"}, "schedule='zb1p' is not one of gpipe, 1f1b, interleaved1f1b"),
+        ({"num_microbatches": 0}, "num_microbatches=0 is no whole number from 1"),
+        ({"stages_per_rank": 2}, "stages_per_rank=2 does not go with schedule='1f1b'"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            PipelineParallelConfig(**settings)
+    with pytest.raises(ConfigurationError, match="pp_size=2 with cp_size=2: stages of a pipeline pass whole sequences on"):
+        PipelineStrategy(PartialState(cpu=True), Handlers(None), ParallelismConfig(pp_size=2, cp_size=2))
+    with pytest.raises(ConfigurationError, match="1f1b needs at least as many as there are ranks"):
+        PipelineParallelConfig(num_microbatches=2).check_batch(8, 4)
+    with pytest.raises(ConfigurationError, match="interleaved1f1b needs a multiple of the 4 ranks"):
+        PipelineParallelConfig(schedule="interleaved1f1b", num_microbatches=6).check_batch(12, 4)
+
+
+def steps_of(accelerator: Accelerator, model: Any, optimizer: Any, begin: int, end: int) -> None:
+    samples = dataset(4)
+    rank, size = accelerator.strategy.data_collectives.rank, accelerator.strategy.data_collectives.world_size
+    each = BATCH // size
+    for step in range(begin, end):
+        start = step * BATCH + rank * each
+        batch = stack(samples[start : start + each])
+        # As many labels on each rank, so that the mean of means is the same on any mesh.
+        accelerator.backward(model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def groups_of(model: nn.Module) -> torch.optim.Optimizer:
+    """One group of matrices, one of the head alone, which the first stage has nothing of."""
+    head = [parameter for name, parameter in model.named_parameters() if "lm_head" in name]
+    rest = [parameter for name, parameter in model.named_parameters() if "lm_head" not in name]
+    groups = [{"params": rest}, *([{"params": head, "lr": 5e-3}] if head else [])]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-6)
+
+
+Save = tuple[str, dict[str, Any], dict[str, int], dict[str, Any], str]
+
+
+def prepared(case: Save, seed_offset: int = 0) -> tuple[Accelerator, Any, Any]:
+    kind, shape, sizes, settings, saved = case
+    fsdp = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=saved)
+    config = ParallelismConfig(**sizes, pp_handler=PipelineParallelConfig(**settings))
+    accelerator = Accelerator(parallelism_config=config, fsdp_plugin=fsdp)
+    whole = build(kind, **shape)
+    if seed_offset:
+        for parameter in whole.parameters():
+            parameter.data.add_(seed_offset)
+    model, optimizer = accelerator.prepare(whole, groups_of(whole))
+    return accelerator, model, optimizer
+
+
+def save_and_load(cases: list[Save], folder: str) -> list[dict[str, Any]]:
+    found = []
+    for number, case in enumerate(cases):
+        accelerator, model, optimizer = prepared(case)
+        steps_of(accelerator, model, optimizer, 0, 2)
+        path = accelerator.save_state(f"{folder}/{number}")
+        steps_of(accelerator, model, optimizer, 2, 4)
+        expected = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+        accelerator.free_memory()
+        accelerator, model, optimizer = prepared(case, seed_offset=1)
+        accelerator.load_state(path)
+        steps_of(accelerator, model, optimizer, 2, 4)
+        resumed = accelerator.get_state_dict(model)
+        assert all(torch.equal(value, expected[name]) for name, value in resumed.items()), case
+        accelerator.free_memory()
+        found.append(expected)
+    return found
+
+
+def load_elsewhere(cases: list[Save], folder: str, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """The rest of the steps on another mesh, or on none."""
+    found = []
+    for number, (kind, shape, _, _, saved) in enumerate(cases):
+        accelerator, model, optimizer = prepared((kind, shape, sizes, {}, saved), seed_offset=2)
+        accelerator.load_state(f"{folder}/{number}")
+        steps_of(accelerator, model, optimizer, 2, 4)
+        found.append({name: value.clone() for name, value in accelerator.get_state_dict(model).items()})
+        accelerator.free_memory()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_states_go_on_in_the_same_pipeline_in_another_and_without_one(tmp_path: Path) -> None:
+    sharded = {"pp_size": 2, "dp_shard_size": 2}
+    cases: list[Save] = [
+        ("llama", {"layers": 4}, sharded, {}, "SHARDED_STATE_DICT"),
+        ("gpt2", {"layers": 4}, sharded, {"schedule": "interleaved1f1b"}, "FULL_STATE_DICT"),
+        ("llama", {"layers": 4, "tied": True}, {"pp_size": 2, "tp_size": 2}, {}, "FULL_STATE_DICT"),
+    ]
+    expected = run_world(save_and_load, 4, cases, str(tmp_path), timeout=120)[0]
+    for sizes, ranks in (({"pp_size": 2}, 2), ({"dp_shard_size": 2}, 2)):
+        found = run_world(load_elsewhere, ranks, cases, str(tmp_path), sizes, timeout=100)[0]
+        for number, weights in enumerate(expected):
+            for name, value in weights.items():
+                torch.testing.assert_close(found[number][name], value, rtol=0, atol=TOLERANCE, msg=f"{cases[number]} on {sizes}: {name}")

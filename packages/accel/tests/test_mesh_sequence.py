@@ -1,0 +1,108 @@
+"""Sequences shared by attention heads: losses, norms and weights of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from language_models import BATCH, LENGTH, TOLERANCE, assert_same, build, dataset, optimizer_of, plain, sharding, stack
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from accel import Accelerator
+from accel.parallel.config import DeepSpeedSequenceParallelConfig, ParallelismConfig
+from accel_state.errors import ConfigurationError
+from accel_state.testing import run_world
+
+Case = tuple[str, dict[str, int], int]
+
+
+def train(case: Case, steps: int = 20) -> dict[str, Any]:
+    kind, sizes, window = case
+    config = ParallelismConfig(**sizes)
+    accelerator = Accelerator(parallelism_config=config, fsdp_plugin=sharding(sizes), gradient_accumulation_steps=window)
+    model = build(kind)
+    loader = DataLoader(dataset(steps * window), batch_size=BATCH // config.data_parallel_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
+    losses, norms, of_window = [], [], []
+    for batch in accelerator.deepspeed_ulysses_dl_adapter(loader, model):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        of_window.append(accelerator.reduce(loss.detach(), "mean").item())
+        if accelerator.sync_gradients:
+            losses.append(sum(of_window) / len(of_window))
+            of_window.clear()
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.free_memory()
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def train_all(cases: list[Case]) -> list[dict[str, Any]]:
+    return [train(case) for case in cases]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        (2, [("llama", {"sp_size": 2}, 2), ("gpt2", {"sp_size": 2}, 1)]),
+        # Of llama's two heads of keys, four ranks get one each, twice.
+        (4, [("llama", {"sp_size": 4}, 1), ("gpt2", {"sp_size": 2, "dp_shard_size": 2}, 2), ("llama", {"sp_size": 2, "tp_size": 2}, 1)]),
+    ],
+    ids=["two ranks", "four ranks"],
+)
+def test_ranks_train_as_one_process_does(size: int, cases: list[Case]) -> None:
+    ranks = run_world(train_all, size, cases, timeout=170)
+    for number, (kind, sizes, window) in enumerate(cases):
+        assert_same(ranks[0][number], plain(kind, 20, window, parts=sizes.get("dp_shard_size", 1)), cases[number])
+        assert all(rank[number]["losses"] == ranks[0][number]["losses"] for rank in ranks)
+
+
+def parts_and_refusals() -> dict[str, Any]:
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length=LENGTH, sp_seq_length_is_variable=False)
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_handler=handler))
+    model, loader = accelerator.prepare(build("llama"), DataLoader(dataset(1), batch_size=BATCH))
+    split = accelerator.deepspeed_ulysses_dl_adapter(loader, model)
+    assert len(split) == len(loader) and split.dataset is loader.dataset
+    model.eval()
+    batch = next(iter(split))
+    with torch.no_grad():
+        logits = accelerator.strategy.whole_sequences(model(**{**batch, "labels": None, "shift_labels": None}).logits)
+    whole = stack(dataset(1))
+    with pytest.raises(ConfigurationError, match="was called with tensors that are not those of a split batch"):
+        model(input_ids=whole["input_ids"])
+    for given, message in (
+        ([whole["input_ids"]], "a batch of list has no input_ids"),
+        ({"input_ids": whole["input_ids"][:, :8]}, "sequences of 8 positions, and sp_seq_length=16"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            accelerator.strategy.heads.split(given)
+    handler.sp_seq_length = None
+    with pytest.raises(ConfigurationError, match="sequences of 15 positions cannot be shared by sp_size=2"):
+        accelerator.strategy.heads.split({"input_ids": whole["input_ids"][:, 1:]})
+    with pytest.raises(ConfigurationError, match="Own is no model of Transformers"):
+        accelerator.prepare(build("own"))
+    with pytest.raises(ConfigurationError, match="sp_attn_implementation='flash_attention_2' is not available"):
+        other = DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")
+        Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_handler=other))
+    return {"keys": sorted(batch), "positions": batch["position_ids"][0].tolist(), "shift": batch["shift_labels"], "logits": logits}
+
+
+def test_each_rank_gets_its_part_and_what_does_not_fit_is_refused() -> None:
+    whole = stack(dataset(1))
+    with torch.no_grad():
+        expected = build("llama").eval()(input_ids=whole["input_ids"]).logits
+    shifted = functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
+    for rank, found in enumerate(run_world(parts_and_refusals, 2)):
+        mine = slice(rank * LENGTH // 2, (rank + 1) * LENGTH // 2)
+        assert found["keys"] == ["input_ids", "labels", "position_ids", "shift_labels"]
+        assert found["positions"] == list(range(LENGTH))[mine]
+        assert torch.equal(found["shift"], shifted[:, mine])
+        torch.testing.assert_close(found["logits"], expected, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,69 @@
+"""examples/fsdp.py: one script, and a configuration file for each way of dividing the model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional
+from workspace import ROOT
+
+SCRIPT = ROOT / "examples" / "fsdp.py"
+CONFIGS = ROOT / "examples" / "fsdp_configs"
+HELD = re.compile(r"(\d) processes, (\d+) parameters on the first")
+LOSS = re.compile(r"final loss: (\d+\.\d{6}), accuracy: (\d\.\d{3}) on 40 sentences \(guessing: 0\.250\)")
+# The processes of each file, and among how many of them the parameters are divided.
+FILES = {"ddp": (2, 1), "fsdp1": (2, 2), "fsdp2": (2, 2), "tp_fsdp": (4, 4)}
+
+pytest.importorskip("transformers")
+
+
+def run(*words: str) -> list[str]:
+    """The lines that the script prints under the launcher."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_", "FSDP_"))}
+    environment["OMP_NUM_THREADS"] = "1"
+    result = subprocess.run(
+        [sys.executable, "-m", "accel_launch", "launch", *words], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout.splitlines()
+
+
+def loss_of_whole(weights: Path) -> float:
+    """What the saved weights give in plain PyTorch, in one batch."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        import fsdp as example
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    model = example.make_model(64, 2)
+    model.load_state_dict(load_file(weights))
+    batch = example.collate(example.examples(40)[1])
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        return functional.cross_entropy(model.eval()(**batch).logits, labels).item()
+
+
+# A launch for each file, of two or four processes that import transformers: tens of seconds on two cores.
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_configuration_trains_to_the_same_loss(tmp_path: Path) -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(FILES)
+    losses, held = {}, {}
+    for name, (processes, _) in FILES.items():
+        config, target = CONFIGS / f"{name}.yaml", tmp_path / name
+        lines = run("--config_file", str(config), str(SCRIPT), "--epochs", "2", "--sentences", "40", "--output_dir", str(target))
+        sizes, found = HELD.fullmatch(lines[-2]), LOSS.fullmatch(lines[-1])
+        assert sizes and found and int(sizes[1]) == processes, (name, lines)
+        losses[name], held[name] = float(found[1]), int(sizes[2])
+        assert float(found[2]) >= 0.4, (name, lines)
+        assert loss_of_whole(target / "model.safetensors") == pytest.approx(losses[name], abs=1e-5), name
+    assert max(losses.values()) - min(losses.values()) <= 1e-4, losses
+    for name, (_, divided) in FILES.items():
+        assert held[name] == pytest.approx(held["ddp"] / divided, rel=0.05), (name, held)
