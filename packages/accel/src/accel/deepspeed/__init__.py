@@ -1,0 +1,1 @@
+"""DeepSpeed: its settings, and the engines that it trains with."""

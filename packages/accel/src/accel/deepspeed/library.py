@@ -1,0 +1,155 @@
+"""The deepspeed package: imported when a model is to be trained with it, and quiet unless it has something to say."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from accel_state import PartialState, env, get_logger
+from accel_state.errors import ConfigurationError, require
+
+logger = get_logger(__name__)
+
+
+def load(state: PartialState) -> Any:
+    """The deepspeed package, working on this process's device.
+
+    Args:
+        state: rank, world and device.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+        ConfigurationError: it has been imported before, and works on another kind of device.
+    """
+    # What it computes on follows from the machine, unless this says so: a run with cpu=True must stay on the CPU.
+    choice = {} if env.read_str("DS_ACCELERATOR") else {"DS_ACCELERATOR": state.device.type}
+    with env.patch_environment(**choice):
+        library = require("deepspeed", purpose="training with DeepSpeed", install="accel[deepspeed]")
+        found = library.get_accelerator().device_name().split(":")[0]
+    if found != state.device.type:
+        raise ConfigurationError(
+            f"deepspeed was imported before the Accelerator and works on {found}, but this process is on {state.device.type}. Import it "
+            f"after the Accelerator, or set DS_ACCELERATOR={state.device.type}."
+        )
+    # It calls what torch renames; at each step, and it is not the user who can do something about it.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning, r"torch\.distributed\.")
+    # On CPUs it would compile collectives over shared memory for half a minute; gloo has all that is needed.
+    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return library
+
+
+def is_engine(model: object) -> bool:
+    """Whether a model is a DeepSpeed engine; without importing deepspeed."""
+    engine = sys.modules.get("deepspeed.runtime.engine")
+    return engine is not None and isinstance(model, engine.DeepSpeedEngine)
+
+
+@contextmanager
+def announcing_builds() -> Iterator[None]:
+    """A block in which operators may be compiled, which takes minutes: say so before the first time."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    original = OpBuilder.jit_load
+
+    def jit_load(builder: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = _build_folder(builder.name)
+        if not any(folder.glob("*.so")):
+            logger.warning(
+                "DeepSpeed is compiling its operator %s, which takes a minute or two. It is kept in %s for the next time "
+                "(TORCH_EXTENSIONS_DIR names another place).",
+                builder.name,
+                folder,
+                main_process_only=True,
+            )
+            if (folder / "lock").exists():
+                logger.warning(
+                    "%s is there: another process is compiling it, and this one waits. If none is, delete that file.",
+                    folder / "lock",
+                    main_process_only=True,
+                )
+        return original(builder, *args, **kwargs)
+
+    OpBuilder.jit_load = jit_load
+    try:
+        yield
+    finally:
+        OpBuilder.jit_load = original
+
+
+def _build_folder(name: str) -> Path:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory(name, False))
+
+
+class Engines:
+    """The engines of an Accelerator, and the process group that they talk over.
+
+    An engine holds the group, and threads that talk over it: if it outlives the group, the process may abort after all its work. So
+    engines are released first, at the end of training, or else of the interpreter.
+
+    Args:
+        state: rank, world and device. Of a single process, which has no process group, one is made for it alone.
+    """
+
+    def __init__(self, state: PartialState) -> None:
+        self._state = state
+        self._engines: list[weakref.ref[Any]] = []
+        self._owns_group = False
+        self._variables = ExitStack()
+        self._at_exit: Callable[[], None] = self.release
+
+    def add(self, engine: Any) -> None:
+        """Release this engine too."""
+        self._engines.append(weakref.ref(engine))
+        # After the process group's own: what is registered last is called first.
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
+
+    def connect(self) -> None:
+        """Make the group of a single process, if there is none; and set the variable that DeepSpeed reads, if the launcher did not."""
+        if env.read_str("LOCAL_RANK") is None:
+            self._variables.enter_context(env.patch_environment(LOCAL_RANK=self._state.local_process_index))
+        if not dist.is_initialized():
+            dist.init_process_group(self._state.device_backend.collective_backend, store=dist.HashStore(), rank=0, world_size=1)
+            self._owns_group = True
+            atexit.register(self._at_exit)
+
+    def release(self) -> None:
+        """Release the engines that are left, and the group if it was made for them."""
+        engines, self._engines = [reference() for reference in self._engines], []
+        for engine in engines:
+            if engine is not None:
+                engine.destroy()
+        del engines
+        atexit.unregister(self._at_exit)
+        gc.collect()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+        self._variables.close()
+
+    @staticmethod
+    def forget_group() -> None:
+        """Have DeepSpeed take the process group as it is when the next engine is made, rather than one that is gone."""
+        comm, groups = (sys.modules.get(f"deepspeed.{name}") for name in ("comm.comm", "utils.groups"))
+        if comm is not None:
+            vars(comm)["cdb"] = None
+        # Older versions keep no references.
+        forget = getattr(groups, "_release_process_group_references", None)
+        if forget is not None:
+            forget(group=None)
+
+
+def supports_half(library: Any) -> bool:
+    """Whether DeepSpeed computes in fp16 on this device."""
+    return bool(library.get_accelerator().is_fp16_supported())

@@ -1,0 +1,114 @@
+"""Optimizers that a script brings along, as DeepSpeed needs them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_state import get_logger
+from accel_state.errors import ConfigurationError
+
+from . import nested
+from .dummies import DummyOptim
+
+logger = get_logger(__name__)
+
+
+def groups_of(optimizer: Optimizer | DummyOptim) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer or of what stands in for one."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer.param_groups
+    if not isinstance(optimizer.params, list):
+        # Parameters usually come as a generator, which can be read once.
+        optimizer.params = list(optimizer.params)
+    given = optimizer.params
+    if given and isinstance(given[0], dict):
+        for group in given:
+            group["params"] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        return given
+    return [{"params": given}]
+
+
+def parameters_of(optimizer: Optimizer | DummyOptim) -> Iterable[nn.Parameter]:
+    """All parameters of an optimizer or of what stands in for one."""
+    return (parameter for group in groups_of(optimizer) for parameter in group["params"])
+
+
+def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
+    """The optimizer of DeepSpeed that computes the same on a CPU, many times faster; the given one where there is none.
+
+    Args:
+        optimizer: Adam, AdamW, Adagrad or Lion.
+
+    Returns:
+        An optimizer over the same parameter groups: what changes the learning rate of the given one changes this one's.
+    """
+    kind = type(optimizer).__name__
+    found: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "Adam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
+        "AdamW": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
+        "Adagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", {}),
+        "Lion": ("deepspeed.ops.lion", "DeepSpeedCPULion", {}),
+    }
+    if kind not in found or type(optimizer).__module__.startswith("deepspeed."):
+        return optimizer
+    module, name, options = found[kind]
+    known = {key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay") if key in optimizer.defaults}
+    made: Optimizer = getattr(importlib.import_module(module), name)(optimizer.param_groups, **known, **options)
+    # torch's schedulers warn unless the optimizer that they were made with has stepped.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return made
+
+
+def for_offload(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
+    """The optimizer that updates states which lie in host memory.
+
+    Args:
+        optimizer: of the script.
+        config: the complete DeepSpeed configuration.
+
+    Raises:
+        ConfigurationError: DeepSpeed has none of this kind, and the configuration does not allow another one.
+    """
+    device = nested.get(config, "zero_optimization.offload_optimizer.device", "none")
+    if device in (None, "none") or config.get("zero_force_ds_cpu_optimizer") is False:
+        return optimizer
+    made = map_pytorch_optim_to_deepspeed(optimizer)
+    if made is optimizer and not type(optimizer).__module__.startswith("deepspeed."):
+        raise ConfigurationError(
+            f"offload_optimizer_device={device!r} with {type(optimizer).__name__}: DeepSpeed has fast optimizers for host memory in place "
+            'of Adam, AdamW, Adagrad and Lion only. Use one of them, or put "zero_force_ds_cpu_optimizer": false into the DeepSpeed '
+            "configuration to have this one update the offloaded states."
+        )
+    if made is not optimizer:
+        logger.info(
+            "%s is replaced by %s, which updates offloaded states.", type(optimizer).__name__, type(made).__name__, main_process_only=True
+        )
+    return made
+
+
+def check_ownership(model: nn.Module, optimizer: Optimizer | DummyOptim) -> None:
+    """Refuse an optimizer of which an engine would leave parameters out.
+
+    Raises:
+        ConfigurationError: it has parameters that are not the model's.
+    """
+    own = set(map(id, model.parameters()))
+    foreign = sum(id(parameter) not in own for parameter in parameters_of(optimizer))
+    if foreign:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} has {foreign} parameters that are not those of {type(model).__name__}. A DeepSpeed engine "
+            "updates one model: give each model an optimizer of its own, made from its parameters."
+        )
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn on the main process, the first time only."""
+    logger.warning(message, main_process_only=True)

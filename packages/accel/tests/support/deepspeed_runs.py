@@ -1,0 +1,162 @@
+"""A small training, with DeepSpeed on some ranks and with plain PyTorch in one process, for the tests of both to compare."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+MISSING = "" if find_spec("deepspeed") else "deepspeed is not installed: scripts/test tells why"
+STEPS, BATCH, WIDTH, CLASSES = 20, 8, 6, 3
+# fp32 on several ranks adds the same numbers in another order.
+TOLERANCE = 1e-4
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, layers that are frozen or not, and a buffer."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(WIDTH, 13)
+        self.middle = nn.Linear(13, 13)
+        self.last = nn.Linear(13, CLASSES)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.gelu(self.first(x))
+        return self.last(x + functional.gelu(self.middle(x))) * self.scale
+
+
+def data(steps: int = STEPS) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(STEPS * BATCH, WIDTH, generator=generator)
+    y = torch.randint(0, CLASSES, (STEPS * BATCH,), generator=generator)
+    return TensorDataset(x[: steps * BATCH], y[: steps * BATCH])
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(x).float(), y)
+
+
+def net(frozen: bool = False, seed: int = 0) -> Net:
+    model = Net(seed)
+    model.middle.requires_grad_(not frozen)
+    return model
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups of parameters that learn at different rates."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        {"params": [parameter for name, parameter in named if name.startswith("last")], "lr": 2e-2},
+        {"params": [parameter for name, parameter in named if not name.startswith("last")]},
+    ]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=5e-2, momentum=0.9)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"adamw": adamw, "sgd": sgd}
+
+
+def plain(window: int = 1, clip: float = 0.0, optimizer: str = "adamw", frozen: bool = False, steps: int = STEPS) -> dict[str, Any]:
+    """One process, plain PyTorch, whole batches; a window that the data end is short."""
+    model = net(frozen)
+    opt = OPTIMIZERS[optimizer](groups(model))
+    chunks = list(DataLoader(data(steps), batch_size=BATCH))
+    losses, norms = [], []
+    for begin in range(0, steps, window):
+        chunk = chunks[begin : begin + window]
+        for x, y in chunk:
+            loss = loss_of(model, x, y)
+            (loss / len(chunk)).backward()
+            losses.append(loss.item())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
+        opt.step()
+        opt.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": weights_of(model)}
+
+
+def weights_of(state: nn.Module | dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = state.state_dict() if isinstance(state, nn.Module) else state
+    return {name: value.detach().float().clone() for name, value in found.items()}
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration that leaves to the Accelerator whatever it can."""
+    zero = {"stage": stage, **({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}), **more.pop("zero", {})}
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    return {"zero_optimization": zero, **auto, **more}
+
+
+def offloading(stage: int) -> dict[str, Any]:
+    """Optimizer states in host memory, and at stage 3 parameters too, with torch's own optimizer."""
+    places = {"offload_optimizer": {"device": "cpu"}, **({"offload_param": {"device": "cpu"}} if stage == 3 else {})}
+    return config(stage, zero=places, zero_force_ds_cpu_optimizer=False)
+
+
+def accelerator_of(settings: Any, **arguments: Any) -> Any:
+    from accel import Accelerator
+    from accel.deepspeed.plugin import DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(hf_ds_config=settings) if isinstance(settings, dict) else settings
+    return Accelerator(deepspeed_plugin=plugin, **arguments)
+
+
+def train(
+    settings: Any, window: int = 1, clip: float = 0.0, optimizer: str = "adamw", frozen: bool = False, steps: int = STEPS, **arguments: Any
+) -> dict[str, Any]:
+    """The same with an Accelerator."""
+    accelerator = accelerator_of(settings, gradient_accumulation_steps=window, **arguments)
+    model = net(frozen)
+    loader = DataLoader(data(steps), batch_size=BATCH // accelerator.num_processes)
+    model, opt, loader = accelerator.prepare(model, OPTIMIZERS[optimizer](groups(model)), loader)
+    losses, norms = [], []
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, x, y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), clip or 1e9).item())
+            opt.step()
+            opt.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    found = {"losses": losses, "norms": norms, "weights": weights_of(accelerator.get_state_dict(model)), "steps": opt.steps_taken}
+    del model, opt, loader
+    release(accelerator)
+    return found
+
+
+def release(accelerator: Any) -> None:
+    """Let the next Accelerator of this process start anew, with the process group."""
+    accelerator.free_memory()
+    accelerator.state._reset_state()
+    gc.collect()
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any], names: Iterable[str] = ("losses", "norms")) -> dict[str, float]:
+    """The largest difference of numbers and of weights."""
+    for name in names:
+        assert len(found[name]) == len(expected[name]), (name, len(found[name]), len(expected[name]))
+    worst = {name: max(abs(a - b) for a, b in zip(found[name], expected[name], strict=True)) for name in names}
+    if found["weights"]:
+        assert set(found["weights"]) == set(expected["weights"])
+        worst["weights"] = max((found["weights"][k] - expected["weights"][k]).abs().max().item() for k in expected["weights"])
+    return worst
+
+
+def check_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+    worst = differences(found, expected)
+    assert max(worst.values()) < tolerance, worst

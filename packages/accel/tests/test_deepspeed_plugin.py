@@ -1,0 +1,634 @@
+"""The settings of DeepSpeed: from code, from the launcher's variables and from a JSON, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import dataclasses
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel import Accelerator, DeepSpeedPlugin
+from accel.deepspeed import zero_init
+from accel.state import deepspeed_required
+from accel.utils import GatheredParameters, compile_regions_deepspeed, has_compiled_regions
+from accel.utils.deepspeed import HfDeepSpeedConfig, get_active_deepspeed_plugin
+from accel_state import AcceleratorState
+from accel_state.env import patch_environment
+from accel_state.errors import ConfigurationError
+from accel_state.options import DeepSpeedOptions
+from accel_state.options.deepspeed import FILE_PATHS
+
+CONCRETE: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_gather_16bit_weights_on_model_save": False,
+        "offload_optimizer": {"device": "none"},
+        "offload_param": {"device": "none"},
+    },
+    "gradient_clipping": 1.0,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 10,
+    "steps_per_print": 2000000,
+}
+AUTOMATIC: dict[str, Any] = {
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": "auto",
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+        "offload_optimizer": {"device": "auto"},
+        "offload_param": {"device": "auto"},
+    },
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "steps_per_print": 2000000,
+}
+ZERO3 = {"zero_optimization": {"stage": 3}}
+PREFIX = "ACCELERATE_DEEPSPEED_"
+
+# What the launcher hands over, and what the plugin makes of it: the field and the value in the configuration.
+LAUNCHED: list[tuple[dict[str, str], str, Any, str, Any]] = [
+    ({}, "zero_stage", 2, "zero_optimization.stage", 2),
+    ({}, "gradient_accumulation_steps", "auto", "gradient_accumulation_steps", "auto"),
+    ({}, "gradient_clipping", "auto", "gradient_clipping", "auto"),
+    ({}, "offload_optimizer_device", "none", "zero_optimization.offload_optimizer.device", "none"),
+    ({}, "offload_optimizer_nvme_path", "none", "zero_optimization.offload_optimizer.nvme_path", None),
+    ({}, "zero3_init_flag", False, "train_batch_size", "auto"),
+    ({f"{PREFIX}ZERO_STAGE": "3"}, "zero_stage", 3, "zero_optimization.stage", 3),
+    ({f"{PREFIX}ZERO_STAGE": "3"}, "zero3_init_flag", True, "steps_per_print", math.inf),
+    ({f"{PREFIX}ZERO_STAGE": "3", f"{PREFIX}ZERO3_INIT": "false"}, "zero3_init_flag", False, "zero_optimization.stage", 3),
+    (
+        {f"{PREFIX}ZERO_STAGE": "3", f"{PREFIX}ZERO3_SAVE_16BIT_MODEL": "true"},
+        "zero3_save_16bit_model",
+        True,
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        True,
+    ),
+    ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps", 4, "gradient_accumulation_steps", 4),
+    ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, "gradient_clipping", 0.5, "gradient_clipping", 0.5),
+    (
+        {f"{PREFIX}OFFLOAD_OPTIMIZER_DEVICE": "nvme", f"{PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH": "/drive"},
+        "offload_optimizer_nvme_path",
+        "/drive",
+        "zero_optimization.offload_optimizer",
+        {"device": "nvme", "nvme_path": "/drive"},
+    ),
+    (
+        {f"{PREFIX}ZERO_STAGE": "3", f"{PREFIX}OFFLOAD_PARAM_DEVICE": "nvme", f"{PREFIX}OFFLOAD_PARAM_NVME_PATH": "/drive"},
+        "offload_param_device",
+        "nvme",
+        "zero_optimization.offload_param",
+        {"device": "nvme", "nvme_path": "/drive"},
+    ),
+    ({f"{PREFIX}MOE_LAYER_CLS_NAMES": "A,B"}, "transformer_moe_cls_names", "A,B", "train_micro_batch_size_per_gpu", "auto"),
+]
+
+
+@pytest.mark.parametrize(("variables", "field", "value", "key", "inside"), LAUNCHED, ids=str)
+def test_the_launchers_variables_are_read(variables: dict[str, str], field: str, value: Any, key: str, inside: Any) -> None:
+    with patch_environment(**variables):
+        plugin = DeepSpeedPlugin()
+    assert getattr(plugin, field) == value
+    assert plugin.get_value(key) == inside
+
+
+def test_every_variable_of_the_launcher_changes_the_plugin() -> None:
+    read = {name for variables, *_ in LAUNCHED for name in variables} | {"ACCELERATE_DEEPSPEED_CONFIG_FILE"}
+    assert {opt.env for opt in DeepSpeedOptions.options() if opt.exported} <= read
+
+
+def test_code_wins_over_the_launcher() -> None:
+    with patch_environment(ACCELERATE_DEEPSPEED_ZERO_STAGE="2", ACCELERATE_GRADIENT_CLIPPING="0.5"):
+        plugin = DeepSpeedPlugin(zero_stage=3, gradient_clipping="auto")
+    assert (plugin.zero_stage, plugin.gradient_clipping) == (3, 0.5)
+
+
+def as_object(config: dict[str, Any]) -> Any:
+    return type("TrainerConfig", (), {"config": config})()
+
+
+class TestJson:
+    @pytest.fixture
+    def forms(self, tmp_path: Path) -> list[Any]:
+        text = json.dumps(CONCRETE)
+        path = tmp_path / "ds.json"
+        path.write_text(text)
+        encoded = base64.urlsafe_b64encode(text.encode()).decode()
+        return [
+            str(path),
+            path,
+            copy.deepcopy(CONCRETE),
+            encoded,
+            encoded.rstrip("="),
+            as_object(copy.deepcopy(CONCRETE)),
+            HfDeepSpeedConfig(CONCRETE),
+        ]
+
+    def test_every_form_says_the_same(self, forms: list[Any]) -> None:
+        for form in forms:
+            plugin = DeepSpeedPlugin(hf_ds_config=form)
+            assert plugin.deepspeed_config == {**CONCRETE, "steps_per_print": math.inf}
+            assert (plugin.zero_stage, plugin.gradient_accumulation_steps, plugin.gradient_clipping) == (3, 10, 1.0)
+            assert plugin.zero3_init_flag and not plugin.zero3_save_16bit_model and plugin.precision == "bf16"
+            assert plugin.hf_ds_config.config is plugin.deepspeed_config
+
+    def test_a_dictionary_of_the_script_stays_as_it_is(self) -> None:
+        config = copy.deepcopy(AUTOMATIC)
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        assert config == AUTOMATIC and plugin.deepspeed_config is not config
+
+    def test_an_object_goes_on_reading_its_own_dictionary(self) -> None:
+        held = as_object(copy.deepcopy(AUTOMATIC))
+        plugin = DeepSpeedPlugin(hf_ds_config=held, zero_stage=1)
+        assert plugin.hf_ds_config is held and held.config["zero_optimization"]["stage"] == 1
+
+    def test_auto_becomes_what_code_or_launcher_say(self) -> None:
+        with patch_environment(ACCELERATE_GRADIENT_CLIPPING="1.0", ACCELERATE_GRADIENT_ACCUMULATION_STEPS="5"):
+            plugin = DeepSpeedPlugin(
+                hf_ds_config=AUTOMATIC,
+                zero_stage=3,
+                offload_param_device="cpu",
+                offload_optimizer_device="nvme",
+                zero3_save_16bit_model=True,
+            )
+        assert plugin.deepspeed_config == {
+            "bf16": {"enabled": "auto"},
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_gather_16bit_weights_on_model_save": True,
+                "offload_optimizer": {"device": "nvme"},
+                "offload_param": {"device": "cpu"},
+            },
+            "gradient_clipping": 1.0,
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": 5,
+            "steps_per_print": math.inf,
+        }
+        assert plugin.accumulation_steps == 5
+
+    def test_auto_without_a_word_from_anybody(self) -> None:
+        plugin = DeepSpeedPlugin(hf_ds_config=AUTOMATIC)
+        assert plugin.zero_stage == 2 and plugin.offload_param_device == plugin.offload_optimizer_device == "none"
+        assert plugin.accumulation_steps is None and plugin.is_auto("gradient_clipping") and not plugin.is_auto("no.such.key")
+
+    def test_what_the_json_leaves_out_is_added(self) -> None:
+        plugin = DeepSpeedPlugin(hf_ds_config=ZERO3, gradient_clipping=0.3, offload_optimizer_device="cpu")
+        assert plugin.deepspeed_config["gradient_clipping"] == 0.3
+        assert plugin.deepspeed_config["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+
+    def test_the_launchers_file(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps(CONCRETE))
+        with patch_environment(ACCELERATE_DEEPSPEED_CONFIG_FILE=str(path)):
+            assert DeepSpeedPlugin().zero_stage == 3
+            plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}})
+        assert plugin.zero_stage == 1
+        AcceleratorState(cpu=True)
+        plugin.select(_from_accelerator_state=True)
+        assert f"hf_ds_config of the script is used, and not {path} of the launcher." in caplog.text
+
+    @pytest.mark.parametrize(
+        ("form", "message"),
+        [
+            (5, "hf_ds_config=5 is no DeepSpeed configuration"),
+            ("/no/such/file.json", "'/no/such/file.json' is neither the path of a file that exists nor a JSON object in base64"),
+            ("%%%", "neither the path"),
+            (base64.b64encode(b"[1, 2]").decode(), "is list in base64"),
+            (base64.b64encode(b'{"a": 1, "a": 2}').decode(), "'a' stands there twice, as 1 and 2"),
+            ("a" * 5000, "aaa... is neither|neither the path"),
+        ],
+    )
+    def test_what_is_no_configuration(self, form: Any, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            DeepSpeedPlugin(hf_ds_config=form)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [("{", "not valid JSON"), ("[1]", "is a JSON object, not list"), ('{"a": {"b": 1, "b": 2}}', "the key 'b' stands there twice")],
+    )
+    def test_files_that_cannot_be_read(self, tmp_path: Path, text: str, message: str) -> None:
+        path = tmp_path / "ds.json"
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match=message) as caught:
+            DeepSpeedPlugin(hf_ds_config=str(path))
+        assert "ds.json" in str(caught.value)
+
+    def test_a_file_of_the_launcher_that_is_missing(self, tmp_path: Path) -> None:
+        with (
+            patch_environment(ACCELERATE_DEEPSPEED_CONFIG_FILE=str(tmp_path / "no.json")),
+            pytest.raises(ConfigurationError, match=r"ACCELERATE_DEEPSPEED_CONFIG_FILE=.*no\.json: No such file"),
+        ):
+            DeepSpeedPlugin()
+
+
+# One value of each setting that a JSON may have, and another one for the plugin.
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "gradient_accumulation_steps": (10, 5),
+    "gradient_clipping": (1.0, 2.0),
+    "zero_stage": (3, 2),
+    "offload_optimizer_device": ("cpu", "none"),
+    "offload_param_device": ("cpu", "nvme"),
+    "offload_optimizer_nvme_path": ("/a", "/b"),
+    "offload_param_nvme_path": ("/a", "/b"),
+    "zero3_save_16bit_model": (False, True),
+}
+
+
+def json_with(field: str, value: Any) -> dict[str, Any]:
+    config = copy.deepcopy(ZERO3)
+    node: Any = config
+    *sections, key = FILE_PATHS[field].split(".")
+    for section in sections:
+        node = node.setdefault(section, {})
+    node[key] = value
+    return config
+
+
+class TestConflicts:
+    def test_all_settings_are_tried(self) -> None:
+        assert set(OTHERS) == set(FILE_PATHS)
+
+    @pytest.mark.parametrize("field", OTHERS)
+    def test_code_and_json(self, field: str) -> None:
+        inside, outside = OTHERS[field]
+        with pytest.raises(ConfigurationError) as caught:
+            DeepSpeedPlugin(hf_ds_config=json_with(field, inside), **{field: outside})
+        assert f"DeepSpeedPlugin({field}={outside!r})" in str(caught.value)
+        assert f"hf_ds_config has {FILE_PATHS[field]}: {json.dumps(inside)}" in str(caught.value)
+
+    @pytest.mark.parametrize("field", OTHERS)
+    def test_the_same_twice_is_no_conflict(self, field: str) -> None:
+        inside, _ = OTHERS[field]
+        assert getattr(DeepSpeedPlugin(hf_ds_config=json_with(field, inside), **{field: inside}), field) == inside
+
+    @pytest.mark.parametrize("field", OTHERS)
+    def test_launcher_and_json_of_the_script(self, field: str) -> None:
+        inside, outside = OTHERS[field]
+        env = f"ACCELERATE_{field.upper()}" if field.startswith("gradient") else f"{PREFIX}{field.upper()}"
+        text = "true" if outside is True else str(outside)
+        with patch_environment(**{env: text}), pytest.raises(ConfigurationError) as caught:
+            DeepSpeedPlugin(hf_ds_config=json_with(field, inside))
+        assert f"environment variable {env}={text}, but hf_ds_config has {FILE_PATHS[field]}: {json.dumps(inside)}" in str(caught.value)
+
+    def test_launcher_and_its_own_file(self, tmp_path: Path) -> None:
+        """Scenario 1, where something else than ``accel launch`` set the variables."""
+        path = tmp_path / "ds_config.json"
+        path.write_text(json.dumps(CONCRETE))
+        variables = {
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+            "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+            f"{PREFIX}ZERO_STAGE": "3",
+            f"{PREFIX}OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+            f"{PREFIX}OFFLOAD_PARAM_DEVICE": "cpu",
+            f"{PREFIX}ZERO3_SAVE_16BIT_MODEL": "true",
+            f"{PREFIX}ZERO3_INIT": "true",
+            f"{PREFIX}CONFIG_FILE": str(path),
+        }
+        with patch_environment(**variables), pytest.raises(ConfigurationError) as caught:
+            DeepSpeedPlugin()
+        message = str(caught.value)
+        assert message.startswith(
+            "When using `deepspeed_config_file`, the following accel config variables will be ignored: ['gradient_accumulation_steps', "
+            "'gradient_clipping', 'zero_stage', 'offload_optimizer_device', 'offload_param_device', 'zero3_save_16bit_model', "
+            "'mixed_precision']. Please specify them appropriately in the DeepSpeed config file."
+        )
+        for part in (
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=1, ",
+            "ds_config.json has gradient_accumulation_steps: 10",
+            "the file enables bf16",
+        ):
+            assert part in message
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"zero_stage": 7}, r"zero_stage=7\): '7' is not one of 0, 1, 2, 3"),
+    ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, "offload_optimizer.device: cpu, which needs ZeRO stage 1 or more, not 0"),
+    ({"zero_stage": 2, "offload_param_device": "cpu"}, "offload_param.device: cpu, which needs ZeRO stage 3, not 2"),
+    ({"offload_param_device": "disk"}, "'disk' is not one of none, cpu, nvme"),
+    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
+    ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0"),
+    ({"zero3_init_flag": "perhaps"}, "'perhaps' is neither true nor false"),
+    ({"enable_msamp": True}, "enable_msamp=True asks for MS-AMP's own DeepSpeed engine"),
+    ({"msamp_opt_level": "O3"}, "msamp_opt_level='O3' is not one of O1, O2"),
+    ({"zero_stage": 2, "transformer_moe_cls_names": "Experts"}, "transformer_moe_cls_names='Experts'.* but the stage is 2"),
+    ({"hf_ds_config": {"train_batch_size": 8}}, "does not say which ZeRO stage"),
+    ({"hf_ds_config": {"zero_optimization": True}}, "zero_optimization: True, which is no section"),
+    ({"hf_ds_config": {"zero_optimization": True}, "zero_stage": 2}, "zero_optimization: True, which is no section"),
+    ({"hf_ds_config": {"zero_optimization": None}}, "zero_optimization is None"),
+    ({"hf_ds_config": {**ZERO3, "optimizer": "AdamW"}}, "optimizer: 'AdamW', which is no section"),
+    ({"hf_ds_config": {"zero_optimization": {}}}, "does not say which ZeRO stage"),
+    ({"hf_ds_config": {"zero_optimization": {"stage": 4}}}, "zero_optimization.stage: 4, which is not one of 0, 1, 2, 3"),
+    ({"hf_ds_config": {"zero_optimization": {"stage": True}}}, "stage: True"),
+    ({"hf_ds_config": {**ZERO3, "gradient_acumulation_steps": 2}}, "Did you mean 'gradient_accumulation_steps'"),
+    ({"hf_ds_config": {"zero_optimisation": {"stage": 2}, **ZERO3}}, "Did you mean 'zero_optimization'"),
+    ({"hf_ds_config": {**ZERO3, "train_batch_size": 0}}, 'train_batch_size: 0, which is neither "auto" nor an integer of at least 1'),
+    ({"hf_ds_config": {**ZERO3, "train_micro_batch_size_per_gpu": 1.5}}, "train_micro_batch_size_per_gpu: 1.5"),
+    ({"hf_ds_config": {**ZERO3, "gradient_accumulation_steps": True}}, "gradient_accumulation_steps: True"),
+    (
+        {"hf_ds_config": {**ZERO3, "gradient_clipping": "much"}},
+        "gradient_clipping: 'much', which is neither \"auto\" nor a number of at least 0",
+    ),
+    ({"hf_ds_config": {**ZERO3, "gradient_clipping": math.inf}}, "gradient_clipping: inf"),
+    ({"hf_ds_config": {**ZERO3, "fp16": {"enabled": True}, "bf16": {"enabled": True}}}, "fp16.enabled: true and bf16.enabled: true"),
+    ({"hf_ds_config": {**ZERO3, "optimizer": {"params": {}}}}, '"optimizer" without a "type", such as AdamW'),
+    ({"hf_ds_config": {**ZERO3, "scheduler": {}}}, '"scheduler" without a "type", such as WarmupLR'),
+    (
+        {"hf_ds_config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}},
+        "device: 'disk', which is not one of none, cpu, nvme",
+    ),
+    (
+        {"hf_ds_config": {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}},
+        "zero_quantized_weights of ZeRO.., which extends ZeRO stage 3",
+    ),
+    ({"hf_ds_config": {"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 8}}}, "zero_hpz_partition_size of ZeRO.., .* not 1"),
+    (
+        {"hf_ds_config": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}}},
+        "zero_hpz_partition_size: 0, which is not an integer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=str)
+def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DeepSpeedPlugin(**fields)
+
+
+def test_zero_plus_plus_at_stage_3() -> None:
+    config = {
+        "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}
+    }
+    assert DeepSpeedPlugin(hf_ds_config=config).deepspeed_config["zero_optimization"] == config["zero_optimization"]
+
+
+def test_unknown_keys_that_are_no_slip_of_the_pen_pass() -> None:
+    assert DeepSpeedPlugin(hf_ds_config={**ZERO3, "a_key_of_next_year": {"x": 1}}).get_value("a_key_of_next_year.x") == 1
+
+
+def test_unknown_fields() -> None:
+    with pytest.raises(TypeError, match="zero_stge"):
+        DeepSpeedPlugin(zero_stge=2)  # type: ignore[call-arg]
+
+
+def test_zero3_init_without_stage_3_is_taken_back_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with patch_environment(ACCELERATE_DEEPSPEED_ZERO3_INIT="true"):
+        plugins = {"mine": DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True), "launched": DeepSpeedPlugin(zero_stage=1)}
+    assert [plugin.zero3_init_flag for plugin in plugins.values()] == [False, False] and not caplog.records
+    state = AcceleratorState(cpu=True, deepspeed_plugin=plugins)
+    with caplog.at_level(logging.INFO):
+        for name in ("mine", "launched", "mine"):
+            state.select_deepspeed_plugin(name)
+    assert [(record.levelname, record.message.split(":")[0]) for record in caplog.records] == [
+        ("WARNING", "[RANK 0] DeepSpeedPlugin(zero3_init_flag=True) has no effect with ZeRO stage 2"),
+        ("INFO", "[RANK 0] environment variable ACCELERATE_DEEPSPEED_ZERO3_INIT=true has no effect with ZeRO stage 1"),
+    ]
+
+
+def test_a_plugin_can_be_made_from_another() -> None:
+    plugin = dataclasses.replace(DeepSpeedPlugin(zero_stage=3, gradient_clipping=1.0), zero3_init_flag=False)
+    assert (plugin.zero_stage, plugin.gradient_clipping, plugin.zero3_init_flag, plugin.strategy) == (3, 1.0, False, "deepspeed")
+
+
+# Precision of the Accelerator, what the JSON has, and what becomes of it: fp16 and bf16.
+FP16 = {"enabled": True, "auto_cast": True}
+ON, OFF, AUTO = {"enabled": True}, {"enabled": False}, {"enabled": "auto"}
+PRECISIONS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ("no", {}, OFF, OFF),
+    ("no", {"bf16": AUTO}, OFF, OFF),
+    ("no", {"fp16": ON}, ON, OFF),
+    ("no", {"bf16": ON}, OFF, ON),
+    ("fp16", {}, FP16, OFF),
+    ("fp16", {"bf16": AUTO}, FP16, OFF),
+    ("fp16", {"fp16": AUTO, "bf16": AUTO}, ON, OFF),
+    ("bf16", {}, OFF, ON),
+    ("bf16", {"fp16": AUTO, "bf16": AUTO}, OFF, ON),
+    ("bf16", {"bf16": ON}, OFF, ON),
+    ("fp8", {"fp16": AUTO}, OFF, ON),
+]
+
+
+class TestPrecision:
+    @pytest.mark.parametrize(("precision", "sections", "fp16", "bf16"), PRECISIONS, ids=str)
+    def test_the_configuration_and_the_accelerator(self, precision: str, sections: dict[str, Any], fp16: Any, bf16: Any) -> None:
+        plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, **copy.deepcopy(sections)})
+        plugin.set_mixed_precision(precision)
+        assert (plugin.deepspeed_config["fp16"], plugin.deepspeed_config["bf16"]) == (fp16, bf16)
+        assert plugin.precision == next((name for name in sections if sections[name] == ON), None)
+
+    @pytest.mark.parametrize(("precision", "other"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp8", "fp16")])
+    def test_another_one_is_enabled(self, precision: str, other: str) -> None:
+        plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, other: {"enabled": True}})
+        with pytest.raises(ConfigurationError, match=f"mixed_precision='{precision}', but hf_ds_config has {other}.enabled: true"):
+            plugin.set_mixed_precision(precision)
+
+    def test_the_same_one_is_turned_off(self) -> None:
+        plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, "bf16": {"enabled": False}})
+        with pytest.raises(ConfigurationError, match="mixed_precision='bf16', but hf_ds_config has bf16.enabled: false"):
+            plugin.set_mixed_precision("bf16")
+
+    @pytest.mark.parametrize(
+        ("argument", "launched", "message"),
+        [
+            ("no", None, "mixed_precision='no' contradicts DeepSpeedPlugin, whose configuration enables bf16"),
+            ("fp16", "bf16", "mixed_precision='fp16' contradicts"),
+            (None, "fp16", "environment variable ACCELERATE_MIXED_PRECISION=fp16 contradicts DeepSpeedPlugin"),
+        ],
+    )
+    def test_the_accelerator_asks_for_another_one(self, argument: Any, launched: Any, message: str) -> None:
+        plugins = {"first": DeepSpeedPlugin(hf_ds_config=CONCRETE), "second": DeepSpeedPlugin()}
+        with (
+            patch_environment(**({"ACCELERATE_MIXED_PRECISION": launched} if launched else {})),
+            pytest.raises(ConfigurationError, match=message),
+        ):
+            Accelerator(cpu=True, mixed_precision=argument, deepspeed_plugins=plugins)
+
+    def test_no_such_precision(self) -> None:
+        with pytest.raises(ConfigurationError, match="mixed_precision='fp61' is not one of fp16, bf16, fp8, no"):
+            DeepSpeedPlugin().set_mixed_precision("fp61")
+
+    def test_a_second_accelerator_may_choose_another_one(self) -> None:
+        plugin = DeepSpeedPlugin()
+        for precision in ("bf16", "no", "fp16"):
+            plugin.set_mixed_precision(precision)
+        assert plugin.get_value("fp16.enabled") is True and plugin.get_value("bf16.enabled") is False
+
+
+class TestProcessing:
+    """What other libraries fill in themselves."""
+
+    def test_a_difference_is_noted(self) -> None:
+        plugin, lines = DeepSpeedPlugin(hf_ds_config=CONCRETE), []
+        plugin.fill_match("gradient_clipping", lines, **{"gradient_clipping": 2.0})
+        plugin.fill_match("gradient_clipping", lines, must_match=False, **{"gradient_clipping": 2.0})
+        plugin.fill_match("no.such.key", lines, **{"no.such.key": 1})
+        assert lines == ["- ds gradient_clipping=1.0 vs arg gradient_clipping=2.0"]
+
+    def test_auto_is_filled_or_missed(self) -> None:
+        plugin = DeepSpeedPlugin(hf_ds_config=CONCRETE)
+        with pytest.raises(ConfigurationError, match="`train_batch_size` not found in kwargs"):
+            plugin.fill_match("train_batch_size")
+        plugin.fill_match("train_batch_size", **{"train_batch_size": 8})
+        assert plugin.deepspeed_config["train_batch_size"] == 8
+
+    def test_the_whole_configuration(self) -> None:
+        plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-8}}})
+        values = {"optimizer.params.lr": 0.1, "zero_optimization.stage": 3}
+        plugin.deepspeed_config_process(**values)
+        assert plugin.get_value("optimizer.params.lr") == 0.1
+        with pytest.raises(ConfigurationError, match="- ds optimizer.params.lr=0.1 vs arg optimizer.params.lr=0.2"):
+            plugin.deepspeed_config_process(**{**values, "optimizer.params.lr": 0.2})
+        plugin.deepspeed_config_process(must_match=False, **{**values, "optimizer.params.lr": 0.2})
+        lines: list[str] = []
+        section = plugin.deepspeed_config["optimizer"]
+        plugin.deepspeed_config_process("optimizer.", lines, section, **{"optimizer.params.lr": 0.3, "zero_optimization.stage": 1})
+        assert lines == ["- ds optimizer.params.lr=0.1 vs arg optimizer.params.lr=0.3"]
+
+
+class TestHfDeepSpeedConfig:
+    def test_questions(self) -> None:
+        config = HfDeepSpeedConfig({**CONCRETE, "a": {"b": {"yes": 1, "no": 0, "nothing": None}}})
+        assert config.is_zero3() and not config.is_zero2() and not config.is_offload()
+        assert config.get_value("a.b.yes") == 1 and config.get_value("a.x.yes", "other") == "other"
+        assert config.find_config_node("a.b.yes") == (config.config["a"]["b"], "yes")
+        assert config.find_config_node("gradient_clipping") == (config.config, "gradient_clipping")
+        assert config.find_config_node("x.y") == (None, "y")
+        assert config.is_true("a.b.yes") and not config.is_true("a.b.no") and not config.is_true("a.b.missing")
+        assert config.is_false("a.b.no") and not config.is_false("a.b.yes") and not config.is_false("a.b.missing")
+        assert not config.is_false("a.b.nothing")
+
+    def test_stage_and_offload_follow_changes_when_told(self) -> None:
+        config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
+        config.config["zero_optimization"] = {"stage": 3, "offload_param": {"device": "nvme"}}
+        assert config.is_zero2()
+        config.set_stage_and_offload()
+        assert config.is_zero3() and config.is_offload()
+
+    def test_removing(self) -> None:
+        config = HfDeepSpeedConfig(CONCRETE)
+        config.del_config_sub_tree("zero_optimization.offload_param")
+        config.del_config_sub_tree("x.y")
+        assert "offload_param" not in config.config["zero_optimization"] and "offload_param" in CONCRETE["zero_optimization"]
+        with pytest.raises(ConfigurationError, match="has no x.y. Its keys: bf16, zero_optimization"):
+            config.del_config_sub_tree("x.y", must_exist=True)
+
+    def test_nothing_is_no_configuration(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"HfDeepSpeedConfig\(None\)"):
+            HfDeepSpeedConfig(None)
+
+
+class TestSelection:
+    def test_only_the_state_selects(self) -> None:
+        plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=2)}
+        state = AcceleratorState(cpu=True, deepspeed_plugin=plugins)
+        with pytest.raises(ConfigurationError, match=r"select_deepspeed_plugin\(name\)"):
+            plugins["student"].select()
+        with pytest.raises(ConfigurationError, match="selected=True cannot be set"):
+            plugins["student"].selected = True
+        with pytest.raises(ConfigurationError, match="no active DeepSpeedPlugin"):
+            get_active_deepspeed_plugin(state)
+        state.select_deepspeed_plugin("teacher")
+        assert get_active_deepspeed_plugin(state) is plugins["teacher"] is state.deepspeed_plugin
+        assert [plugin.selected for plugin in plugins.values()] == [False, True]
+        state.select_deepspeed_plugin("student")
+        assert [plugin.selected for plugin in plugins.values()] == [True, False]
+        assert f"ds_config: {plugins['student'].deepspeed_config}\n" in repr(state)
+
+    def test_a_function_that_needs_deepspeed(self) -> None:
+        @deepspeed_required
+        def stage() -> int:
+            return AcceleratorState().deepspeed_plugin.zero_stage if AcceleratorState._shared_state else -1
+
+        assert stage() == -1 and stage.__name__ == "stage"
+        AcceleratorState(cpu=True)
+        with pytest.raises(ConfigurationError, match="distributed type is NO. Launch with --use_deepspeed"):
+            stage()
+        AcceleratorState._reset_state()
+        AcceleratorState(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
+        assert stage() == 1
+
+    def test_parameters_that_are_whole_need_no_gathering(self) -> None:
+        model = nn.Linear(2, 2)
+        for given in (model, list(model.parameters()), model.weight):
+            with GatheredParameters(given, modifier_rank=0) as nothing, torch.no_grad():
+                assert nothing is None and model.weight.numel() == 4
+
+
+def test_regions_are_compiled_in_place() -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.ReLU())
+    assert compile_regions_deepspeed(model, backend="eager") is None and has_compiled_regions(model)
+
+
+class TestTransformers:
+    """Transformers creates models sharded while somebody keeps a configuration of stage 3 alive."""
+
+    @pytest.fixture
+    def enabled(self) -> Any:
+        pytest.importorskip("transformers")
+        from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+        yield is_deepspeed_zero3_enabled
+        zero_init.withdraw()
+
+    def test_as_long_as_the_plugin_is_selected(self, enabled: Any) -> None:
+        plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
+        state = AcceleratorState(cpu=True, deepspeed_plugin=plugins)
+        seen = []
+        for name in ("student", "teacher", "student", "teacher"):
+            state.select_deepspeed_plugin(name)
+            seen.append(enabled())
+        assert seen == [False, True, False, True]
+        with plugins["teacher"].zero3_init_context_manager(enable=False):
+            assert not enabled() and not plugins["teacher"].is_zero3_init_enabled()
+        assert enabled() and plugins["teacher"].is_zero3_init_enabled()
+        del plugins, state
+        AcceleratorState._reset_state()
+        assert not enabled()
+
+    def test_a_configuration_of_the_script_itself_stays(self, enabled: Any) -> None:
+        from transformers.integrations.deepspeed import set_hf_deepspeed_config
+
+        own = type("OwnConfig", (), {"config": {}, "is_zero3": lambda self: True})()
+        set_hf_deepspeed_config(own)
+        DeepSpeedPlugin(zero_stage=2).select(_from_accelerator_state=True)
+        assert enabled()
+        del own
+        assert not enabled()
+
+    def test_when_training_is_over(self, enabled: Any) -> None:
+        plugin = DeepSpeedPlugin(zero_stage=3)
+        plugin.select(_from_accelerator_state=True)
+        assert enabled()
+        plugin.release()
+        assert not enabled() and plugin.selected
+
+    def test_switched_off(self, enabled: Any) -> None:
+        plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=False)
+        plugin.select(_from_accelerator_state=True)
+        assert not enabled()
+        with plugin.zero3_init_context_manager(enable=True):
+            assert enabled()
+        assert not enabled()
+
+    def test_what_transformers_reads(self, enabled: Any) -> None:
+        from transformers.integrations.deepspeed import deepspeed_config
+
+        config = {**CONCRETE, "train_batch_size": 40, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+        config["zero_optimization"] = {**CONCRETE["zero_optimization"], "reduce_bucket_size": "auto"}
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        plugin.set_deepspeed_weakref()
+        read = deepspeed_config()
+        assert read["gradient_accumulation_steps"] == 10 and read["train_micro_batch_size_per_gpu"] == 1 and "train_batch_size" not in read
+        assert read["bf16"] == {"enabled": True} and '"auto"' not in json.dumps({**read, "steps_per_print": 0})
+        assert plugin.is_auto("zero_optimization.reduce_bucket_size") and plugin.config == read

@@ -1,0 +1,275 @@
+"""DeepSpeed's engines give the numbers of plain PyTorch: every stage, offload, accumulation, clipping, precision, and bad input."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_runs import (
+    BATCH,
+    MISSING,
+    STEPS,
+    TOLERANCE,
+    accelerator_of,
+    adamw,
+    check_same,
+    config,
+    data,
+    differences,
+    groups,
+    loss_of,
+    net,
+    offloading,
+    plain,
+    release,
+    train,
+    weights_of,
+)
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_state.errors import ConfigurationError
+from accel_state.testing import run_world
+
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "deepspeed is installed"), pytest.mark.timeout(600)]
+
+# name: (configuration, arguments of train, arguments of plain). 20 steps; windows of 3 end with a short one of 2.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{f"stage {stage}": (config(stage), {}) for stage in (0, 1, 2, 3)},
+    **{f"stage {stage} offloaded": (offloading(stage), {}) for stage in (1, 2, 3)},
+    **{f"stage {stage} in windows": (config(stage), {"window": 3, "clip": 0.2}) for stage in (0, 1, 2, 3)},
+    **{f"stage {stage} offloaded in windows": (offloading(stage), {"window": 3, "clip": 0.2}) for stage in (1, 2, 3)},
+    "another optimizer": (config(2), {"optimizer": "sgd", "clip": 0.2}),
+    "frozen parameters": (config(2), {"frozen": True, "clip": 0.2}),
+    "frozen parameters, divided": (config(3), {"frozen": True, "clip": 0.2}),
+    "clipped as configured": ({**config(2), "gradient_clipping": 0.2}, {"clip": 0.2}),
+}
+
+
+def run_cases(names: list[str]) -> dict[str, dict[str, Any]]:
+    return {name: train(CASES[name][0], **CASES[name][1]) for name in names}
+
+
+@functools.cache
+def found(ranks: int) -> dict[str, dict[str, Any]]:
+    """All cases, trained in one world: tests come in any order, and ask for theirs."""
+    return run_world(run_cases, ranks, list(CASES), timeout=500)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name: str, ranks: int) -> None:
+    arguments = CASES[name][1]
+    expected = plain(**arguments)
+    check_same(found(ranks)[name], expected)
+    assert found(ranks)[name]["steps"] == len(expected["norms"])
+
+
+def computes_in_fp16() -> bool:
+    """Whether this CPU has the kernels that DeepSpeed asks for."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().is_fp16_supported())
+
+
+def what_cpus_run() -> dict[str, Any]:
+    results: dict[str, Any] = {f"stage {stage}": train(config(stage), mixed_precision="bf16") for stage in (1, 2, 3)}
+    if computes_in_fp16():
+        # At the default scale of 65536 the first steps would overflow, and be skipped.
+        results["fp16"] = train({**config(2), "fp16": {"enabled": True, "initial_scale_power": 8}})
+    else:
+        with pytest.raises(ConfigurationError, match="DeepSpeed does not compute in fp16 on cpu. Use 'bf16' or 'no'"):
+            train(config(2), mixed_precision="fp16")
+    results["copies in groups"] = train(config(3, zero={"zero_hpz_partition_size": 2}))
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        with pytest.raises(ConfigurationError, match=f"zero_optimization.{name}: DeepSpeed has no operators for this part"):
+            train(config(3, zero={name: True}))
+    accelerator = accelerator_of({**config(2), "bf16": {"enabled": True}})
+    model, _, loader = accelerator.prepare(model := net(), adamw(model.parameters()), DataLoader(data(), batch_size=4))
+    results["from the configuration"] = accelerator.mixed_precision, next(model.parameters()).dtype, accelerator.native_amp
+    del model, loader
+    release(accelerator)
+    return results
+
+
+def test_what_cpus_run() -> None:
+    """bf16 has 8 bits: after 20 steps the losses are within 0.05 of fp32, and the model has learned as much."""
+    results = run_world(what_cpus_run, 2, timeout=500)[0]
+    expected = plain()
+    for stage in (1, 2, 3):
+        worst = differences(results[f"stage {stage}"], expected)
+        assert worst["losses"] < 0.05 and worst["weights"] < 0.05, worst
+        assert differences(results[f"stage {stage}"], expected)["losses"] > 0
+    check_same(results["copies in groups"], expected)
+    if "fp16" in results:
+        assert results["fp16"]["steps"] == STEPS
+        assert differences(results["fp16"], expected)["losses"] < 0.05
+    assert results["from the configuration"] == ("bf16", torch.bfloat16, False)
+
+
+def by_items(settings: dict[str, Any]) -> list[float]:
+    """Windows of batches whose numbers of items differ: each item counts the same."""
+    accelerator = accelerator_of(settings, gradient_accumulation_steps=2)
+    model, opt = net(), None
+    model, opt, loader = accelerator.prepare(
+        model, adamw(groups(model)), DataLoader(data(5), batch_size=BATCH // accelerator.num_processes)
+    )
+    norms = []
+    for index, (x, y) in enumerate(loader):
+        with accelerator.accumulate(model):
+            kept = len(x) - index % 2
+            loss = loss_of(model, x[:kept], y[:kept])
+            accelerator.backward(loss, num_items=kept)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 1e9).item())
+            opt.step()
+            opt.zero_grad()
+    release(accelerator)
+    return norms
+
+
+def plain_by_items(ranks: int) -> list[float]:
+    model = net()
+    opt = adamw(groups(model))
+    chunks = list(DataLoader(data(5), batch_size=BATCH))
+    norms = []
+    for begin in range(0, 5, 2):
+        total, items = 0.0, 0
+        for index, (x, y) in enumerate(chunks[begin : begin + 2], begin):
+            for xs, ys in zip(x.chunk(ranks), y.chunk(ranks), strict=True):
+                kept = len(xs) - index % 2
+                total, items = total + loss_of(model, xs[:kept], ys[:kept]) * kept, items + kept
+        (total / items).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
+        opt.step()
+        opt.zero_grad()
+    return norms
+
+
+def counting_itself(settings: dict[str, Any]) -> tuple[list[bool], dict[str, torch.Tensor]]:
+    """A loop without accumulate(): the engine counts the micro batches of its configuration."""
+    accelerator = accelerator_of({**settings, "gradient_accumulation_steps": 4})
+    model, opt = net(), None
+    model, opt, loader = accelerator.prepare(model, adamw(groups(model)), DataLoader(data(), batch_size=BATCH // accelerator.num_processes))
+    ends = []
+    for x, y in loader:
+        accelerator.backward(loss_of(model, x, y))
+        opt.step()
+        opt.zero_grad()
+        ends.append(accelerator.sync_gradients)
+    assert accelerator.gradient_accumulation_steps == 4 and opt.steps_taken == STEPS // 4
+    weights = weights_of(accelerator.get_state_dict(model))
+    release(accelerator)
+    return ends, weights
+
+
+def by_hand(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Windows of two with no_sync(), a window that is thrown away, and a loss that is not stepped with."""
+    accelerator = accelerator_of(settings)
+    model, opt = net(), None
+    model, opt, loader = accelerator.prepare(model, adamw(groups(model)), DataLoader(data(), batch_size=BATCH // accelerator.num_processes))
+    batches = list(loader)
+    for first, second in zip(batches[0::2], batches[1::2], strict=True):
+        accelerator.backward(loss_of(model, *first) * 100)
+        opt.zero_grad()
+        with accelerator.no_sync(model):
+            accelerator.backward(loss_of(model, *first) / 2)
+        accelerator.backward(loss_of(model, *second) / 2)
+        opt.step()
+        opt.step()  # there is nothing left to step with
+        opt.zero_grad()
+    assert opt.steps_taken == STEPS // 2
+    weights = weights_of(accelerator.get_state_dict(model))
+    release(accelerator)
+    return weights
+
+
+def run_windows() -> dict[str, Any]:
+    kinds = {0: config(0), 1: config(1), 2: config(2), 3: config(3), "offloaded": offloading(2)}
+    return {
+        "items": {kind: by_items(settings) for kind, settings in kinds.items()},
+        "counting": {kind: counting_itself(settings) for kind, settings in kinds.items()},
+        "by hand": {kind: by_hand(settings) for kind, settings in kinds.items()},
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_windows(ranks: int) -> None:
+    results = run_world(run_windows, ranks, timeout=500)[0]
+    for kind, norms in results["items"].items():
+        assert norms == pytest.approx(plain_by_items(ranks), abs=TOLERANCE), kind
+    for kind, (ends, weights) in results["counting"].items():
+        assert ends == [False, False, False, True] * (STEPS // 4), kind
+        check_same({"losses": [0], "norms": [0], "weights": weights}, {**plain(window=4), "losses": [0], "norms": [0]})
+    for kind, weights in results["by hand"].items():
+        assert max((weights[k] - value).abs().max().item() for k, value in plain(window=2)["weights"].items()) < TOLERANCE, kind
+
+
+def run_errors() -> dict[str, str]:
+    said: dict[str, str] = {}
+
+    def refused(name: str, call: Any, *arguments: Any, **named: Any) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            call(*arguments, **named)
+        said[name] = str(caught.value)
+
+    accelerator = accelerator_of(config(2))
+    model = net()
+    opt = adamw(model.parameters())
+    loader = DataLoader(data(), batch_size=4)
+    refused("no engine", accelerator.backward, torch.ones((), requires_grad=True))
+    refused("an optimizer alone", accelerator.prepare, opt)
+    refused("an optimizer alone, by its method", accelerator.prepare_optimizer, opt)
+    refused("another model's optimizer", accelerator.prepare, net(), opt, loader)
+    refused("two optimizers", accelerator.prepare, model, opt, adamw(model.first.parameters()), loader)
+    shared = net()
+    refused("an optimizer of two models", accelerator.prepare, model, adamw([*model.parameters(), *shared.parameters()]), loader)
+    refused("offload of an optimizer of its own", accelerator_of, {**config(2), "zero_optimization": {"stage": 9}})
+    model, opt, loader = accelerator.prepare(model, opt, loader)
+    x, y = next(iter(loader))
+    loss = loss_of(model, x, y)
+    refused("arguments of backward", accelerator.backward, loss, create_graph=True)
+    accelerator.backward(loss_of(model, x, y))
+    refused("another norm", accelerator.clip_grad_norm_, model.parameters(), 1.0, 1.0)
+    refused("some parameters", accelerator.clip_grad_norm_, list(model.parameters())[:2], 1.0)
+    refused("values", accelerator.clip_grad_value_, model.parameters(), 0.1)
+    refused("a closure", opt.step, lambda: None)
+    refused("another group", opt.add_param_group, {"params": []})
+    release(accelerator)
+
+    accelerator = accelerator_of(config(2, zero={"offload_optimizer": {"device": "cpu"}}))
+    model = net()
+    refused("no optimizer for host memory", accelerator.prepare, model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(data()))
+    release(accelerator)
+
+    accelerator = accelerator_of({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"})
+    model = net()
+    model, *_ = accelerator.prepare(model, adamw(model.parameters()), DataLoader(data(), batch_size=4))
+    refused("divided weights", accelerator.get_state_dict, model)
+    release(accelerator)
+    return said
+
+
+def test_bad_input() -> None:
+    said = run_world(run_errors, 1, timeout=500)[0]
+    expected = {
+        "no engine": "no model with an optimizer was prepared",
+        "an optimizer alone": "AdamW was passed to prepare without the model that it updates",
+        "an optimizer alone, by its method": "AdamW was prepared without the model that it updates",
+        "another model's optimizer": "AdamW was passed to prepare without the model that it updates",
+        "two optimizers": "Net was passed to prepare with two optimizers",
+        "an optimizer of two models": "AdamW has 6 parameters that are not those of Net",
+        "arguments of backward": "backward got create_graph, which DeepSpeed's engine does not know. It takes retain_graph.",
+        "another norm": "norm_type=1.0: DeepSpeed clips by the 2-norm",
+        "some parameters": "clip_grad_norm_ got 2 parameters and left out 4 that are trained",
+        "values": "clip_grad_value_ at ZeRO stage 2",
+        "a closure": "DeepSpeed's engine steps without a closure",
+        "another group": "none can be added later",
+        "no optimizer for host memory": "offload_optimizer_device='cpu' with SGD",
+        "divided weights": "Allow it with DeepSpeedPlugin(zero3_save_16bit_model=True)",
+    }
+    for name, part in expected.items():
+        assert part in said[name], (name, said[name])
