@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from accel.sharding.plugin import FullyShardedDataParallelPlugin
 from accel_bigmodel.estimate.command import run as estimate
 from accel_launch.config import load_settings
 from accel_state.testing import run_world
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
 
 SHAPE = {
     "model_type": "llama",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from accel.sharding.merging import merge_fsdp_weights
 from accel.sharding.plugin import FullyShardedDataParallelPlugin
 from accel_state.random import set_seed
 from accel_state.testing import run_world
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
 
 STEPS = 3
 MESHES: dict[str, dict[str, int]] = {

@@ -160,6 +160,7 @@ def kinds(plan: dict[str, Any]) -> dict[str, str]:
 
 
 def test_plans_come_from_the_model_or_from_the_shape_of_its_blocks() -> None:
+    pytest.importorskip("transformers")
     own, derived = plan_of(build("llama"), None, 2)
     assert not derived and isinstance(own["model.embed_tokens"], VocabularyRows)
     assert isinstance(own["model.layers.1.self_attn.o_proj"], Rows) and isinstance(own["model.layers.0.mlp.up_proj"], Columns)
@@ -179,6 +180,7 @@ def test_plans_come_from_the_model_or_from_the_shape_of_its_blocks() -> None:
 
 
 def test_plans_of_the_user() -> None:
+    pytest.importorskip("transformers")
     plan, derived = plan_of(
         build("own"), {"blocks.*.mlp.w1": "colwise", "blocks.0.first": "replicated_with_grad_allreduce", "lm_head": "replicate"}, 2
     )
@@ -192,6 +194,7 @@ def test_plans_of_the_user() -> None:
 
 
 def test_heads_must_be_divided_evenly() -> None:
+    pytest.importorskip("transformers")
     for model, message in (
         (
             llama(kv_heads=2),

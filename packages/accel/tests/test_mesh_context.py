@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from accel.parallel.context import ROTATIONS, ContextParallel, positions_of
 from accel.utils import shift_labels
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
 
 
 def attention(rotation: str, dtype: torch.dtype, kv_heads: int) -> list[float]:

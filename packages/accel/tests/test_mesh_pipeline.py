@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from accel.strategies.mesh_pp import PipelineStrategy
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
 
 EXAMPLE = (torch.arange(2 * LENGTH).view(2, -1) % VOCABULARY,)
 Case = tuple[str, dict[str, Any], dict[str, int], dict[str, Any], int, str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from accel import Accelerator
 from accel.parallel.config import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
 
 Case = tuple[str, dict[str, int], int]
 

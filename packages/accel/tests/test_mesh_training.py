@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -38,6 +39,8 @@ from accel_state import AcceleratorState
 from accel_state.errors import ConfigurationError
 from accel_state.random import set_seed
 from accel_state.testing import run_world
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
 
 STEPS = 20
 TWO: list[tuple[Any, ...]] = [

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from accel_bigmodel.estimate import measure_activations
 from accel_bigmodel.estimate.activations import example_inputs
 from accel_launch.config import load_settings
 from accel_state.errors import ConfigurationError
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/planning.md"
 # The shapes of a Llama block's parameters, and of what stands outside of the blocks.
