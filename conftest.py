@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -35,8 +36,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.order_seed is None:
         config.option.order_seed = getattr(config, "workerinput", {}).get("order_seed", random.SystemRandom().randrange(10**6))
+    heed_signals()
     # Every test runs in an empty folder (below); what hypothesis remembers of its failures must not be lost with it.
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(config.rootpath / ".hypothesis"))
+
+
+def heed_signals() -> None:
+    """Undo what a run in the background (`nohup`, or `&` in a script) hands down: interrupts and hang-ups that are ignored."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.hookimpl(optionalhook=True)

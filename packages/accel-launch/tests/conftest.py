@@ -22,14 +22,6 @@ import accel_state
 TIMEOUT_SECONDS = 60
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _heed_signals() -> None:
-    """Undo what a test run in the background (`nohup`, or `&` in a script) hands down: interrupts and hang-ups that are ignored."""
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL)):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
 @dataclass
 class Shell:
     """Runs ``accel`` in a folder of its own, with an environment that no setting of the machine leaks into."""

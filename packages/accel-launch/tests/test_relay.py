@@ -24,7 +24,7 @@ sys.exit(run_relayed(words, dict(os.environ)))
 
 @pytest.fixture
 def relay(shell):
-    """Run ranks (each the arguments of the worker) under a program with this exit code."""
+    """Run ranks (each the arguments of the worker, or a command with python -m) under a program with this exit code."""
     import accel_launch
 
     worker = f"{next(iter(accel_launch.__path__))}/elastic/worker.py"
@@ -33,7 +33,8 @@ def relay(shell):
     def run(code: int, *ranks: str):
         import subprocess
 
-        commands = [f"env RANK={index} WORLD_SIZE=2 {sys.executable} {worker} {words}" for index, words in enumerate(ranks)]
+        started = [words if " -m " in words else f"{sys.executable} {worker} {words}" for words in ranks]
+        commands = [f"env RANK={index} WORLD_SIZE=2 {words}" for index, words in enumerate(started)]
         return subprocess.run(
             [sys.executable, "relay.py", str(code), *commands],
             cwd=shell.folder,
@@ -54,6 +55,23 @@ def test_the_first_report_is_told_last(shell, relay) -> None:
     assert result.stdout == "out\nout\n" and result.stderr.count("err\n") == 2 and "accel-launch-failure" not in result.stderr
     end = result.stderr[result.stderr.index("accel launch: ") :]
     assert end.startswith("accel launch: rank 0 of 2 failed first") and end.endswith("KeyError: ['', 'a b', '$x']\n")
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "says"),
+    [
+        ("sys.exit(7)", 7, "rank 1 of 2 ended first with exit code 7 ("),
+        ("raise KeyError('x')", 1, "rank 1 of 2 failed first ("),
+        ("os.abort()", 134, "rank 1 of 2 was ended by SIGABRT ("),
+    ],
+)
+def test_what_a_script_ended_with_is_told_and_not_a_crash_after_it(shell, relay, end, code, says) -> None:
+    """As a group's thread can bring one about when a script ends with the group open."""
+    shell.write("s.py", f"import atexit, os, sys\natexit.register(os.abort)\n{end}\n")
+    mpi = "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 MASTER_ADDR=127.0.0.1"
+    result = relay(134, f"{mpi} {sys.executable} -m accel_launch.launchers.rank script s.py")
+    assert result.stderr.rpartition("accel launch: ")[2].startswith(says), result.stderr
+    assert result.returncode == code
 
 
 def test_a_long_traceback_keeps_its_end(shell, relay) -> None:

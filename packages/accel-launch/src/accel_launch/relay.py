@@ -20,7 +20,7 @@ from typing import IO
 from accel_state.env import parse_flag_from_env
 from accel_state.errors import ConfigurationError
 
-from .elastic.report import RankFailure, describe, first_failure, shell_exit_code
+from .elastic.report import RankFailure, describe, first_failure, shell_exit_code, without_crashes_at_the_end
 from .elastic.worker import FAILURE_MARK, RELAY_VARIABLE, die_with_launcher, write_line
 
 _GRACE_SECONDS = 35.0
@@ -102,7 +102,7 @@ class _Relay:
             return 128 + self._received
         # A report without a failure of the whole: something that a rank started, and coped with.
         if code and self._reports:
-            first = first_failure(failure for failure, _ in self._reports)
+            first = first_failure(without_crashes_at_the_end(failure for failure, _ in self._reports))
             announce(first, next(world for failure, world in self._reports if failure is first))
             return first.exit_code
         return shell_exit_code(code)

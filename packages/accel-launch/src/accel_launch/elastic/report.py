@@ -62,6 +62,16 @@ def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, folder: P
     )
 
 
+def without_crashes_at_the_end(failures: Iterable[RankFailure]) -> list[RankFailure]:
+    """The failures, less each death by a signal of a process that had reported before what its script ended with.
+
+    A script that ends with its process group open can crash while Python shuts down (a thread of the group asks for the interpreter).
+    """
+    failures = list(failures)
+    reported = {(failure.host, failure.pid) for failure in failures if failure.time_ns is not None}
+    return [failure for failure in failures if failure.time_ns is not None or (failure.host, failure.pid) not in reported]
+
+
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
     """The failure that the others follow from.
 
