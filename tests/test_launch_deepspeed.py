@@ -33,7 +33,7 @@ if "fail" in sys.argv and rank == 1:
 if "sleep" in sys.argv:
     with open(f"pid{rank}", "w") as file:
         file.write(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(300)
 names = ("LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE", "MINE")
 with open(f"rank{rank}", "w") as file:
     file.write(" ".join([str(value.item()), *(os.environ.get(name, "-") for name in names), *sys.argv]))
@@ -125,7 +125,7 @@ def test_without_ssh(launcher) -> None:
     assert launcher.ranks() == ["2.0 0 true - - s.py"] * 2
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_a_signal_ends_the_ranks_of_all_machines(launcher) -> None:
     process = launcher.start("s.py", "sleep")
     try:
@@ -137,10 +137,11 @@ def test_a_signal_ends_the_ranks_of_all_machines(launcher) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=50)
         assert process.returncode == 130
+        deadline = time.monotonic() + 60
         for file in files:
             pid = int(file.read_text())
             while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                assert time.monotonic() < deadline + 30
+                assert time.monotonic() < deadline
                 time.sleep(0.1)
     finally:
         process.kill()

@@ -333,7 +333,7 @@ def test_a_reader_that_leaves_is_no_error(shell) -> None:
         process.stdout.close()
         errors = process.stderr.read()
         process.stderr.close()
-        assert process.wait(60) == 141 and errors == ""
+        assert process.wait(110) == 141 and errors == ""
 
 
 def test_console_scripts(shell) -> None:
@@ -366,7 +366,7 @@ class TestStreams:
     def run(self, shell, words: str, **env: str) -> subprocess.CompletedProcess[bytes]:
         command = f"exec {shlex.quote(sys.executable)} -m accel_launch {words}"
         return subprocess.run(
-            ["bash", "-c", command], cwd=shell.folder, env={**shell.env, **env}, capture_output=True, timeout=60, check=False
+            ["bash", "-c", command], cwd=shell.folder, env={**shell.env, **env}, capture_output=True, timeout=110, check=False
         )
 
     @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")

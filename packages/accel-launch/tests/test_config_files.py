@@ -463,6 +463,7 @@ def test_a_dry_run_hands_it_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("zero_stage: 2", "zero_stage is not a known key. Did you mean deepspeed_config.zero_stage?"),
         ("tpu_cluster2: 2", "Did you mean tpu_cluster?"),
         ("fsdp_config: {zero_stage: 2}", "fsdp_config.zero_stage is not a known key. Did you mean deepspeed_config.zero_stage?"),
+        ("dynamo_config: {backend: INDUCTOR}", "backend is not a known key. Did you mean dynamo_config.dynamo_backend?"),
         ("fsdp_config: {fsdp_versoin: 2}", "Did you mean fsdp_config.fsdp_version? Its value is 2. Known: fsdp_config."),
         ("fsdp_config: 2", "fsdp_config must be a mapping of keys to values, not 2"),
         ("tp_config: 2", "tp_config must be a mapping of keys to values, not 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import resource
 import sys
 
@@ -11,6 +12,8 @@ import pytest
 from accel_launch.doctor import machine
 from accel_launch.doctor.finding import Finding, run_check
 from accel_launch.doctor.group import check_group
+
+SCARCE = ("memory", "shared memory", "temporary")
 
 
 def findings(check) -> dict[str, Finding]:
@@ -21,11 +24,15 @@ def findings(check) -> dict[str, Finding]:
 def test_this_machine_works(shell) -> None:
     result = shell.accel("doctor", "--timeout", "100", "--cpu", "--num_processes", "2", GLOO_SOCKET_IFNAME="lo")
     subjects = [line[6:20].strip() for line in result.stdout.splitlines() if line[:5] in ("ok   ", "warn ", "fail ")]
-    assert result.returncode == 0, result.stdout + result.stderr
+    # A container may have little shared memory, and a busy machine little of anything: the doctor is right to say so.
+    failed = [line for line in result.stdout.splitlines() if line.startswith("fail ")]
+    assert all(line[6:20].strip() in SCARCE for line in failed), result.stdout + result.stderr
+    assert result.returncode == bool(failed)
     here = ["python", "torch", "devices", "computing", "memory", "open files", "ports", "configuration"]
     expected = [*here, "meeting", "all-reduce", "point to point"]
     assert [subject for subject in subjects if subject in expected] == expected
-    assert "everything works" in result.stdout and "all-reduce     right; " in result.stdout
+    assert bool(failed) or "everything works" in result.stdout
+    assert "all-reduce     right; " in result.stdout
 
 
 def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
@@ -33,7 +40,7 @@ def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
     code = """
     import resource, subprocess, sys
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    sys.exit(subprocess.call([sys.executable, "-m", "accel_launch", "doctor", "--timeout", "1", "--cpu"]))
+    sys.exit(subprocess.call([sys.executable, "-m", "accel_launch", "doctor", "--timeout", "0.1", "--cpu"]))
     """
     shell.env.update(ACCELERATE_CONFIG_FILE="", HF_HOME=str(shell.folder), RANK="3")
     shell.write("accel/default_config.yaml", "num_proceses: 2\n")
@@ -43,13 +50,13 @@ def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
     (shell.folder / "accel" / "default_config.yaml").unlink()
     result = shell.python(code)
     lines = result.stdout.splitlines()
-    assert result.returncode == 1 and lines[-1].startswith("2 thing(s) to mend")
-    failed = [index for index, line in enumerate(lines) if line.startswith("fail ")]
+    failed = [index for index, line in enumerate(lines) if line.startswith("fail ") and line[6:20].strip() not in SCARCE]
+    assert result.returncode == 1 and re.match(r"\d thing\(s\) to mend", lines[-1])
     assert [lines[index][6:20].strip() for index in failed] == ["open files", "processes"]
     assert all(lines[index + 1].startswith("        -> ") for index in failed)
     assert "`ulimit -n 4096` before launching (this machine allows 256" in result.stdout
     assert "warn  variables      RANK=3: a process would take itself for a rank" in result.stdout
-    assert "did not end within 1 s: no process came as far as to say anything" in result.stdout
+    assert "did not end within 0.1 s: no process came as far as to say anything" in result.stdout
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan"])
@@ -64,8 +71,10 @@ def test_what_a_machine_can_lack(monkeypatch) -> None:
     found = findings(machine.check_memory)
     assert found["shared memory"].failed and "--shm-size" in found["shared memory"].advice and found["memory"].failed
     assert not found["temporary"].failed
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 10**6))
-    assert findings(machine.check_limits)["open files"].advice.startswith("`ulimit -n 4096` before launching: ")
+    for soft, state in ((100, "fail"), (1024, "warn"), (4096, "ok"), (-1, "ok")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, 10**6))
+        found = findings(machine.check_limits)["open files"]
+        assert found.state == state and found.advice.startswith("`ulimit -n 4096` before launching: ") == (state != "ok")
     monkeypatch.setattr("accel_launch.accelerators.registry.find_installed", lambda: (4, ("CUDA_VISIBLE_DEVICES",)))
     found = findings(machine.check_devices)
     assert found["devices"].failed and "the machine has 4 accelerator(s), and torch" in found["devices"].text

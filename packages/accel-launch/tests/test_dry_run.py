@@ -125,6 +125,13 @@ class TestMpirun:
         position = start["command"].index(words[0])
         assert any(start["command"][i : i + len(words)] == words for i in range(position, len(start["command"])))
 
+    def test_the_hostfile_lists_too_few(self, shell) -> None:
+        shell.write("s.py", "")
+        shell.write("hosts", "node0\nnode1\n")
+        result = shell.accel("launch", "--cpu", "--num_processes=6", "--num_machines=3", "--mpirun_hostfile=hosts", "--dry-run", "s.py")
+        assert (result.returncode, result.stdout) == (2, "")
+        assert "--num_machines 3, but the hostfile lists 2: node0, node1 (--mpirun_hostfile hosts)." in result.stderr
+
     def test_without_mpirun(self, shell) -> None:
         shell.write("s.py", "")
         shell.write("hosts", "localhost\n")
@@ -133,7 +140,12 @@ class TestMpirun:
 
     @pytest.mark.parametrize(
         ("text", "says"),
-        [("", "lists no machine"), ("a b c : d\n", "hosts, line 1: 'a b c : d' is not a machine"), (None, "cannot be read: No such file")],
+        [
+            ("", "lists no machine"),
+            ("a b c : d\n", "hosts, line 1: 'a b c : d' is not a machine"),
+            ("a slots=1\nb slots=many\n", "hosts, line 2: 'b slots=many' is not a machine. Allowed: HOST, HOST:SLOTS, HOST slots=SLOTS."),
+            (None, "cannot be read: No such file"),
+        ],
     )
     def test_a_hostfile_that_is_none(self, shell, text, says) -> None:
         shell.write("s.py", "")

@@ -58,7 +58,7 @@ def test_two_default_launches_on_one_host(shell, started) -> None:
     mine, other = sys.argv[1:]
     dist.init_process_group("gloo")
     pathlib.Path(mine).write_text("")
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 90
     while not pathlib.Path(other).exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -71,8 +71,8 @@ def test_two_default_launches_on_one_host(shell, started) -> None:
     shell.write("s.py", script)
     first = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py", "a", "b"))
     second = started(shell.start("launch", "--cpu", "--num_processes", "2", "--main_process_port", "0", "s.py", "b", "a"))
-    assert sorted(first.communicate(timeout=60)[0].splitlines()) == ["a 2.0", "a 2.0"] and first.returncode == 0
-    assert sorted(second.communicate(timeout=60)[0].splitlines()) == ["b 20.0", "b 20.0"] and second.returncode == 0
+    assert sorted(first.communicate(timeout=110)[0].splitlines()) == ["a 2.0", "a 2.0"] and first.returncode == 0
+    assert sorted(second.communicate(timeout=110)[0].splitlines()) == ["b 20.0", "b 20.0"] and second.returncode == 0
 
 
 def test_the_first_failing_ranks_traceback_ends_the_output(shell) -> None:
@@ -122,7 +122,9 @@ def test_exit_codes_pass_through(shell, ending, code, message) -> None:
 
 
 def test_executable_ranks(shell) -> None:
-    shell.write("run.sh", '#!/bin/bash\necho "rank $RANK of $WORLD_SIZE $1"\nsleep 0.$RANK\nexit $1\n').chmod(0o755)
+    # A rank that fails ends the other one, which must have said its line by then.
+    both = "touch said$RANK\nuntil [ -e said0 -a -e said1 ]; do sleep 0.05; done\n"
+    shell.write("run.sh", f'#!/bin/bash\necho "rank $RANK of $WORLD_SIZE $1"\n{both}exit $1\n').chmod(0o755)
     result = shell.accel("launch", "--cpu", "--num_processes", "2", "--no_python", "run.sh", "4")
     assert sorted(result.stdout.splitlines()) == ["rank 0 of 2 4", "rank 1 of 2 4"] and result.returncode == 4
     assert "ended first with exit code 4" in result.stderr
@@ -152,11 +154,11 @@ def test_module_ranks_and_what_main_is(shell) -> None:
 
 
 def test_output_streams_live(shell, started) -> None:
-    shell.write("s.py", "import time; print('first'); time.sleep(50)")
+    shell.write("s.py", "import time; print('first'); time.sleep(300)")
     launcher = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py"))
     assert [launcher.stdout.readline() for _ in range(2)] == ["first\n", "first\n"]
     launcher.terminate()
-    assert launcher.wait(20) == 143
+    assert launcher.wait(60) == 143
 
 
 def test_restarts(shell) -> None:
@@ -192,6 +194,14 @@ def test_tee_and_log_dir(shell) -> None:
         "attempt_0/0/stderr.log": "err\n",
         "attempt_0/1/stdout.log": "out 1\n",
     }
+
+
+def test_the_output_of_a_single_process_is_kept_too(shell) -> None:
+    shell.write("s.py", "import sys; print('out'); sys.exit('gone')")
+    result = shell.accel("launch", "--cpu", "--num_processes", "1", "--tee", "3", "--log_dir", "logs", "s.py")
+    assert (result.returncode, result.stdout) == (1, "[default0]:out\n")
+    texts = {path.name: path.read_text() for path in (shell.folder / "logs").rglob("*.log")}
+    assert texts == {"stdout.log": "out\n", "stderr.log": "gone\n"}
 
 
 def test_an_asked_for_port_is_used(shell) -> None:

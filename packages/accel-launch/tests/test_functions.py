@@ -71,6 +71,94 @@ def test_a_failing_function_raises_with_its_traceback(session) -> None:
     assert lines[1].startswith("accel launch: rank 1 of 2 ended first with exit code 9 | ")
 
 
+def test_a_function_that_ends_its_process_is_not_waited_for(session) -> None:
+    """Of four of these torch gets no result, for which it would wait for ever."""
+    lines = session("""
+        import os, sys
+        from accel_launch import LaunchError, debug_launcher
+
+        def interrupt():
+            raise KeyboardInterrupt
+
+        ends = {"exit()": sys.exit, "exit(0)": lambda: sys.exit(0), "exit(3)": lambda: sys.exit(3), "os._exit(0)": lambda: os._exit(0)}
+        ends["interrupt"] = interrupt
+        for name, end in ends.items():
+            for ranks in ("1", "01"):
+                try:
+                    debug_launcher(lambda: end() if os.environ["RANK"] in ranks else None)
+                    print(name, ranks, "well", flush=True)
+                except LaunchError as error:
+                    print(name, ranks, str(error).splitlines()[0].split(" of 2 ")[1].split(" (")[0], "|", str(error).splitlines()[-1][-11:])
+    """)
+    assert lines[:4] == ["exit() 1 well", "exit() 01 well", "exit(0) 1 well", "exit(0) 01 well"]
+    assert lines[4:6] == ["exit(3) 1 failed first | stemExit: 3", "exit(3) 01 failed first | stemExit: 3"]
+    assert lines[6:8] == ["os._exit(0) 1 well", "os._exit(0) 01 well"]
+    assert [line.rpartition(" | ")[0] for line in lines[8:]] == ["interrupt 1 was ended by SIGINT", "interrupt 01 was ended by SIGINT"]
+
+
+def test_a_rank_that_has_just_been_forked_can_be_ended(session) -> None:
+    """torch's handler for SIGTERM, inherited, would make an exception of it there, which the first thing that torch does swallows."""
+    lines = session("""
+        import os, pathlib, signal, time
+        from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+        from accel_launch import LaunchError, debug_launcher
+
+        def initialize(handler):
+            if os.environ["RANK"] == "0":
+                pathlib.Path("begins").touch()
+                try:
+                    time.sleep(100)
+                except Exception as error:
+                    print("swallowed", error, flush=True)
+
+        def fail():
+            while not pathlib.Path("begins").exists():
+                time.sleep(0.05)
+            raise ValueError("boom")
+
+        ErrorHandler.initialize = initialize
+        signal.signal(signal.SIGHUP, lambda *_: None)
+        try:
+            debug_launcher(fail)
+        except LaunchError as error:
+            print(str(error).splitlines()[-1])
+        pid = os.fork()
+        if pid == 0:
+            os._exit(7 * callable(signal.getsignal(signal.SIGHUP)))
+        print("another fork keeps its handlers:", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7)
+    """)
+    assert lines == ["ValueError: boom", "another fork keeps its handlers: True"]
+
+
+def test_an_interrupt_is_over_when_the_function_is(session) -> None:
+    lines = session("""
+        import os, pathlib, signal, threading, time
+        from accel_launch import debug_launcher
+
+        def save_when_interrupted():
+            pathlib.Path("ready" + os.environ["RANK"]).touch()
+            try:
+                time.sleep(100)
+            except KeyboardInterrupt:
+                pathlib.Path("saved" + os.environ["RANK"]).touch()
+
+        def interrupt():
+            global begin
+            while not all(pathlib.Path(f"ready{rank}").exists() for rank in (0, 1)):
+                time.sleep(0.05)
+            begin = time.monotonic()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        try:
+            debug_launcher(save_when_interrupted)
+        except KeyboardInterrupt:
+            print(all(pathlib.Path(f"saved{rank}").exists() for rank in (0, 1)))
+        print(time.monotonic() - begin < 25)  # torch kills ranks that have not ended after 30 seconds
+    """)
+    assert lines == ["True", "True"]
+
+
 def test_notebook_launcher(session) -> None:
     lines = session("""
         import os
@@ -115,6 +203,16 @@ def test_what_the_function_launchers_refuse(session) -> None:
         refused(notebook_launcher, num_processes=2, use_port="many")
         refused(notebook_launcher, num_processes=2, rdzv_backend="etcd")
         refused(notebook_launcher, num_processes=2, max_restarts=-1)
+        refused(notebook_launcher, num_processes=2, num_nodes="2")
+        refused(notebook_launcher, num_processes=1, node_rank=3)
+        refused(notebook_launcher, num_processes=2, rdzv_conf="timeout=3")
+        refused(notebook_launcher, num_processes=2, log_line_prefix_template=5)
+        for function, args in ((5, ()), (print, "ab"), (print, 5), (print, {"a": 1})):
+            for launcher in (debug_launcher, notebook_launcher):
+                try:
+                    launcher(function, args)
+                except ConfigurationError as error:
+                    print(error)
         from accel_state import PartialState
         PartialState(cpu=True)
         refused(notebook_launcher, num_processes=2)
@@ -129,9 +227,17 @@ def test_what_the_function_launchers_refuse(session) -> None:
         "num_processes='2' is not",
         "mixed_precision: 'fp61' is not one of",
         "node_rank=1 with num_nodes=1",
-        "--main_process_port: 'many'",
-        "--rdzv_backend: 'etcd' is not one of static, c10d",
-        "--max_restarts: -1",
+        "use_port: 'many'",
+        "rdzv_backend: 'etcd' is not one of static, c10d",
+        "max_restarts: -1",
+        "num_nodes='2' is not",
+        "node_rank=3 with num_nodes=1",
+        "rdzv_conf='timeout=3' is not a mapping",
+        "log_line_prefix_template=5 is not text",
+        *["function=5 is not a function."] * 2,
+        *["args='ab' is not a tuple or list of arguments. For a single one: args=('ab',)."] * 2,
+        *["args=5 is not a tuple"] * 2,
+        *["args={'a': 1} is not a tuple"] * 2,
         "an Accelerator (or PartialState) exists already",
         "notebook_launcher is called in a process that already is rank 0 of 1",
         "debug_launcher is called in a process that already is rank 0 of 1",

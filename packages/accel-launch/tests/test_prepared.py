@@ -36,7 +36,7 @@ def script(tmp_path: Path) -> Path:
 def test_the_command_of_one_process_runs(script: Path) -> None:
     command, environment = prepare_simple_launcher_cmd_env(arguments(script, num_processes=1, mixed_precision="bf16"))
     assert command[0] == sys.executable and command[-3:] == [str(script), "--lr", "1"]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=True)
     assert json.loads(found.stdout) == [["--lr", "1"], "bf16"]
 
 
@@ -83,7 +83,7 @@ def test_a_process_started_by_somebody_else_gets_its_rank(kind: str, ranks: list
         ]
         for process in processes:
             process.start()
-        found = sorted((queue.get(timeout=60) for _ in processes), key=str)
+        found = sorted((queue.get(timeout=100) for _ in processes), key=str)
         for process in processes:
             process.join(60)
     assert [(rank, local) for rank, local, _ in found] == ranks and [total for *_, total in found] == [2.0, 2.0]

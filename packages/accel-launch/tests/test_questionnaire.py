@@ -250,13 +250,21 @@ class TestAsText:
             == "MULTI_GPU"
         )
 
+    def test_what_is_shown_can_be_typed(self, capsys: pytest.CaptureFixture[str]) -> None:
+        kinds = ("NO", "MULTI_CPU", "XLA")
+        for text, expected in (("Multi-CPU\n", "MULTI_CPU"), ("tpu\n", "XLA"), ("no distributed training\n", "NO"), ("FSDP\n0\n", "NO")):
+            assert TextPrompts(io.StringIO(text)).ask(OPTIONS["distributed_type"], "NO", kinds) == expected
+        assert "'FSDP' is not one of No distributed training, multi-CPU, TPU\n" in capsys.readouterr().out
+        answer = TextPrompts(io.StringIO("aws (amazon sagemaker)\n")).ask(OPTIONS["compute_environment"], "LOCAL_MACHINE", None)
+        assert answer == "AMAZON_SAGEMAKER"
+
 
 @pytest.fixture
 def terminal(shell) -> Iterator[pexpect.spawn]:
     """`accel config` on a terminal of its own."""
     env = {**os.environ, **shell.env, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
     words = ["-m", "accel_launch", "config", "--config_file", "c.yaml"]
-    child = pexpect.spawn(sys.executable, words, cwd=str(shell.folder), env=env, encoding="utf-8", dimensions=(40, 150), timeout=30)
+    child = pexpect.spawn(sys.executable, words, cwd=str(shell.folder), env=env, encoding="utf-8", dimensions=(40, 150), timeout=100)
     child.delaybeforesend = 0.2
     yield child
     child.close(force=True)

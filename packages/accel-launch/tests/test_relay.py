@@ -41,7 +41,7 @@ def relay(shell):
             env=shell.env,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=110,
             check=False,
         )
 

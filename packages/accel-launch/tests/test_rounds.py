@@ -32,7 +32,7 @@ def free_port() -> int:
 class Machines:
     """The rendezvous of machines that meet at one port; what they do together they do in threads."""
 
-    def __init__(self, count: int, max_restarts: int = 3, timeout: float = 20) -> None:
+    def __init__(self, count: int, max_restarts: int = 3, timeout: float = 60) -> None:
         self.port, self.count, self.max_restarts, self.timeout = free_port(), count, max_restarts, timeout
         self.handlers = [self.make(rank) for rank in range(count)]
 
@@ -71,17 +71,17 @@ def test_rounds_have_stores_of_their_own(machines) -> None:
     assert [handler.num_nodes_waiting() for handler in three.handlers] == [0, 0, 0]
     with ThreadPoolExecutor(1) as pool:
         again = pool.submit(three.handlers[1].next_rendezvous)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while three.handlers[0].num_nodes_waiting() == 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert [handler.num_nodes_waiting() for handler in (three.handlers[0], three.handlers[2])] == [1, 1] and not again.done()
         met = three.meet([0, 2])
-        info = again.result(10)
+        info = again.result(60)
     assert [number for number, _, _ in met] == [1, 1] and three.handlers[1].round == 1
     ports = {port for _, _, port in met} | {info.bootstrap_store_info.master_port}
     assert len(ports) == 1 and three.port not in ports
-    fresh = dist.TCPStore("127.0.0.1", ports.pop(), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+    fresh = dist.TCPStore("127.0.0.1", ports.pop(), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
     fresh.set("rank", "here")
     assert fresh.get("rank") == b"here"
     assert [handler.num_nodes_waiting() for handler in three.handlers] == [0, 0, 0]
@@ -114,9 +114,9 @@ def test_a_launcher_that_is_started_again_before_the_others_come_uses_up_no_rest
         former, three.handlers[1] = three.handlers[1], three.make(1)
         waiting.append(pool.submit(three.handlers[1].next_rendezvous))
         with pytest.raises(RendezvousStateError, match="another launcher was started with --machine_rank 1"):
-            waiting[1].result(20)
+            waiting[1].result(60)
         assert three.handlers[2].next_rendezvous().rank == 2
-        assert [waiting[0].result(20).rank, waiting[2].result(20).rank] == [0, 1]
+        assert [waiting[0].result(60).rank, waiting[2].result(60).rank] == [0, 1]
     assert [handler.round for handler in (*three.handlers, former)] == [0, 0, 0, 0]
 
 
@@ -161,15 +161,20 @@ def test_a_forked_server_ends_with_its_owner() -> None:
 STEPS = """
     import os, pathlib, signal, sys, time
     rank, count, mode = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]), sys.argv[1]
+    pathlib.Path(f"pid{rank}").write_text(str(os.getpid()))
     pathlib.Path(f"start{count}.{rank}").write_text(os.environ["MASTER_PORT"])
     while not all(pathlib.Path(f"start{count}.{other}").exists() for other in range(int(os.environ["WORLD_SIZE"]))):
         time.sleep(0.02)
     if rank == int(sys.argv[2]) and (mode == "always" or count == 0):
         if mode == "late":
-            time.sleep(1)  # the others have ended
+            # Their launcher takes the others' number away when it notices that they have ended; then it only has to say so.
+            for other in (0, 1):
+                while pathlib.Path("/proc", pathlib.Path(f"pid{other}").read_text()).exists():
+                    time.sleep(0.02)
+            time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
     if count == 0 and mode != "late" or mode == "always":
-        time.sleep(60)  # and notices nothing
+        time.sleep(300)  # and notices nothing
 """
 
 
@@ -185,7 +190,7 @@ def launch(shell, started):
             started(shell.start("launch", "--cpu", *common, f"--machine_rank={rank}", "s.py", *map(str, words)))
             for rank in reversed(range(machines))
         ][::-1]
-        errors = [launcher.communicate(timeout=50)[1] for launcher in launchers]
+        errors = [launcher.communicate(timeout=110)[1] for launcher in launchers]
         return [launcher.returncode for launcher in launchers], errors
 
     return run
@@ -204,9 +209,7 @@ def test_a_killed_rank_restarts_every_machine_once(shell, launch, victim: int) -
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_all_machines_end_when_one_has_no_restarts_left(launch, victim: int) -> None:
-    begin = time.monotonic()
-    codes, errors = launch(2, 1, "always", victim)
-    assert time.monotonic() - begin < 40, "the other machine's processes sleep for a minute"
+    codes, errors = launch(2, 1, "always", victim)  # in less time than the other machine's processes sleep
     failed, other = victim // 2, 1 - victim // 2
     assert codes[failed] == 128 + signal.SIGKILL and f"rank {victim} of 4 was ended by SIGKILL" in errors[failed].splitlines()[-1]
     assert codes[other] == 1

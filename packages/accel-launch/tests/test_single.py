@@ -148,11 +148,11 @@ def test_traceback_ends_the_output(shell) -> None:
 
 
 def test_output_streams_live(shell, started) -> None:
-    shell.write("s.py", "import time; print('first'); time.sleep(30)")
+    shell.write("s.py", "import time; print('first'); time.sleep(100)")
     launcher = started(shell.start("launch", "--cpu", "s.py"))
     begin = time.monotonic()
     assert launcher.stdout.readline() == "first\n"
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 90
 
 
 def test_signals_reach_the_script(shell, started) -> None:
@@ -162,13 +162,13 @@ def test_signals_reach_the_script(shell, started) -> None:
         import signal, sys, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
         print("ready")
-        time.sleep(30)
+        time.sleep(300)
     """,
     )
     launcher = started(shell.start("launch", "--cpu", "s.py"))
     assert launcher.stdout.readline() == "ready\n"
     launcher.terminate()
-    assert launcher.wait(10) == 9
+    assert launcher.wait(60) == 9
 
 
 def test_the_launcher_says_how_many_processes_it_chose(shell) -> None:
@@ -200,5 +200,5 @@ def test_python_options_carry_over(shell) -> None:
 
     shell.write("s.py", "import sys; print(sys.flags.optimize, sys.flags.dont_write_bytecode, sys.warnoptions)")
     words = [sys.executable, "-OO", "-B", "-W", "ignore", "-m", "accel_launch", "launch", "--cpu", "s.py"]
-    result = subprocess.run(words, cwd=shell.folder, env=shell.env, capture_output=True, text=True, timeout=30, check=True)
+    result = subprocess.run(words, cwd=shell.folder, env=shell.env, capture_output=True, text=True, timeout=100, check=True)
     assert result.stdout == "2 1 ['ignore']\n"

@@ -306,6 +306,8 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ConfigFile.read(tmp_path / "latin.yaml")
     (tmp_path / "empty.yaml").write_text("")
     assert ConfigFile.read(tmp_path / "empty.yaml").entries == {}
+    (tmp_path / "empty.yaml").write_text("---\n# nothing yet\n")
+    assert ConfigFile.read(tmp_path / "empty.yaml").entries == {}
 
 
 def test_json_with_tabs(tmp_path: Path) -> None:

@@ -87,7 +87,10 @@ def _refuse(entry: Entry, known: Mapping[str, Option], sections: set[str]) -> No
 
 
 def _suggest_key(key: str, candidates: list[str], known: Mapping[str, Option]) -> str:
-    """The key of the same name in another section, or else one that is spelt nearly so."""
+    """The key of this section that ends so, or of the same name in another one, or else one that is spelt nearly so."""
     last = key.split(".")[-1]
+    here = [candidate for candidate in candidates if "." in key and candidate.endswith(f"_{last}")]
+    if here:
+        return f" Did you mean {here[0]}?"
     elsewhere = [opt.key for opt in known.values() if opt.key and (opt.name == last or opt.key.split(".")[-1] == last)]
     return f" Did you mean {elsewhere[0]}?" if elsewhere else suggest(key, [*candidates, *sorted(known)])

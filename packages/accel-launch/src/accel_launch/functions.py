@@ -8,11 +8,13 @@ A forked process keeps to one CPU thread: OpenMP's threads do not survive a fork
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from accel_state.env import are_libraries_initialized, patch_environment
@@ -24,6 +26,17 @@ from .errors import LaunchError
 from .tpu_function import is_on_tpu, run_on_tpu
 
 DEFAULT_PORT = "29500"
+
+# What the options of a rendezvous are called as arguments; the others have the names of their flags.
+_ARGUMENTS = {
+    "--main_process_ip": "master_addr",
+    "--main_process_port": "use_port",
+    "--machine_rank": "node_rank",
+    "--num_machines": "num_nodes",
+    "--rdzv_": "rdzv_",
+    "--max_restarts": "max_restarts",
+    "--monitor_interval": "monitor_interval",
+}
 
 # Packages that are known to initialise CUDA when they are imported.
 _INITIALISE_CUDA = ("bitsandbytes", "cupy", "pycuda.autoinit", "cudf", "tensorflow")
@@ -73,6 +86,10 @@ def notebook_launcher(
             process is itself one of several.
         LaunchError: the function raised in one of the processes, or one died; the message ends with its traceback.
     """
+    _check_call(function, args)
+    _check_integers(num_nodes=(num_nodes, 1), node_rank=(node_rank, 0))
+    if node_rank >= num_nodes:
+        raise ConfigurationError(f"node_rank={node_rank} with num_nodes={num_nodes}: ranks go from 0 to {num_nodes - 1}.")
     precision = CoreOptions.from_mapping({"mixed_precision": mixed_precision}).mixed_precision or "no"
     environment = {"ACCELERATE_MIXED_PRECISION": precision}
     if is_on_tpu():
@@ -94,12 +111,13 @@ def notebook_launcher(
             "main_process_ip": host,
             "main_process_port": port,
             "rdzv_backend": rdzv_backend,
-            "rdzv_conf": ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items()),
+            "rdzv_conf": _assignments(rdzv_conf),
             "max_restarts": max_restarts,
             "monitor_interval": monitor_interval,
-        },
-        num_nodes,
+        }
     )
+    if not isinstance(log_line_prefix_template, str | None):
+        raise ConfigurationError(f"log_line_prefix_template={log_line_prefix_template!r} is not text, such as '[${{rank}}]: '.")
     print(f"Launching training on {local} {'GPUs' if find_visible(os.environ).count else 'CPU processes'}.")
     _run(
         function,
@@ -125,6 +143,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         ConfigurationError: ``num_processes`` is below 1, or this process is itself one of several.
         LaunchError: the function raised in one of the processes, or one died; the message ends with its traceback.
     """
+    _check_call(function, args)
     local = _count(num_processes)
     _refuse_nested("debug_launcher")
     _run(function, args, local, 1, RendezvousOptions(), {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"})
@@ -158,25 +177,82 @@ class Rank:
             # exist here: to collect it would crash.
             gc.freeze()
             torch.set_num_threads(1)
-            _forget_signal_handlers()
         try:
             with isolated():
                 self.function(*args)
             _leave_process_group()
+            if _FORKS.was_interrupted:
+                _end_silently()
+        except KeyboardInterrupt:
+            _end_by_interrupt()
         except BaseException as error:
+            code = error.code if isinstance(error, SystemExit) else 1
+            if code in (None, 0):
+                # torch knows sys.exit(0), and waits for ever for the result of a function that ends with sys.exit().
+                _leave_process_group()
+                return
             if error.__traceback__ is not None:
                 error.__traceback__ = error.__traceback__.tb_next
-            write_report(error, 1, with_traceback=not isinstance(error, KeyboardInterrupt))
+            write_report(error, code if isinstance(code, int) else 1, with_traceback=True)
             raise
 
 
-def _forget_signal_handlers() -> None:
-    # A fork has the launching process's handlers, and the pipe that wakes its event loop: neither is meant for this process.
-    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.set_wakeup_fd(-1)
+def _end_silently() -> None:
+    """End a rank whose function coped with an interrupt: torch would keep it until it hears of the others; the launcher waits for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _end_by_interrupt() -> None:
+    """End as Python does that nobody keeps from it: torch takes the exception for a success, and waits for a result that never comes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGINT)
+
+
+class _Forks:
+    """Has every process that is forked while ranks are started begin with the signal handlers of a fresh one.
+
+    A fork has the launching process's handlers, and the pipe that wakes its event loop: neither is meant for it. This must come before
+    all else there: torch's handler, which it would have, makes an exception of the SIGTERM for a rank that has just been forked, and
+    what torch does first in it swallows the exception, so that the launcher would wait half a minute for that rank.
+    """
+
+    def __init__(self) -> None:
+        self._are_ranks = self._is_registered = False
+        self.was_interrupted = False
+        """Whether this rank was interrupted."""
+
+    @contextlib.contextmanager
+    def are_ranks(self) -> Iterator[None]:
+        """Forks of this process are ranks meanwhile."""
+        if not self._is_registered and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin)
+            self._is_registered = True
+        self._are_ranks = True
+        try:
+            yield
+        finally:
+            self._are_ranks = False
+
+    def _begin(self) -> None:
+        if not self._are_ranks:
+            return
+        self._are_ranks = False  # what the rank itself forks later may well keep its handlers
+        for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_DFL)
+        signal.signal(signal.SIGINT, self._interrupt)
+        signal.set_wakeup_fd(-1)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.was_interrupted = True
+        signal.default_int_handler(number, frame)
+
+
+_FORKS = _Forks()
 
 
 def _leave_process_group() -> None:
@@ -202,7 +278,8 @@ def _run(
     from .elastic.report import describe
     from .elastic.run import Job, run_job
 
-    check_rendezvous(rendezvous, num_nodes)
+    with _in_words_of_the_call():
+        check_rendezvous(rendezvous, num_nodes)
     start_method = "fork" if sys.platform.startswith("linux") else "spawn"
     job = Job(
         entrypoint=Rank(function, start_method == "fork"),
@@ -217,7 +294,7 @@ def _run(
     )
     sys.stdout.flush()
     sys.stderr.flush()
-    with patch_environment(**environment):
+    with patch_environment(**environment), _in_words_of_the_call(), _FORKS.are_ranks():
         outcome = run_job(job)
     if outcome.failure is not None:
         raise LaunchError(describe(outcome.failure, outcome.world_size))
@@ -232,9 +309,29 @@ def _run(
 def _count(num_processes: int | None) -> int:
     if num_processes is None:
         return max(1, find_visible(os.environ).count)
-    if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
-        raise ConfigurationError(f"num_processes={num_processes!r} is not an integer of at least 1.")
+    _check_integers(num_processes=(num_processes, 1))
     return num_processes
+
+
+def _check_call(function: object, args: object) -> None:
+    """Refuse here what would fail in every process, after they have all been started."""
+    if not callable(function):
+        raise ConfigurationError(f"function={function!r} is not a function. Give its name, without calling it: launcher(train, args).")
+    if isinstance(args, str | bytes | Mapping) or not isinstance(args, Iterable):
+        raise ConfigurationError(f"args={args!r} is not a tuple or list of arguments. For a single one: args=({args!r},).")
+
+
+def _check_integers(**given: tuple[object, int]) -> None:
+    """Check numbers, each given as its value and the least that is allowed."""
+    for name, (value, least) in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{name}={value!r} is not an integer of at least {least}.")
+
+
+def _assignments(rdzv_conf: Mapping[str, Any] | None) -> str:
+    if not isinstance(rdzv_conf, Mapping | None):
+        raise ConfigurationError(f'rdzv_conf={rdzv_conf!r} is not a mapping, such as {{"timeout": 600}}.')
+    return ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items())
 
 
 def _endpoint(rdzv_endpoint: str, master_addr: str, use_port: str | int, num_nodes: int) -> tuple[str, str]:
@@ -244,11 +341,21 @@ def _endpoint(rdzv_endpoint: str, master_addr: str, use_port: str | int, num_nod
     return master_addr, "0" if num_nodes == 1 and str(use_port) == DEFAULT_PORT else str(use_port)
 
 
-def _rendezvous(values: Mapping[str, Any], num_nodes: int) -> RendezvousOptions:
-    options = resolve([RendezvousOptions], values, environ={}).group(RendezvousOptions)
-    if options.machine_rank >= num_nodes:
-        raise ConfigurationError(f"node_rank={options.machine_rank} with num_nodes={num_nodes}: ranks go from 0 to {num_nodes - 1}.")
-    return options
+def _rendezvous(values: Mapping[str, Any]) -> RendezvousOptions:
+    with _in_words_of_the_call():
+        return resolve([RendezvousOptions], values, environ={}).group(RendezvousOptions)
+
+
+@contextlib.contextmanager
+def _in_words_of_the_call() -> Iterator[None]:
+    """What errors call an option of ``accel launch`` has another name as an argument of the function that was called."""
+    try:
+        yield
+    except ConfigurationError as error:
+        text = str(error)
+        for flag, name in _ARGUMENTS.items():
+            text = text.replace(flag, name)
+        raise ConfigurationError(text) from None
 
 
 def _refuse_nested(name: str) -> None:
@@ -266,7 +373,7 @@ def _refuse_used_state() -> None:
     if current().process:
         raise ConfigurationError(
             "an Accelerator (or PartialState) exists already in this session, for a single process. Create it only inside the function "
-            "is launched, and restart the session before launching again."
+            "that is launched, and restart the session before launching again."
         )
 
 

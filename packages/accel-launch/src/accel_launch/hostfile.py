@@ -55,9 +55,9 @@ def read_hostfile(path: str, where: str) -> tuple[Host, ...]:
         if not words:
             continue
         match = _LINE.fullmatch(words)
-        if match is None:
+        slots_word = _SLOTS.search(words)
+        if match is None or (" slots=" in words and slots_word is None):
             raise ConfigurationError(f"{file}, line {number}: {words!r} is not a machine. Allowed: HOST, HOST:SLOTS, HOST slots=SLOTS.")
-        slots_word = _SLOTS.search(match["further"])
         name, slots = match["name"], match["colon"] or (slots_word[1] if slots_word else None)
         known = hosts.get(name) or (1 if name in hosts else 0)
         hosts[name] = known + int(slots or 1) if name in hosts or slots else None

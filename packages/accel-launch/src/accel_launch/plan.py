@@ -57,6 +57,12 @@ class Plan:
         """The value of an option; None where no group of options that is installed declares it."""
         return ask(self.settings, name)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody must stay beside the processes: they are several, or are to be started again, or their output is kept."""
+        options = self.rendezvous
+        return self.num_processes > 1 or options.max_restarts > 0 or options.tee != "0" or options.log_dir is not None
+
     def full_environment(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
         """All variables of a process, ranks apart."""
         return {**(os.environ if environ is None else environ), **self.environment}
@@ -183,8 +189,15 @@ def _reason(place: Place, on_cpu: bool, visible: Visible) -> str:
 def _machines(settings: Resolution, place: Place) -> int:
     """Machines that take part: in a batch script of SLURM the nodes of the allocation, with a hostfile those that it lists."""
     hostfile = ask(settings, "mpirun_hostfile")
-    if hostfile and settings["num_machines"] == 1 and place.role is not Role.RANK:
-        return len(read_hostfile(hostfile, settings.where("mpirun_hostfile")))
+    if hostfile and place.role in (Role.ALONE, Role.BATCH):
+        hosts = read_hostfile(hostfile, settings.where("mpirun_hostfile"))
+        if settings["num_machines"] == 1:
+            return len(hosts)
+        if settings["num_machines"] > len(hosts):
+            raise ConfigurationError(
+                f"{settings.where('num_machines')}, but the hostfile lists {len(hosts)}: {', '.join(host.name for host in hosts)} "
+                f"({settings.where('mpirun_hostfile')}). Add the others to it, or leave num_machines out."
+            )
     if place.role is Role.BATCH and settings["num_machines"] == 1:
         return len(place.hosts)
     return int(settings["num_machines"])

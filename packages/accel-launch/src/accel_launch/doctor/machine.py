@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     import torch
 
 GIB = 2**30
-LEAST_OPEN_FILES = 4096
+LEAST_OPEN_FILES = 1024
+"""What most systems start with: enough for a rank with a few loader workers."""
+ENOUGH_OPEN_FILES = 4096
 LEAST_SHARED_MEMORY = 1 * GIB
 LEAST_MEMORY = 1 * GIB
 LEAST_TEMPORARY = 1 * GIB
@@ -147,12 +149,12 @@ def check_limits() -> Iterator[Finding]:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < LEAST_OPEN_FILES:
-        reachable = "" if hard < 0 or hard >= LEAST_OPEN_FILES else f" (this machine allows {hard}: its administrator can raise that)"
-        yield fail(
+    if 0 <= soft < ENOUGH_OPEN_FILES:
+        reachable = "" if hard < 0 or hard >= ENOUGH_OPEN_FILES else f" (this machine allows {hard}: its administrator can raise that)"
+        yield (fail if soft < LEAST_OPEN_FILES else warn)(
             "open files",
             f"at most {soft}",
-            f"`ulimit -n {LEAST_OPEN_FILES}` before launching{reachable}: loader workers and ranks need many.",
+            f"`ulimit -n {ENOUGH_OPEN_FILES}` before launching{reachable}: loader workers and ranks need many.",
         )
     else:
         yield ok("open files", f"at most {'any number' if soft < 0 else soft}")

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import Event, EventSource
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, MultiprocessContext, Std
 
 from accel_state.preemption import Note
 
@@ -74,8 +74,10 @@ class Agent(LocalElasticAgent):
         """How processes of this machine failed, the last time that they did."""
 
     def _start_workers(self, worker_group: Any) -> Any:
-        pids = super()._start_workers(worker_group)
-        self._watch.install()
+        with self._watch.starting_ranks():
+            pids = super()._start_workers(worker_group)
+            for worker in worker_group.workers:
+                worker.id = pids[worker.local_rank]
         return pids
 
     def pids(self) -> list[int]:
@@ -110,7 +112,17 @@ class Agent(LocalElasticAgent):
             let_save(self._logs.folders, self._watch.received)
         super()._shutdown(death_sig, *args, **kwargs)
 
+    def _accept_silent_ends(self) -> None:
+        """Take a rank for done that ended well without handing over a result, as os._exit(0) does: torch waits for it for ever."""
+        context = self._pcontext
+        if not isinstance(context, MultiprocessContext) or context._pc is None:
+            return
+        for rank, process in enumerate(context._pc.processes):
+            if process.exitcode == 0 and rank not in context._return_values and context._ret_vals[rank].empty():
+                context._return_values[rank] = None
+
     def _monitor_workers(self, worker_group: Any) -> Any:
+        self._accept_silent_ends()
         result = super()._monitor_workers(worker_group)
         if self._watch.forwarded is not None and saved_by_all(self._logs.folders) is not None:
             # The whole machine is about to go, not one rank of it.

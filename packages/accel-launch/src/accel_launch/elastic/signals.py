@@ -7,12 +7,13 @@ which leaves orphans. Here the first signal alone raises; a thread that hears of
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -48,8 +49,9 @@ class SignalWatch:
         """Tells the processes that signals are handed on to."""
         self.grace: Callable[[int], float] = lambda number: 0.0
         """Tells how long ranks may take to end after a signal, beyond what is usual."""
+        self._starting = False
+        self._waiting: list[int] = []
         self._ended = threading.Event()
-        self._count = 0
 
     def __enter__(self) -> SignalWatch:
         if self._active:
@@ -84,8 +86,22 @@ class SignalWatch:
     def _handler_of(self, number: int) -> Callable[[int, FrameType | None], None]:
         return self._forward if number in FORWARDED else self._handle
 
+    @contextlib.contextmanager
+    def starting_ranks(self) -> Iterator[None]:
+        """Keep signals for the ranks until all of them are known, and take the handlers back from torch's agent."""
+        self._starting = True
+        try:
+            yield
+        finally:
+            self._starting = False
+            self.install()
+        while self._waiting:
+            self._forward(self._waiting.pop(0), None)
+
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        if send(self.ranks(), number):
+        if self._starting:
+            self._waiting.append(number)
+        elif send(self.ranks(), number):
             self.forwarded = signal.Signals(number)
         else:
             self._handle(number, frame)

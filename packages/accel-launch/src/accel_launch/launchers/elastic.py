@@ -23,8 +23,8 @@ class ElasticLauncher(Launcher):
     """Starts this machine's processes, and stays until the last one has ended."""
 
     def accepts(self, plan: Plan) -> bool:
-        """More than one process in all, or one that is started again when it fails."""
-        return plan.kind is Kind.LOCAL and (plan.num_processes > 1 or plan.rendezvous.max_restarts > 0)
+        """More than one process in all, or one that is started again when it fails, or whose output is kept in files."""
+        return plan.kind is Kind.LOCAL and plan.is_watched
 
     def run(self, plan: Plan) -> int:
         """Start the processes and wait for them."""

@@ -37,8 +37,7 @@ def choose_launcher(plan: Plan) -> Launcher:
     # Between them, ours take every plan: what somebody installed beside them is meant to come first.
     names = [name for name in LAUNCHERS if name not in _BUILT_IN]
     # Only the module of the one that is needed is imported.
-    alone = plan.num_processes == 1 and not plan.rendezvous.max_restarts
-    ours = plan.kind.value if plan.kind is not Kind.LOCAL else "single" if alone else "elastic"
+    ours = plan.kind.value if plan.kind is not Kind.LOCAL else "elastic" if plan.is_watched else "single"
     for name in [*names, ours]:
         launcher = LAUNCHERS.load(name)()
         if launcher.accepts(plan):

@@ -44,8 +44,8 @@ class SingleLauncher(Launcher):
     """Replaces this process by the script, so that its exit code, its signals and its terminal are its own."""
 
     def accepts(self, plan: Plan) -> bool:
-        """One process in all, which nobody has to start again."""
-        return plan.kind is Kind.LOCAL and plan.num_processes == 1 and not plan.rendezvous.max_restarts
+        """One process in all, which nobody has to start again, and whose output goes to the screen alone."""
+        return plan.kind is Kind.LOCAL and not plan.is_watched
 
     def run(self, plan: Plan) -> int:
         """Become the script."""

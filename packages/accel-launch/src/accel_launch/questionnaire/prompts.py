@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from contextlib import suppress
 from typing import Any, TextIO
 
 from accel_state.env import read_str
@@ -93,10 +94,14 @@ class TextPrompts:
     def _choose(self, opt: Option, text: str, choices: tuple[str, ...] | None) -> Any:
         if choices and text.isdecimal() and not _are_numbers(choices) and int(text) < len(choices):
             return opt.parse(choices[int(text)], opt.name)
-        value = read_answer(opt, text)
-        if choices and str(value) not in choices:
-            raise ConfigurationError(f"{text!r} is not one of {', '.join(choices)}")
-        return value
+        if not choices:
+            return read_answer(opt, text)
+        named = {label(opt, choice).lower(): choice for choice in choices}
+        with suppress(ConfigurationError):
+            value = read_answer(opt, named.get(text.lower(), text))
+            if str(value) in choices:
+                return value
+        raise ConfigurationError(f"{text!r} is not one of {', '.join(label(opt, choice) for choice in choices)}")
 
     def confirm(self, question: str) -> bool:
         """A question of the command's own; the end of the input is a no."""

@@ -111,7 +111,7 @@ def expand(path: str | os.PathLike[str]) -> Path:
 
 
 def _collect(yaml: Any, root: Any, path: Path) -> dict[str, Entry]:
-    if root is None:
+    if root is None or (isinstance(root, yaml.ScalarNode) and root.tag == "tag:yaml.org,2002:null"):
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise ConfigurationError(f"configuration file {path}: must be a mapping of keys to values, such as `num_processes: 2`.")
