@@ -218,6 +218,24 @@ def test_a_shared_weight_stays_shared(build, tokens, tmp_path) -> None:
     assert similarity(run(model, tokens), run(tied(), tokens)) > 0.999
 
 
+@every_config
+def test_a_weight_that_was_shared_is_saved_and_loaded_as_two(kwargs, tokens, tmp_path) -> None:
+    """The output layer is quantized, and the embedding that it shared its weight with is not."""
+
+    def tied():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+        model[2].weight = model[0].weight
+        return model
+
+    config = BnbQuantizationConfig(**kwargs, skip_modules=[])
+    quantized = load_and_quantize_model(tied(), config)
+    again = load_and_quantize_model(empty(tied), config, weights_location=save(quantized, tmp_path))
+    tokens = tokens % 64
+    assert torch.equal(run(again, tokens), run(quantized, tokens))
+    assert similarity(run(again, tokens), run(tied(), tokens)) > 0.95
+
+
 def test_gradients_flow_through_frozen_layers_to_an_adapter(build, tokens) -> None:
     model = load_and_quantize_model(build(), BnbQuantizationConfig(load_in_4bit=True, torch_dtype="fp32", bnb_4bit_compute_dtype="fp32"))
     adapter = nn.Linear(64, 64, bias=False)

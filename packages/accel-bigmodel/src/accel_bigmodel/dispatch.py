@@ -15,6 +15,7 @@ from accel_state.errors import ConfigurationError
 from .hooks.align import AlignDevicesHook
 from .hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from .hooks.base import add_hook_to_module, remove_hook_from_submodules
+from .lending import borrows, lends, reader_of
 from .loading import OffloadRecord, load_checkpoint_in_model, offload_record, on_meta
 from .maps.clean import check_device_map
 from .maps.infer import infer_auto_device_map
@@ -23,7 +24,7 @@ from .offload import OFFLOAD_INDEX_NAME, OffloadedWeightsLoader, PrefixedDataset
 from .read_ahead import add_read_ahead
 from .sizes import parts
 from .tensors import Location, TiedParamsMap, as_device, set_module_tensor_to_device
-from .ties import check_tied_parameters_on_same_device, find_tied_parameters, location_of, retie_parameters
+from .ties import check_tied_parameters_on_same_device, find_tied_parameters, location_of, retie_parameters, with_shared_modules
 
 _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -137,10 +138,11 @@ def dispatch_model(
     """
     check_device_map(model, device_map)
     _undo_dispatch(model)
-    plan = _Dispatch(model, disjoint_device_map(model, device_map), main_device, offload_buffers)
+    whole = tuple(preload_module_classes or ())
+    plan = _Dispatch(model, disjoint_device_map(model, with_shared_modules(model, device_map), whole), main_device, offload_buffers)
     if plan.needs_hooks or force_hooks:
         plan.collect(state_dict, offload_dir, offload_index)
-        plan.attach(skip_keys, preload_module_classes)
+        plan.attach(skip_keys, whole)
     else:
         plan.refuse_empty(())
         model.to(as_device(next(iter(device_map.values()))))
@@ -248,12 +250,12 @@ class _Dispatch:
                 "init_empty_weights(include_buffers=False)."
             )
 
-    def attach(self, skip_keys: str | Sequence[str] | None, preload_module_classes: Sequence[str] | None) -> None:
+    def attach(self, skip_keys: str | Sequence[str] | None, preload_module_classes: Sequence[str]) -> None:
         """Place the weights, and add the hooks."""
         tied = find_tied_parameters(self.model)
         check_tied_parameters_on_same_device(tied, self.device_map)
         modules = {name for name, _ in self.model.named_modules(remove_duplicate=False)}
-        self._place_tensors([name for name in self.device_map if name not in modules])
+        self._place_tensors([name for name in self.device_map if name not in modules], preload_module_classes)
         attach_align_device_hook_on_blocks(
             self.model,
             execution_device={name: place for name, place in self.execution.items() if name in modules},
@@ -267,12 +269,15 @@ class _Dispatch:
         retie_parameters(self.model, [group for group in tied if self._on_one_device(group)])
         add_read_ahead(self.model)
 
-    def _place_tensors(self, names: Sequence[str]) -> None:
-        """Place tensors that are in the map by their own names: those that a module whose parts go to several places holds itself."""
+    def _place_tensors(self, names: Sequence[str], preload_module_classes: Sequence[str]) -> None:
+        """Place tensors that are in the map by their own names: those that a module whose parts go to several places reads itself."""
         offloaded: dict[tuple[str, str], list[str]] = {}
-        for name in names:
-            path, _, key = name.rpartition(".")
+        # A module may be in the model under several names; it has one hook for them.
+        held = {name for path, module in self.model.named_modules() for name, _ in parts(path, module)}
+        for name in (name for name in names if name in held):
             if self.offload[name]:
+                path = reader_of(self.model, name, preload_module_classes)
+                key = name[len(path) + 1 :] if path else name
                 offloaded.setdefault((path, str(self.execution[name])), []).append(key)
             else:
                 set_module_tensor_to_device(self.model, name, self.execution[name])
@@ -283,8 +288,9 @@ class _Dispatch:
                 offload=True,
                 weights_map=PrefixedDataset(self.weights or {}, prefix),
                 offload_buffers=self.offload_buffers,
+                place_submodules=any("." in key for key in keys),
             )
-            hook.only = frozenset(keys)
+            hook.only, hook.moves_inputs = frozenset(keys), False
             add_hook_to_module(self.model.get_submodule(path), hook, append=True)
 
     def _on_one_device(self, group: Sequence[str]) -> bool:
@@ -302,15 +308,19 @@ class _Dispatch:
         return held
 
 
-def disjoint_device_map(model: nn.Module, device_map: Mapping[str, Location]) -> dict[str, Location]:
-    """The same map, in which nothing is inside of something else: a module with exceptions is replaced by its parts."""
+def disjoint_device_map(model: nn.Module, device_map: Mapping[str, Location], whole: Sequence[str] = ()) -> dict[str, Location]:
+    """The same map, in which nothing is inside of something else: a module with exceptions is replaced by its parts.
+
+    So is one whose weights are read by a module around it, down to its tensors; ``whole`` names classes that do that.
+    """
     split = {around for name in device_map for around in _around(name)[1:]}
     found: dict[str, Location] = {}
-    pending: list[tuple[str, Any, Location | None]] = [("", model, device_map.get(""))]
+    pending: list[tuple[str, Any, Location | None, bool]] = [("", model, device_map.get(""), False)]
     while pending:
-        name, part, location = pending.pop()
-        if isinstance(part, nn.Module) and name in split:
-            pending += [(key, inner, device_map.get(key, location)) for key, inner in reversed(list(parts(name, part)))]
+        name, part, location, borrowed = pending.pop()
+        if isinstance(part, nn.Module) and (borrowed or name in split or (name and lends(part))):
+            inside = borrowed or borrows(part, whole)
+            pending += [(key, inner, device_map.get(key, location), inside) for key, inner in reversed(list(parts(name, part)))]
         elif location is not None:
             found[name] = location
     return found

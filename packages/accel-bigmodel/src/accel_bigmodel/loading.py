@@ -17,13 +17,13 @@ from .alignment import align_when_called, indifferent, is_aligned, is_product, s
 from .checkpoint import CheckpointFile, checkpoint_files, open_file
 from .hooks.attach import align_hooks
 from .maps.clean import check_device_map
-from .matching import Match, Place, check_match, match, places_of
+from .matching import Place, apart, check_match, match, places_of
 from .offload import offload_weight, save_offload_index
 from .progress import progress
 from .safetensors_file import SafetensorsFile
 from .sizes import as_names
 from .tensors import Location, as_device, as_dtype, set_module_tensor_to_device
-from .ties import location_of
+from .ties import check_tied_parameters_on_same_device, location_of, with_shared_modules
 
 _RECORD = "_accel_offloaded"
 
@@ -121,6 +121,7 @@ def load_checkpoint_in_model(
         return
     if device_map is not None:
         check_device_map(model, device_map)
+        device_map = with_shared_modules(model, device_map)
     targets = _Targets(device_map, dtype, as_names(keep_in_fp32_modules), offload_buffers)
     loading = _Loading(model, targets, None if offload_folder is None else Path(offload_folder), offload_8bit_bnb)
     loading.open(os.fspath(checkpoint), strict)
@@ -186,7 +187,19 @@ class _Loading:
         found = match(self.places, shapes, self.lost_buffers)
         check_match(self.model, checkpoint, found, strict)
         self.sources = found.sources
-        self._check_folder(found)
+        self._divide()
+        self._check_folder()
+
+    def _divide(self) -> None:
+        """A shared weight that goes to several locations becomes one weight at each of them, with the same values."""
+        device_map = self.targets.device_map
+        if device_map is None:
+            return
+        places, divided = apart(self.places, lambda name: location_of(name, device_map))
+        check_tied_parameters_on_same_device(divided, device_map)
+        source_of = {name: self.sources.get(place.name) for place in self.places for name in place.names}
+        self.sources = {place.name: source for place in places if (source := source_of[place.name]) is not None}
+        self.places = places
 
     def _check_index(self, file: CheckpointFile, names: list[str] | None) -> None:
         held = set(file.names())
@@ -194,13 +207,13 @@ class _Loading:
         if absent:
             raise ConfigurationError(f"{file.path} does not hold what its index says: {absent[:5]}. Download or save it again.")
 
-    def _check_folder(self, found: Match) -> None:
+    def _check_folder(self) -> None:
         if self.folder is not None:
             return
         unreadable = [
             source
             for place in self.places
-            if (source := found.sources.get(place.name)) and self.targets.location(place) == "disk" and not self.file_of[source].in_place
+            if (source := self.sources.get(place.name)) and self.targets.location(place) == "disk" and not self.file_of[source].in_place
         ]
         if unreadable:
             raise ConfigurationError(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from accel_state.errors import ConfigurationError
+
+from .tensors import Location
 
 _SHOWN = 40
 
@@ -57,6 +59,27 @@ def places_of(model: nn.Module) -> tuple[list[Place], list[str]]:
                 place.names.append(name)
                 place.slots.append((module, key))
     return list(places.values()), lost
+
+
+def apart(places: Iterable[Place], location: Callable[[str], Location | None]) -> tuple[list[Place], list[list[str]]]:
+    """The places again, where a shared tensor that goes to several locations has a place for each; and the names of those tensors.
+
+    Args:
+        places: the tensors of a model.
+        location: where a name goes.
+    """
+    found: list[Place] = []
+    divided: list[list[str]] = []
+    for place in places:
+        parts: dict[str, Place] = {}
+        for name, slot in zip(place.names, place.slots, strict=True):
+            part = parts.setdefault(str(location(name)), Place(name, place.tensor, place.is_buffer))
+            part.names.append(name)
+            part.slots.append(slot)
+        found += parts.values()
+        if len(parts) > 1:
+            divided.append(place.names)
+    return found, divided
 
 
 @dataclass

@@ -66,6 +66,24 @@ def location_of(name: str, device_map: Mapping[str, Location]) -> Location | Non
     return device_map[name]
 
 
+def with_shared_modules(model: nn.Module, device_map: Mapping[str, Location]) -> Mapping[str, Location]:
+    """The device map, in which a module that the model has under several names goes where its first name does.
+
+    Args:
+        model: the model.
+        device_map: names of modules or tensors, and locations.
+    """
+    first: dict[int, str] = {}
+    moved: dict[str, Location] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        known = first.setdefault(id(module), name)
+        for key in [*module._parameters, *module._buffers] if known != name else ():
+            location = location_of(f"{known}.{key}", device_map)
+            if location is not None and str(location) != str(location_of(f"{name}.{key}", device_map)):
+                moved[f"{name}.{key}"] = location
+    return {**device_map, **moved} if moved else device_map
+
+
 def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Location]) -> None:
     """Warn where a device map puts names of one shared parameter on several devices: each would have a copy of its own."""
     for group in tied_params:

@@ -115,6 +115,10 @@ def _check_weights(
     fit = match(places, shapes, lost)
     check_match(model, str(location), fit, strict=False)
     sources = {name: fit.sources[place.name] for place in places if place.name in fit.sources for name in place.names}
+    for place in places:
+        to_quantize = {name.removesuffix(".weight") in found for name in place.names}
+        if len(to_quantize) > 1:  # it will be shared no longer, and was not where the checkpoint is of such a model
+            sources.update({name: name for name in place.names if name in shapes})
     for name in sources:
         _check_type(name, sources[name], found, weights, bool(quantized.get(sources[name])))
     missing = [name for name in found if f"{name}.weight" not in sources]

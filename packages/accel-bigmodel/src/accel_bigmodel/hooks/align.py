@@ -70,7 +70,8 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self.read_ahead: ReadAhead | None = None
         self.only: frozenset[str] | None = None
-        """The names that the hook is about, where a module's tensors go to several places; inputs are then not moved."""
+        """The names that the hook is about, where others are placed elsewhere."""
+        self.moves_inputs = True
         self._slots: list[_Slot] = []
         self._saving: Any = None
 
@@ -98,7 +99,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _offload(self, module: nn.Module) -> None:
-        tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
+        tensors = self._tensors(module)
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         offloaded = self._names(module)
         if self.weights_map is None:
@@ -114,8 +115,14 @@ class AlignDevicesHook(ModelHook):
     def _names(self, module: nn.Module) -> list[str]:
         """Names of the tensors that are offloaded."""
         kept = get_non_persistent_buffers(module, self.place_submodules, fqns=True)
-        tensors = named_module_tensors(module, self.offload_buffers, self.place_submodules)
-        return [name for name, _ in tensors if name not in kept and (self.only is None or name in self.only)]
+        tensors = self._tensors(module, self.offload_buffers)
+        return [name for name in tensors if name not in kept and (self.only is None or name in self.only)]
+
+    def _tensors(self, module: nn.Module, buffers: bool = True) -> dict[str, torch.Tensor]:
+        """What the hook may be about. A shared tensor is there under each of its names, because each has to be filled."""
+        recurse = self.place_submodules
+        found: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=recurse, remove_duplicate=False))
+        return {**found, **dict(module.named_buffers(recurse=recurse, remove_duplicate=False))} if buffers else found
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self.read_ahead is not None:
@@ -139,7 +146,7 @@ class AlignDevicesHook(ModelHook):
                 self._saving = without_weights(values, self._read_again)
                 self._saving.__enter__()
         device = self.device
-        if device is None or self.only is not None:
+        if device is None or not self.moves_inputs:
             return args, kwargs
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..lending import borrows, called_modules, lends, lent_tensors
 from ..offload import PrefixedDataset
 from ..tensors import Location, TiedParamsMap, as_device, named_module_tensors, set_module_tensor_to_device
 from .align import AlignDevicesHook
@@ -33,9 +34,10 @@ def attach_execution_device_hook(
         preload_module_classes: classes whose submodules get no hooks: they are loaded as a whole.
         tied_params_map: as in :class:`AlignDevicesHook`.
     """
-    if not hasattr(module, "_hf_hook") and next(iter(module.state_dict(keep_vars=True)), None) is not None:
+    has_tensors = next(iter(module.state_dict(keep_vars=True)), None) is not None
+    if has_tensors and not hasattr(module, "_hf_hook") and not lends(module):
         add_hook_to_module(module, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map))
-    if type(module).__name__ in (preload_module_classes or ()):
+    if borrows(module, preload_module_classes):
         return
     for child in module.children():
         attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
@@ -63,25 +65,31 @@ def attach_align_device_hook(
         module_name: full name of ``module``.
         skip_keys: as in :class:`AlignDevicesHook`.
         preload_module_classes: classes that are loaded as a whole, for modules that use weights of their submodules without calling
-            them.
+            them. torch's attention and encoder layers always are.
         tied_params_map: as in :class:`AlignDevicesHook`.
     """
-    as_a_whole = offload and type(module).__name__ in (preload_module_classes or ())
-    if as_a_whole or next(named_module_tensors(module), None) is not None:
+    as_a_whole = offload and borrows(module, preload_module_classes)
+    own = [name for name, _ in named_module_tensors(module)]
+    read_here = own if as_a_whole or not offload else list(lent_tensors(module))
+    offloaded = {slot.name for hook in align_hooks(module) if hook.offload for slot in hook.slots}
+    if offload and (offloaded & set(read_here) or (as_a_whole and offloaded)):
+        return  # the model has this module under another name too
+    if as_a_whole or read_here:
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device=execution_device,
             offload=offload,
             weights_map=PrefixedDataset(weights_map, prefix) if weights_map is not None else None,
             offload_buffers=offload_buffers,
-            place_submodules=as_a_whole,
+            place_submodules=as_a_whole or len(read_here) > len(own),
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
+        hook.only = frozenset(read_here) if len(read_here) > len(own) else None
         add_hook_to_module(module, hook, append=True)
     if as_a_whole:
         return
-    for name, child in module.named_children():
+    for name, child in called_modules(module) if offload else module.named_children():
         attach_align_device_hook(
             child,
             execution_device,

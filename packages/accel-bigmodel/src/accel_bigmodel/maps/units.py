@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from ..lending import borrows
 from ..sizes import Dtype, parts, tensor_bytes
 
 
@@ -71,7 +72,7 @@ class Layout:
             unit = pending.pop()
             order.append(unit)
             part = unit.part
-            if isinstance(part, nn.Module) and part._modules and type(part).__name__ not in self._whole:
+            if isinstance(part, nn.Module) and part._modules and not borrows(part, self._whole):
                 unit.children = [Unit(name, child, unit) for name, child in parts(unit.name, part)]
                 pending.extend(reversed(unit.children))
             else:

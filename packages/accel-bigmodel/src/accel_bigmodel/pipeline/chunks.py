@@ -36,7 +36,7 @@ def merge(outputs: Sequence[Any], size: int) -> Any:
         size: samples in a chunk: tensors of this length are joined along their first dimension.
 
     Raises:
-        ConfigurationError: a tensor has no dimension of samples, and differs from chunk to chunk.
+        ConfigurationError: the first dimension of a tensor is not that of the samples, and it differs from chunk to chunk.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -51,9 +51,9 @@ def _join(tensors: Sequence[torch.Tensor], size: int) -> torch.Tensor:
     if all(tensor.shape == first.shape and torch.equal(tensor, first) for tensor in tensors[1:]):
         return first
     raise ConfigurationError(
-        f"the model returns a tensor of shape {tuple(first.shape)} that has no dimension of the {size} samples of a chunk and differs from "
-        f"chunk to chunk (a loss, for example), so the {len(tensors)} chunks cannot be put together. Call the model without labels, or "
-        "prepare it with num_chunks=1."
+        f"the model returns a tensor of shape {tuple(first.shape)} whose first dimension is not the {size} samples of a chunk, "
+        f"and which differs from chunk to chunk (a loss or a state, for example), so the {len(tensors)} chunks cannot be put together. "
+        "Call the model without labels, or prepare it with num_chunks=1."
     )
 
 
