@@ -70,6 +70,17 @@ class Positioned(Stream):
         self.position = state["position"]
 
 
+class Uneven(Positioned):
+    """Workers with shares of different lengths, each of which knows where it is."""
+
+    def __iter__(self) -> Any:
+        worker = torch.utils.data.get_worker_info()
+        while self.position < (3, LENGTH)[worker.id]:
+            self.position += 1
+            yield torch.tensor(100 * worker.id + self.position)
+        self.position = 0
+
+
 class FromNumpy:
     """A sampler that draws its order from a generator of the process, when an epoch begins."""
 
@@ -332,6 +343,38 @@ def test_on_torchdatas_loader(kind: str, workers: int) -> None:
         resumed = build(kind, workers, use_stateful_dataloader=True)
         resumed.load_state_dict(state)
         assert continued(resumed, len(batches) - position) == batches[position:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_an_epoch_is_resumed_again_and_again_on_torchdata(workers: int) -> None:
+    """torchdata itself loses count of data without a state of its own in the second restart of an epoch."""
+    pytest.importorskip("torchdata.stateful_dataloader")
+    batches = [batch.tolist() for batch in build("iterable", workers, use_stateful_dataloader=True)]
+    loader, found = build("iterable", workers, use_stateful_dataloader=True), []
+    for count in (2, 3):
+        iterator = iter(loader)
+        found += [next(iterator).tolist() for _ in range(count)]
+        state = through_file(loader.state_dict())
+        iterator.close()
+        loader = build("iterable", workers, use_stateful_dataloader=True)
+        loader.load_state_dict(state)
+    assert found + [batch.tolist() for batch in loader] == batches
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_worker_that_is_through_does_not_begin_again_on_torchdata() -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        return prepare_data_loader(DataLoader(Uneven(), batch_size=2, num_workers=2), use_stateful_dataloader=True)
+
+    batches, saved = run(loader(), epochs=1)
+    for position, state, _ in (saved[6], saved[len(batches)]):
+        resumed = loader()
+        resumed.load_state_dict(through_file(state))
+        assert [batch.tolist() for batch in resumed] == batches[position:]
+        assert len(list(resumed)) == len(batches)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

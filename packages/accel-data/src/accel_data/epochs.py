@@ -28,6 +28,25 @@ def steps_of_torchdata(state: dict[str, Any]) -> int | None:
     return 0 if state.get("_iterator_finished") else steps
 
 
+def knows_position(source: dict[str, Any]) -> bool:
+    """Whether in a state of torchdata's StatefulDataLoader the data set, or its iterator, says where it is.
+
+    Otherwise torchdata reads on from the start by a count that is wrong in the second restart of an epoch. Of a worker that is through
+    while others are not, the data set says where the next epoch begins; torchdata would begin it at once.
+    """
+    workers = source.get("_snapshot", {}).get("_worker_snapshots", {}).values()
+    known = False
+    for part in workers or [source]:
+        fetcher = part.get("fetcher_state") or {}
+        if fetcher.get("dataset_iter_state") is not None:
+            known = True
+        elif part.get("dataset_state") is not None:
+            if workers and fetcher.get("fetcher_ended"):
+                return False
+            known = True
+    return known
+
+
 @dataclass
 class ResumePoint:
     """Where an iteration begins, and what its order and random numbers can be had again from: what a state dictionary holds.

@@ -8,7 +8,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from .adapter import loader_settings
-from .epochs import Iteration, ResumePoint
+from .epochs import Iteration, ResumePoint, knows_position
 from .iterable import IterableDatasetShard
 from .layout import LoaderLayout
 from .randomness import preserved_random_state
@@ -64,10 +64,11 @@ class IterableLoading:
     def _reopen(self, iteration: Iteration, resume: ResumePoint, skip: int) -> Iterator[Any]:
         """Begin the epoch of an iterable data set again, and go to where it was left."""
         if skip or resume.unit == "steps":
-            if resume.source and not skip:
+            goes_there = not skip and knows_position(resume.source)
+            if goes_there:
                 self.base_dataloader.load_state_dict(resume.source)
             batches = self._open(iteration)
-            self._drop(batches, iteration, skip or (0 if resume.source else resume.position))
+            self._drop(batches, iteration, 0 if goes_there else skip or resume.position)
         else:
             batches = self._reopen_at_sample(iteration, resume.position)
         iteration.position = iteration.position if skip else resume.position
