@@ -154,9 +154,10 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     folder = log_some(tmp_path, loss=1)
     with pytest.raises(ConfigurationError, match=r"holds no run named other\. Runs there: project/"):
         find_runs(tmp_path, ["other"])
-    (folder / "run.json").write_text("{")
-    with pytest.raises(ConfigurationError, match=r"run\.json is damaged"):
-        read_run(folder)
+    for damaged in ("{", "[]", "[" * 100_000):
+        (folder / "run.json").write_text(damaged)
+        with pytest.raises(ConfigurationError, match=r"run\.json is damaged"):
+            read_run(folder)
 
 
 def read_png(path: Path) -> np.ndarray:

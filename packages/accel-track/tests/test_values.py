@@ -149,6 +149,16 @@ plain_values = st.recursive(
 )
 
 
+def test_integers_that_python_does_not_write_are_kept_as_text() -> None:
+    """Back ends write JSON, or numbers of 64 bits; the tracker must not be lost to one such value."""
+    assert to_plain({"n": 2**10_000, "m": -(2**10_000)}) == {
+        "n": f"0x1{'0' * 2500} (10001 bits)",
+        "m": f"-0x1{'0' * 2500} (10001 bits)",
+    }
+    assert as_number(10**400) == math.inf and as_number(-(10**400)) == -math.inf and as_number(2**1023) == 2**1023
+    assert to_plain(10**1000) == 10**1000 and len(to_plain(2**10_000_000)) < 11_000
+
+
 @given(plain_values)
 def test_plain_data_stays_as_it_is_and_is_always_json(value) -> None:
     assert repr(to_plain(value)) == repr(value)

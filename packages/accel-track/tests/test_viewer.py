@@ -60,6 +60,37 @@ def test_smoothing_starts_at_the_first_value() -> None:
     assert smooth(points, 0.0) is points
 
 
+ODD_RUNS = {
+    "texts": ('{"_step": 0, "note": "hello"}', "note         hello  at step 0"),
+    "nothing": ("", "nothing was logged yet"),
+    "an integer beyond all floats": ('{"_step": 0, "n": 1}\n{"_step": 1, "n": ' + "9" * 400 + "}", "999... (400 characters)  at step 1"),
+    "a range beyond all floats": ('{"_step": 0, "n": 1e308}\n{"_step": 1, "n": -1e308}', "-1e+308  at step 1"),
+    "steps that are times": ('{"_step": 1764000000000000000, "n": 1}', "at step 1764000000000000000"),
+    "steps that are none": ('{"_step": [1], "n": 1}\n{"_step": NaN, "n": 2}\n{"_step": "x", "n": 3}', "3  at step x"),
+    "a step beyond all floats": ('{"_step": ' + "9" * 400 + ', "n": 1}', "999... (400 characters)"),
+    "a mark of no number": ('{"_step": 0, "n": 1}\n{"_resumed_after": null}\n{"_step": 2, "n": 3}', "3  at step 2"),
+    "nesting beyond reason": ("[" * 100_000 + '\n{"_step": 0, "n": 1}', "1 rows, 1 unreadable line"),
+    "control characters": ('{"_step": 0, "\\u001b[31mred": 1, "text": "two\\nlines"}', r"\x1b[31mred"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_RUNS)
+def test_odd_runs_are_shown(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, expected = ODD_RUNS[name]
+    (tmp_path / "metrics.jsonl").write_text(content + "\n" if content else "")
+    (tmp_path / "run.json").write_text('{"status": "running", "started": 3}')
+    run(["show", str(tmp_path), "--html", str(tmp_path / "page.html"), "--csv", str(tmp_path / "table.csv")])
+    assert (tmp_path / "page.html").stat().st_size and (tmp_path / "table.csv").exists()
+    capsys.readouterr()
+    run(["show", str(tmp_path), "--width", "60"])
+    printed = capsys.readouterr().out
+    assert expected in printed and "\x1b" not in printed
+    if "note" not in printed and "nothing" not in printed:
+        pytest.importorskip("matplotlib")
+        run(["show", str(tmp_path), "--png", str(tmp_path / "curves.png")])
+        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
 class Page(html.parser.HTMLParser):
     def __init__(self) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,8 @@ class Run:
         found: dict[str, dict[float, float]] = {}
         step = -1.0
         for row in self.rows:
-            step = step + 1 if row.get(STEP) is None else float(row[STEP])
+            given = _number(row.get(STEP))
+            step = given if given is not None and math.isfinite(given) else step + 1
             for name, value in row.items():
                 number = _number(value)
                 if name not in (STEP, TIME) and number is not None:
@@ -70,7 +72,10 @@ class Run:
 
 def _number(value: Any) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     return _NOT_FINITE.get(value) if isinstance(value, str) else None
 
 
@@ -93,25 +98,33 @@ def read_run(folder: Path) -> Run:
     run = Run(folder)
     if facts.is_file():
         try:
-            run.facts = dict(json.loads(facts.read_text(encoding="utf-8")))
-        except ValueError as error:
+            run.facts = _object(facts.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
             raise ConfigurationError(f"{facts} is damaged: {error}. Delete it to see the metrics without it.") from error
     with metrics.open(encoding="utf-8", errors="replace") as file:
         _read_rows(run, file)
     return run
 
 
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {type(value).__name__}, and no object with the facts of a run")
+    return value
+
+
 def _read_rows(run: Run, lines: Iterable[str]) -> None:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             run.damaged += 1
             continue
         if not isinstance(row, dict):
             run.damaged += 1
         elif RESUMED in row:
-            run.rows = [kept for kept in run.rows if kept.get(STEP) is None or kept[STEP] <= row[RESUMED]]
+            after = _number(row[RESUMED])
+            run.rows = [kept for kept in run.rows if after is None or (step := _number(kept.get(STEP))) is None or step <= after]
         else:
             run.rows.append(row)
 
@@ -128,7 +141,7 @@ def find_runs(folder: Path, names: Sequence[str] = ()) -> list[Run]:
     """
     if not folder.is_dir():
         raise ConfigurationError(f"there is no folder {str(folder)!r}. Give the logging_dir of a run that was logged with 'jsonl'.")
-    runs = sorted(map(read_run, _folders(folder)), key=lambda run: (run.facts.get("started", ""), run.name))
+    runs = sorted(map(read_run, _folders(folder)), key=lambda run: (str(run.facts.get("started", "")), run.name))
     chosen = [run for run in runs if not names or any(name in run.name for name in names)]
     if not chosen:
         known = f" Runs there: {', '.join(run.name for run in runs)}." if runs else " Log one with log_with='jsonl'."

@@ -16,6 +16,8 @@ import torch
 
 from accel_state.errors import ConfigurationError
 
+from .values import to_plain
+
 _UNCHANGING = frozenset({float, int, str, bool, type(None), bytes, complex})
 
 
@@ -118,6 +120,8 @@ class Snapshot:
 
     def _keep(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            if value.is_meta:
+                return to_plain(value)  # there is no value to fetch
             self._fetched = False
             if (
                 value.is_cpu

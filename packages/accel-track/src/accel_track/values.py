@@ -7,6 +7,7 @@ import datetime
 import functools
 import math
 import os
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
@@ -18,6 +19,8 @@ LARGEST_LIST = 256
 """Elements of an array or a tensor that are stored one by one; a larger one is described by its shape and type."""
 LONGEST_TEXT = 10_000
 """Characters that are kept of the description of an object."""
+_LONGEST_INTEGER = 2**13
+"""Bits of an integer that is stored as such: Python refuses to write more than 4300 digits, and back ends read fewer."""
 DEEPEST = 40
 """Levels of nesting; what lies deeper is stored as text."""
 
@@ -39,6 +42,8 @@ def to_plain(value: Any) -> Any:
 
 
 def _plain(value: Any, above: tuple[int, ...]) -> Any:
+    if type(value) is int and value.bit_length() > _LONGEST_INTEGER:
+        return f"{hex(value)[:LONGEST_TEXT]}{'...' if value.bit_length() > 4 * LONGEST_TEXT else ''} ({value.bit_length()} bits)"
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Enum):
@@ -193,13 +198,17 @@ def _leaves(values: Mapping[str, Any], prefix: str, separator: str) -> Iterator[
 def as_number(value: Any) -> int | float | None:
     """A number, boolean, or tensor or array of one element as a Python number; None for anything else.
 
+    An integer beyond the range of floats becomes infinite: back ends compute with what they are given.
+
     Args:
         value: a logged value.
     """
-    if type(value) in (int, float):
-        return value
     if isinstance(value, (bool, int)):
-        return int(value)
+        if abs(value) <= sys.float_info.max:
+            return int(value)
+        return math.inf if value > 0 else -math.inf
+    if type(value) is float:
+        return value
     if isinstance(value, float):
         return float(value)
     if (isinstance(value, torch.Tensor) and value.numel() == 1) or (_is_array(value) and value.size == 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,9 +31,18 @@ class Chart:
         """First and last step, lowest and highest value of all finite points; a range of one value is widened."""
         points = [point for curve in self.curves.values() for point in curve if math.isfinite(point[1])]
         steps, values = [step for step, _ in points] or [0.0], [value for _, value in points] or [0.0]
-        low, high = min(values), max(values)
-        margin = 0.0 if high > low else abs(high) * 0.05 or 1.0
-        return min(steps), max(max(steps), min(steps) + 1.0), low - margin, high + margin
+        low, high, first, last = min(values), max(values), min(steps), max(steps)
+        if high == low:
+            margin = abs(high) * 0.05 or 1.0
+            low, high = max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)
+        # One step beyond, or as far as makes a difference to steps that are times.
+        return first, last if last > first else first + max(1.0, abs(first) * 1e-9), low, high
+
+
+def fraction(value: float, low: float, high: float) -> float:
+    """How far a value is from the lower end of a range, from 0 to 1."""
+    # Halves, since a range of floats may be wider than the largest of them.
+    return (value / 2 - low / 2) / (high / 2 - low / 2)
 
 
 def charts(runs: Sequence[Run], patterns: Sequence[str] = (), weight: float = 0.0) -> list[Chart]:
@@ -76,3 +86,10 @@ def smooth(points: Points, weight: float) -> Points:
 def text_of(number: float) -> str:
     """A number, short."""
     return f"{number:.4g}"
+
+
+def one_line(value: object, longest: int = 200) -> str:
+    """Any value as a line of text that leaves the terminal alone: control characters are spelt out, and long texts cut."""
+    text = text_of(value) if isinstance(value, float) else str(value)
+    line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text[: longest + 1])
+    return line if len(text) <= longest else f"{line[:longest]}... ({len(text)} characters)"

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from ..runs import Run
-from .curves import Chart, text_of
+from .curves import Chart, fraction, text_of
 
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#17becf")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 240, 56, 24, 8
@@ -78,8 +78,8 @@ def _figure(chart: Chart, colors: dict[str, str]) -> str:
     first, last, low, high = chart.limits()
 
     def place(step: float, value: float) -> tuple[float, float]:
-        x = _LEFT + (step - first) / (last - first) * (_WIDTH - _LEFT - 8)
-        return round(x, 1), round(_TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM), 1)
+        x = _LEFT + fraction(step, first, last) * (_WIDTH - _LEFT - 8)
+        return round(x, 1), round(_TOP + (1.0 - fraction(value, low, high)) * (_HEIGHT - _TOP - _BOTTOM), 1)
 
     lines, data = [], []
     for name, points in chart.curves.items():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from accel_state.errors import require
 
-from .curves import Chart
+from .curves import Chart, one_line
 
 _INCHES = (4.6, 2.9)
+_LARGEST = 1e300
+"""matplotlib computes with the width of a range, which must be a float too."""
 
 
 def write_png(charts: Sequence[Chart], path: Path) -> None:
@@ -30,8 +33,8 @@ def write_png(charts: Sequence[Chart], path: Path) -> None:
     for index, chart in enumerate(charts):
         axes = figure.add_subplot(rows, columns, index + 1)
         for name, points in chart.curves.items():
-            axes.plot([step for step, _ in points], [value for _, value in points], label=name, linewidth=1.4)
-        axes.set_title(chart.metric, fontsize=10)
+            axes.plot([step for step, _ in points], [_drawable(value) for _, value in points], label=one_line(name), linewidth=1.4)
+        axes.set_title(one_line(chart.metric), fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
@@ -39,3 +42,7 @@ def write_png(charts: Sequence[Chart], path: Path) -> None:
             axes.legend(fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
+
+
+def _drawable(value: float) -> float:
+    return max(-_LARGEST, min(value, _LARGEST)) if math.isfinite(value) else math.nan

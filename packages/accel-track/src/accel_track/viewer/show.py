@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from accel_state.errors import ConfigurationError
 
 from ..runs import Run, find_runs
-from .curves import Chart, charts, text_of
+from .curves import Chart, charts, one_line
 from .html import write_html
 from .png import write_png
 from .terminal import draw
@@ -27,16 +27,20 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.width < 20 or arguments.height < 2:
         raise ConfigurationError(f"--width {arguments.width} --height {arguments.height} is too small. Give at least 20 and 2.")
     runs = find_runs(arguments.folder, arguments.run)
-    drawn = charts(runs, arguments.metric, arguments.smooth)
     if arguments.csv is not None:
         _write_csv(runs, arguments)
+        if arguments.png is None and arguments.html is None:
+            return
+    # An image needs a curve; the last values of texts are worth showing without any.
+    must_draw = arguments.png is not None or arguments.metric or any(run.series() for run in runs)
+    drawn = charts(runs, arguments.metric, arguments.smooth) if must_draw else []
     if arguments.png is not None:
         write_png(drawn, arguments.png)
         print(f"wrote {arguments.png}")
     if arguments.html is not None:
         write_html(runs, drawn, arguments.html)
         print(f"wrote {arguments.html}")
-    if arguments.csv is None and arguments.png is None and arguments.html is None:
+    if arguments.png is None and arguments.html is None:
         _print(runs, drawn, arguments)
 
 
@@ -60,20 +64,20 @@ def _print(runs: Sequence[Run], drawn: Sequence[Chart], arguments: argparse.Name
 
 
 def _heading(run: Run) -> str:
-    facts = [str(run.facts[name]) for name in ("status", "started", "host") if name in run.facts]
+    facts = [one_line(run.facts[name]) for name in ("status", "started", "host") if name in run.facts]
     damaged = [f"{run.damaged} unreadable line{'s' if run.damaged > 1 else ''}"] if run.damaged else []
-    return f"{run.name}  ({', '.join([*facts, f'{len(run.rows)} rows', *damaged])})"
+    return f"{one_line(run.name)}  ({', '.join([*facts, f'{len(run.rows)} rows', *damaged])})"
 
 
 def _table(run: Run) -> str:
     last = run.last()
     if not last:
         return "  nothing was logged yet"
-    wide = max(len(name) for name in last)
-    lines = []
-    for name, (step, value) in last.items():
-        shown = text_of(value) if isinstance(value, float) else str(value)
-        lines.append(f"  {name:<{wide}}  {shown:>12}" + ("" if step is None else f"  at step {step}"))
+    named = [(one_line(name), step, value) for name, (step, value) in last.items()]
+    wide = max(len(name) for name, _, _ in named)
+    lines = [
+        f"  {name:<{wide}}  {one_line(value):>12}" + ("" if step is None else f"  at step {one_line(step)}") for name, step, value in named
+    ]
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .curves import Chart, text_of
+from .curves import Chart, fraction, one_line, text_of
 
 _MARKS = "*o+x#@%&"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -33,8 +33,9 @@ def draw(chart: Chart, width: int, height: int, braille: bool) -> str:
     rows = _braille(dots, columns, height) if fine else _marks(dots, columns, height)
     lines = [f"{label:>{margin}} ┤{row}" if braille else f"{label:>{margin}} |{row}" for label, row in zip(labels, rows, strict=True)]
     axis = f"{'':>{margin}}  {text_of(first)}{text_of(last):>{max(columns - len(text_of(first)), 1)}}"
-    legend = [] if len(chart.curves) == 1 else [f"  {_MARKS[index % len(_MARKS)]} {name}" for index, name in enumerate(chart.curves)]
-    return "\n".join([chart.metric, *legend, *lines, axis])
+    named = [f"  {_MARKS[index % len(_MARKS)]} {one_line(name)}" for index, name in enumerate(chart.curves)]
+    legend = named if len(named) > 1 else []
+    return "\n".join([one_line(chart.metric), *legend, *lines, axis])
 
 
 def _pixels(points: list[tuple[float, float]], limits: tuple[float, float, float, float], wide: int, tall: int) -> set[tuple[int, int]]:
@@ -46,8 +47,8 @@ def _pixels(points: list[tuple[float, float]], limits: tuple[float, float, float
         if not math.isfinite(value):
             before = None
             continue
-        x = round((step - first) / (last - first) * (wide - 1))
-        y = round((high - value) / (high - low) * (tall - 1))
+        x = round(fraction(step, first, last) * (wide - 1))
+        y = round((1.0 - fraction(value, low, high)) * (tall - 1))
         found.update(_line(before or (x, y), (x, y)))
         before = (x, y)
     return found
