@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from deepspeed_runs import (
     STEPS,
     TOLERANCE,
     accelerator_of,
+    adagrad,
     adamw,
     config,
     data,
@@ -36,12 +38,12 @@ STAGES = (0, 1, 2, 3)
 STOP = 7
 
 
-def prepared(stage: int, seed: int = 0, **arguments: Any) -> tuple[Any, ...]:
+def prepared(stage: int, seed: int = 0, make: Callable[[Any], torch.optim.Optimizer] = adamw, **arguments: Any) -> tuple[Any, ...]:
     # The schedule moves with each call, so that it does not depend on the number of processes.
     accelerator = accelerator_of(config(stage), step_scheduler_with_optimizer=False, **arguments)
     model = net(frozen=True, seed=seed)
     model.scale.fill_(1.0 + seed)
-    optimizer = adamw(groups(model))
+    optimizer = make(groups(model))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.5)
     loader = DataLoader(data(), batch_size=BATCH // accelerator.num_processes)
     return accelerator, *accelerator.prepare(model, optimizer, scheduler, loader)
@@ -112,6 +114,25 @@ def test_resuming_is_exact(saved: tuple[Path, dict[int, dict[str, Any]]], stage:
     assert found["resumed"] == found["full"][STOP:]
     weights = load_file(folder / str(stage) / "model" / "model.safetensors")
     assert all(torch.equal(weights[name], value) for name, value in found["weights"].items()) and set(weights) == set(found["weights"])
+
+
+def resume_with_an_optimizer_of_another_form(folder: str) -> dict[int, tuple[list[float], list[float]]]:
+    found = {}
+    for stage in (1, 3):
+        parts = prepared(stage, make=adagrad)
+        full = loop(parts, f"{folder}/{stage}")
+        release(parts[0])
+        parts = prepared(stage, seed=1, make=adagrad)
+        parts[0].load_state(f"{folder}/{stage}/waiting")
+        found[stage] = full[STOP:], loop(parts, begin=STOP)
+        release(parts[0])
+    return found
+
+
+def test_schedulers_go_on_where_the_engine_has_another_form_of_the_optimizer(tmp_path: Path) -> None:
+    """As with DeepSpeed's optimizers for host memory, there are two: loading makes new parameter groups in the engine's."""
+    for stage, (full, resumed) in run_world(resume_with_an_optimizer_of_another_form, 2, str(tmp_path), timeout=500)[0].items():
+        assert resumed == full, stage
 
 
 @pytest.mark.parametrize("stage", [2, 3])

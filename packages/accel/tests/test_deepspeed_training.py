@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from deepspeed_runs import (
     BATCH,
     MISSING,
+    OPTIMIZERS,
     STEPS,
     TOLERANCE,
     accelerator_of,
@@ -30,7 +32,7 @@ from deepspeed_runs import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, MissingDependencyError
 from accel_state.testing import run_world
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "deepspeed is installed"), pytest.mark.timeout(600)]
@@ -42,6 +44,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{f"stage {stage} in windows": (config(stage), {"window": 3, "clip": 0.2}) for stage in (0, 1, 2, 3)},
     **{f"stage {stage} offloaded in windows": (offloading(stage), {"window": 3, "clip": 0.2}) for stage in (1, 2, 3)},
     "another optimizer": (config(2), {"optimizer": "sgd", "clip": 0.2}),
+    "states from the beginning": (config(2), {"optimizer": "adagrad", "clip": 0.2}),
+    "states from the beginning, divided": (config(3), {"optimizer": "adagrad"}),
+    "states from the beginning, offloaded": (offloading(1), {"optimizer": "adagrad"}),
     "frozen parameters": (config(2), {"frozen": True, "clip": 0.2}),
     "frozen parameters, divided": (config(3), {"frozen": True, "clip": 0.2}),
     "clipped as configured": ({**config(2), "gradient_clipping": 0.2}, {"clip": 0.2}),
@@ -208,6 +213,65 @@ def test_windows(ranks: int) -> None:
         assert max((weights[k] - value).abs().max().item() for k, value in plain(window=2)["weights"].items()) < TOLERANCE, kind
 
 
+def with_a_scheduler(stage: int) -> dict[str, torch.Tensor]:
+    accelerator = accelerator_of(config(stage))
+    model = net()
+    opt = OPTIMIZERS["adagrad"](groups(model))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    loader = DataLoader(data(), batch_size=BATCH // accelerator.num_processes)
+    model, opt, scheduler, loader = accelerator.prepare(model, opt, scheduler, loader)
+    for x, y in loader:
+        accelerator.backward(loss_of(model, x, y))
+        opt.step()
+        scheduler.step()
+        opt.zero_grad()
+    found = weights_of(accelerator.get_state_dict(model))
+    del model, opt, scheduler, loader
+    release(accelerator)
+    return found
+
+
+def run_with_a_scheduler() -> dict[int, dict[str, torch.Tensor]]:
+    return {stage: with_a_scheduler(stage) for stage in (1, 3)}
+
+
+def test_a_scheduler_reaches_an_optimizer_whose_states_are_there_from_the_beginning() -> None:
+    """DeepSpeed makes another Adagrad, which the script's scheduler does not know."""
+    model = net()
+    opt = OPTIMIZERS["adagrad"](groups(model))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    for x, y in DataLoader(data(), batch_size=BATCH):
+        loss_of(model, x, y).backward()
+        opt.step()
+        for _ in range(2):  # once for each process
+            scheduler.step()
+        opt.zero_grad()
+    for stage, weights in run_world(run_with_a_scheduler, 2, timeout=500)[0].items():
+        assert max((weights[k] - value).abs().max().item() for k, value in weights_of(model).items()) < TOLERANCE, stage
+
+
+def run_without_a_compiler() -> dict[str, str]:
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
+    from accel.deepspeed.library import announcing_builds
+
+    accelerator = accelerator_of(config(2))
+    nothing = {"is_compatible": lambda self, verbose=False: False}
+    said = {}
+    for builder in (AsyncIOBuilder, CPUAdamBuilder):
+        with mock.patch.multiple(builder, **nothing), announcing_builds(), pytest.raises(MissingDependencyError) as caught:
+            builder().jit_load()
+        said[builder.__name__] = str(caught.value)
+    release(accelerator)
+    return said
+
+
+def test_what_an_operator_needs_is_said() -> None:
+    said = run_world(run_without_a_compiler, 1, timeout=300)[0]
+    assert "offload to nvme needs libaio" in said["AsyncIOBuilder"] and "apt install libaio-dev" in said["AsyncIOBuilder"]
+    assert "cannot compile its operator cpu_adam" in said["CPUAdamBuilder"]
+
+
 def run_errors() -> dict[str, str]:
     said: dict[str, str] = {}
 
@@ -243,6 +307,8 @@ def run_errors() -> dict[str, str]:
     accelerator = accelerator_of(config(2, zero={"offload_optimizer": {"device": "cpu"}}))
     model = net()
     refused("no optimizer for host memory", accelerator.prepare, model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(data()))
+    upwards = torch.optim.AdamW(model.parameters(), maximize=True)
+    refused("an option for host memory", accelerator.prepare, model, upwards, DataLoader(data()))
     release(accelerator)
 
     accelerator = accelerator_of({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"})
@@ -269,6 +335,7 @@ def test_bad_input() -> None:
         "a closure": "DeepSpeed's engine steps without a closure",
         "another group": "none can be added later",
         "no optimizer for host memory": "offload_optimizer_device='cpu' with SGD",
+        "an option for host memory": "offload_optimizer_device='cpu' with AdamW(maximize=True)",
         "divided weights": "Allow it with DeepSpeedPlugin(zero3_save_16bit_model=True)",
     }
     for name, part in expected.items():

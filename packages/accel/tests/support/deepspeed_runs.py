@@ -68,7 +68,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=5e-2, momentum=0.9)
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"adamw": adamw, "sgd": sgd}
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=2e-2, lr_decay=0.1, initial_accumulator_value=0.1)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"adamw": adamw, "sgd": sgd, "adagrad": adagrad}
 
 
 def plain(window: int = 1, clip: float = 0.0, optimizer: str = "adamw", frozen: bool = False, steps: int = STEPS) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_state import PartialState, env, get_logger
-from accel_state.errors import ConfigurationError, require
+from accel_state.errors import ConfigurationError, MissingDependencyError, require
 
 logger = get_logger(__name__)
 
@@ -76,13 +76,27 @@ def announcing_builds() -> Iterator[None]:
                     folder / "lock",
                     main_process_only=True,
                 )
-        return original(builder, *args, **kwargs)
+        try:
+            return original(builder, *args, **kwargs)
+        except RuntimeError as error:
+            if "not being compatible" not in str(error):
+                raise
+            raise MissingDependencyError(_missing(builder.name)) from error
 
     OpBuilder.jit_load = jit_load
     try:
         yield
     finally:
         OpBuilder.jit_load = original
+
+
+def _missing(operator: str) -> str:
+    if operator == "async_io":
+        return (
+            "offload to nvme needs libaio with its headers, which DeepSpeed's operator async_io is compiled with. Install it (apt install "
+            "libaio-dev, yum install libaio-devel), or say where it is (CFLAGS=-I..., LDFLAGS=-L...), or offload to cpu."
+        )
+    return f"DeepSpeed cannot compile its operator {operator} here. The command ds_report tells what it needs of this machine."
 
 
 def _build_folder(name: str) -> Path:

@@ -15,9 +15,12 @@ from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
 from . import nested
+from .adagrad import LateAdagrad
 from .dummies import DummyOptim
 
 logger = get_logger(__name__)
+
+_ONLY_TORCH = ("maximize", "amsgrad", "lr_decay", "initial_accumulator_value")
 
 
 def groups_of(optimizer: Optimizer | DummyOptim) -> list[dict[str, Any]]:
@@ -44,19 +47,21 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
     """The optimizer of DeepSpeed that computes the same on a CPU, many times faster; the given one where there is none.
 
     Args:
-        optimizer: Adam, AdamW, Adagrad or Lion.
+        optimizer: Adam, AdamW, Adagrad or Lion. One with an option that DeepSpeed's does not know (``maximize``) stays as it is.
 
     Returns:
         An optimizer over the same parameter groups: what changes the learning rate of the given one changes this one's.
     """
     kind = type(optimizer).__name__
+    # In newer versions of torch, AdamW is an Adam with this option.
+    decoupled = bool(optimizer.defaults.get("decoupled_weight_decay", kind == "AdamW"))
     found: dict[str, tuple[str, str, dict[str, Any]]] = {
-        "Adam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
-        "AdamW": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
+        "Adam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": decoupled}),
+        "AdamW": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": decoupled}),
         "Adagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", {}),
         "Lion": ("deepspeed.ops.lion", "DeepSpeedCPULion", {}),
     }
-    if kind not in found or type(optimizer).__module__.startswith("deepspeed."):
+    if kind not in found or type(optimizer).__module__.startswith("deepspeed.") or _beyond(optimizer):
         return optimizer
     module, name, options = found[kind]
     known = {key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay") if key in optimizer.defaults}
@@ -64,6 +69,12 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
     # torch's schedulers warn unless the optimizer that they were made with has stepped.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return made
+
+
+def _beyond(optimizer: Optimizer) -> list[str]:
+    """The options of an optimizer that DeepSpeed's optimizers for host memory would leave out."""
+    settings = [optimizer.defaults, *optimizer.param_groups]
+    return [f"{name}={group[name]!r}" for name in _ONLY_TORCH for group in settings if group.get(name)][:1]
 
 
 def for_offload(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
@@ -81,16 +92,33 @@ def for_offload(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
         return optimizer
     made = map_pytorch_optim_to_deepspeed(optimizer)
     if made is optimizer and not type(optimizer).__module__.startswith("deepspeed."):
+        kind = type(optimizer).__name__
         raise ConfigurationError(
-            f"offload_optimizer_device={device!r} with {type(optimizer).__name__}: DeepSpeed has fast optimizers for host memory in place "
-            'of Adam, AdamW, Adagrad and Lion only. Use one of them, or put "zero_force_ds_cpu_optimizer": false into the DeepSpeed '
-            "configuration to have this one update the offloaded states."
+            f"offload_optimizer_device={device!r} with {kind}({', '.join(_beyond(optimizer))}): DeepSpeed has fast optimizers for host "
+            "memory in place of Adam, AdamW, Adagrad and Lion only, without maximize, amsgrad, lr_decay and initial_accumulator_value. "
+            'Use one of them, or put "zero_force_ds_cpu_optimizer": false into the DeepSpeed configuration to have this one update the '
+            "offloaded states."
         )
     if made is not optimizer:
         logger.info(
             "%s is replaced by %s, which updates offloaded states.", type(optimizer).__name__, type(made).__name__, main_process_only=True
         )
     return made
+
+
+def for_engine(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
+    """The optimizer of a script, in the form in which an engine can divide it.
+
+    Args:
+        optimizer: of the script.
+        config: the complete DeepSpeed configuration.
+
+    Raises:
+        ConfigurationError: its states are to be offloaded, and DeepSpeed cannot.
+    """
+    made = for_offload(optimizer, config)
+    divided = nested.get(config, "zero_optimization.stage", 0) > 0
+    return LateAdagrad(made) if divided and isinstance(made, torch.optim.Adagrad) else made
 
 
 def check_ownership(model: nn.Module, optimizer: Optimizer | DummyOptim) -> None:

@@ -22,7 +22,7 @@ from . import nested
 from .dummies import DummyOptim, DummyScheduler
 from .facts import PreparedFacts
 from .library import announcing_builds, is_engine
-from .optimizer import check_ownership, for_offload, groups_of, parameters_of
+from .optimizer import check_ownership, for_engine, groups_of, parameters_of, warn_once
 from .wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 
 if TYPE_CHECKING:
@@ -150,6 +150,11 @@ class Maker:
         config = self.plugin.resolve(self.facts(group, objects))
         self._check_device(config)
         stage = int(nested.get(config, "zero_optimization.stage", 0))
+        if stage < 3 and nested.get(config, "zero_optimization.offload_optimizer.device") == "nvme":
+            warn_once(
+                f"offload_optimizer_device='nvme' at ZeRO stage {stage}: DeepSpeed keeps the optimizer's states in host memory, as with "
+                "'cpu'. It writes them to a drive at stage 3 only."
+            )
         if stage == 3:
             self.plugin.set_moe_leaf_modules(group.model)
         self._compile(group.model)
@@ -180,7 +185,7 @@ class Maker:
         if isinstance(group.optimizer, DummyOptim):
             return {"config": config, "model_parameters": groups_of(group.optimizer)}
         config.setdefault("zero_allow_untested_optimizer", True)
-        return {"config": config, "optimizer": for_offload(group.optimizer, config)}
+        return {"config": config, "optimizer": for_engine(group.optimizer, config)}
 
     def _scheduler(self, group: Group, engine: Any, optimizer: DeepSpeedOptimizerWrapper) -> AcceleratedScheduler | None:
         if group.scheduler is None:

@@ -177,6 +177,14 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """Whether this is the prepared form of an optimizer."""
         return super().wraps(optimizer) or optimizer is self.given or optimizer is self._innermost
 
+    def share_groups(self) -> None:
+        """Have the script's optimizer, whose schedulers set its learning rates, share the parameter groups of the one in the engine.
+
+        They are two where DeepSpeed has a form of its own, and loading a state makes new groups.
+        """
+        if isinstance(self.given, Optimizer):
+            self.given.param_groups = self._innermost.param_groups
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the engine has divided the parameters.
 

@@ -53,6 +53,7 @@ class DeepSpeedStrategy(Strategy):
             plugins[0].select(_from_accelerator_state=True)
         self._gradient_state = GradientState()
         self._wrappers: list[DeepSpeedEngineWrapper] = []
+        self._optimizers: list[DeepSpeedOptimizerWrapper] = []
         self._models: Sequence[nn.Module] = ()
         self._engines = library.Engines(state)
         self._engines.connect()
@@ -107,6 +108,7 @@ class DeepSpeedStrategy(Strategy):
         for optimizer in preparation.optimizers[before[0] :]:
             if isinstance(optimizer, DeepSpeedOptimizerWrapper) and optimizer.engine_wrapper is not None:
                 self._wrappers.append(optimizer.engine_wrapper)
+                self._optimizers.append(optimizer)
         for engine in preparation.models[before[1] :]:
             self._engines.add(engine)
         return prepared
@@ -299,13 +301,15 @@ class DeepSpeedStrategy(Strategy):
         saved_by = None if reader.manifest is None else reader.manifest.world_size
         source = Source(reader.folder, reader.names, saved_by, reader.load_kwargs, options.get("strict", True))
         known = [wrapper for wrapper in self._wrappers if any(wrapper.engine is model for model in models)]
-        return [*(wrapper.discard_gradients for wrapper in known), *source.plan(self._models, models)]
+        relinking = (optimizer.share_groups for optimizer in self._optimizers if optimizer.engine_wrapper in known)
+        return [*(wrapper.discard_gradients for wrapper in known), *source.plan(self._models, models), *relinking]
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Drop the engines; those that nobody else holds release what they have."""
         self._wrappers.clear()
+        self._optimizers.clear()
         self._models = ()
 
     def close(self) -> None:
