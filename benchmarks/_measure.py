@@ -13,8 +13,10 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +117,49 @@ def environment() -> dict[str, str]:
 
 
 def worker(python: str, script: str, *words: str, processes: int = 1, timeout: float = 300) -> Any:
-    """Run a script in an interpreter, on one process or over torchrun, and return what it (its rank 0) reported.
+    """Run a script in an interpreter, on one process or over torchrun, and return what it (its rank 0) reported last.
 
     Raises:
-        RuntimeError: it failed, or reported nothing.
+        RuntimeError: it failed, took too long, or reported nothing.
+    """
+    return list(reports(python, script, *words, processes=processes, timeout=timeout))[-1]
+
+
+def reports(python: str, script: str, *words: str, processes: int = 1, timeout: float = 300) -> Iterator[Any]:
+    """As :func:`worker`: everything that is reported, as it comes.
+
+    Args:
+        python: the interpreter.
+        script: the script.
+        *words: its arguments.
+        processes: how many.
+        timeout: seconds until it is ended.
+
+    Raises:
+        RuntimeError: it failed, took too long, or reported nothing.
     """
     launcher: Sequence[str] = ()
     if processes > 1:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
     command = [python, *launcher, str(Path(script).resolve()), *words]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
-    lines = [line for line in result.stdout.splitlines() if line.startswith(_MARK)]
-    if result.returncode != 0 or not lines:
-        raise RuntimeError(f"{' '.join(command)} failed with exit code {result.returncode}:\n{result.stderr[-3000:]}")
-    return json.loads(lines[-1][len(_MARK) :])
+    found = 0
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
+        watch = threading.Timer(timeout, process.terminate)
+        watch.start()
+        try:
+            for line in process.stdout or ():
+                if line.startswith(_MARK):
+                    found += 1
+                    yield json.loads(line[len(_MARK) :])
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            late = watch.finished.is_set()
+            watch.cancel()
+            code = process.wait()
+        if code != 0 or not found:
+            errors.seek(0)
+            ended = f"did not end in {timeout:g} s" if late else f"failed with exit code {code}"
+            raise RuntimeError(f"{' '.join(command)} {ended}:\n{errors.read()[-3000:]}")

@@ -1,11 +1,12 @@
 """What sharded training costs more than the same strategy in plain PyTorch, on two processes: a step, and saving and loading.
 
-    python benchmarks/bench_fsdp.py [--megabytes 384] [--folder .] [--only steps]
+    python benchmarks/bench_fsdp.py [--megabytes 384] [--folder .] [--only steps] [--seconds 20]
 
 Steps: a model of blocks in the loop that everybody writes, wrapped by hand with FullyShardedDataParallel or fully_shard, and prepared. The
 two, and plain PyTorch once more, which shows the noise, take turns in one process group. Checkpoints: AdamW's state and the weights, each
 rank's part in a file of its own, by torch.distributed.checkpoint (fsync included) and by save_state, which also writes digests and
-a manifest, and verifies every byte before anything is loaded.
+a manifest, and verifies every byte before anything is loaded. Each table takes about --seconds (and some rounds at least), and is
+printed when it is measured.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SAVE_TARGET = 1.1
 LOAD_TARGET = 1.1
 WIDTH, DEPTH, BATCH = 256, 4, 64
 STEPS = 8
-ROUNDS = 30
+MOST_ROUNDS, LEAST_ROUNDS = 30, 6
 CHECKPOINT_ROUNDS = 9
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "fully_shard")
 
@@ -86,7 +87,12 @@ def accelerator_for(strategy: str) -> Any:
     return Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**settings_of(strategy)))
 
 
-def time_steps(strategy: str) -> dict[str, float]:
+def rounds_in(accelerator: Any, seconds: float, took: float, most: int, least: int) -> int:
+    """How many rounds fit into a time, if one takes so long; the same on all ranks."""
+    return int(accelerator.process_state.collectives.broadcast_object(min(most, max(least, int(seconds / max(took, 1e-6))))))
+
+
+def time_steps(strategy: str, seconds: float) -> dict[str, float]:
     """The figures of a step with one strategy."""
     accelerator = accelerator_for(strategy)
     data = TensorDataset(torch.randn(2 * STEPS * BATCH, WIDTH), torch.randint(4, (2 * STEPS * BATCH,)))
@@ -102,7 +108,11 @@ def time_steps(strategy: str) -> dict[str, float]:
     prepared = accelerator.prepare(*parts(make_model()))
     variants = {"raw": plain(), "prepared": prepared_epoch(accelerator, *prepared), "raw again": plain()}
     # The ranks wait for each other, so it is the clock on the wall that counts.
-    figures = figures_of(_measure.in_turns(variants, ROUNDS, clock=time.perf_counter), STEPS)
+    _measure.in_turns(variants, 1, clock=time.perf_counter)
+    begin = time.perf_counter()
+    _measure.in_turns(variants, 1, warm_up=0, clock=time.perf_counter)
+    rounds = rounds_in(accelerator, seconds, time.perf_counter() - begin, MOST_ROUNDS, LEAST_ROUNDS)
+    figures = figures_of(_measure.in_turns(variants, rounds, warm_up=0, clock=time.perf_counter), STEPS)
     accelerator.free_memory()
     return figures
 
@@ -127,7 +137,7 @@ def plain_load(model: nn.Module, optimizer: Any, folder: Path) -> None:
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
-def time_checkpoints(strategy: str, megabytes: int, place: Path) -> dict[str, float]:
+def time_checkpoints(strategy: str, megabytes: int, place: Path, seconds: float) -> dict[str, float]:
     """The figures of saving and loading with one strategy; the state has this size on all ranks together."""
     accelerator = accelerator_for(strategy)
     width = 1024
@@ -147,7 +157,9 @@ def time_checkpoints(strategy: str, megabytes: int, place: Path) -> dict[str, fl
 
     def turns(variants: dict[str, Callable[[], None]], fresh: bool) -> _measure.Times:
         times: _measure.Times = {name: [] for name in variants}
-        for turn in range(-1, CHECKPOINT_ROUNDS):
+        turn, until = -1, CHECKPOINT_ROUNDS
+        while turn < until:
+            started = time.perf_counter()
             for name in list(variants)[:: 1 if turn % 2 else -1]:
                 if fresh:
                     clean(place / name)
@@ -156,6 +168,9 @@ def time_checkpoints(strategy: str, megabytes: int, place: Path) -> dict[str, fl
                 accelerator.wait_for_everyone()
                 if turn >= 0:
                     times[name].append(time.perf_counter() - begin)
+            if turn == 0:
+                until = rounds_in(accelerator, seconds / 2, time.perf_counter() - started, CHECKPOINT_ROUNDS, LEAST_ROUNDS - 1)
+            turn += 1
         return times
 
     saving = {
@@ -177,44 +192,58 @@ def time_checkpoints(strategy: str, megabytes: int, place: Path) -> dict[str, fl
     }
 
 
-def work(megabytes: int, parent: str, only: str) -> None:
+def work(megabytes: int, parent: str, only: str, seconds: float) -> None:
     """Measure in this process, one of two."""
     from accel_state import PartialState
 
     torch.set_num_threads(1)
     state = PartialState(cpu=True)
-    figures: dict[str, Any] = {}
+
+    def tell(kind: str, strategy: str, figures: dict[str, float]) -> None:
+        if state.is_main_process:
+            _measure.report([kind, strategy, figures])
+
     if only != "checkpoints":
-        figures["steps"] = {strategy: time_steps(strategy) for strategy in STRATEGIES}
+        for strategy in STRATEGIES:
+            tell("steps", strategy, time_steps(strategy, seconds))
     if only != "steps":
         made = tempfile.mkdtemp(prefix="bench-fsdp-", dir=parent) if state.is_main_process else ""
         place = Path(state.collectives.broadcast_object(made))
         try:
-            figures["checkpoints"] = {strategy: time_checkpoints(strategy, megabytes, place) for strategy in ("FULL_SHARD", "fully_shard")}
+            for strategy in ("FULL_SHARD", "fully_shard"):
+                tell("checkpoints", strategy, time_checkpoints(strategy, megabytes, place, seconds))
         finally:
             if state.is_main_process:
                 shutil.rmtree(place, ignore_errors=True)
-    if state.is_main_process:
-        _measure.report(figures)
     state.destroy_process_group()
 
 
-def main(megabytes: int, parent: str, only: str) -> None:
+def show_steps(strategy: str, figures: dict[str, float]) -> None:
+    """The table of a step."""
+    _measure.heading(f"A step with {strategy} on two processes")
+    _measure.row("plain PyTorch", f"{figures['raw']:.0f} us", f"(again: {figures['noise']:.3f} x of noise)")
+    note = f"target: at most {STEP_TARGET:.2f}: {_measure.verdict(figures['ratio'], STEP_TARGET)}"
+    _measure.row("accel, of plain PyTorch", f"{figures['ratio']:.3f} x", note)
+
+
+def show_checkpoints(strategy: str, figures: dict[str, float], megabytes: int) -> None:
+    """The table of saving and loading."""
+    _measure.heading(f"A checkpoint of {megabytes} MiB with {strategy} on two processes")
+    for what, target in (("save", SAVE_TARGET), ("load", LOAD_TARGET)):
+        raw = figures[f"raw_{what}"]
+        _measure.row(f"torch.distributed.checkpoint: {what}", f"{raw * 1e3:.0f} ms", f"{megabytes / 1024 / raw:.2f} GiB/s")
+        note = f"target: at most {target:.2f}: {_measure.verdict(figures[what], target)}"
+        _measure.row(f"accel: {what}, of torch's", f"{figures[what]:.3f} x", note)
+
+
+def main(megabytes: int, parent: str, only: str, seconds: float) -> None:
     """Print the tables and the verdicts."""
-    words = ("--worker", "--megabytes", str(megabytes), "--folder", parent, "--only", only)
-    found = _measure.worker(sys.executable, __file__, *words, processes=2, timeout=900)
-    for strategy, figures in found.get("steps", {}).items():
-        _measure.heading(f"A step with {strategy} on two processes")
-        _measure.row("plain PyTorch", f"{figures['raw']:.0f} us", f"(again: {figures['noise']:.3f} x of noise)")
-        note = f"target: at most {STEP_TARGET:.2f}: {_measure.verdict(figures['ratio'], STEP_TARGET)}"
-        _measure.row("accel, of plain PyTorch", f"{figures['ratio']:.3f} x", note)
-    for strategy, figures in found.get("checkpoints", {}).items():
-        _measure.heading(f"A checkpoint of {megabytes} MiB with {strategy} on two processes")
-        for what, target in (("save", SAVE_TARGET), ("load", LOAD_TARGET)):
-            raw = figures[f"raw_{what}"]
-            _measure.row(f"torch.distributed.checkpoint: {what}", f"{raw * 1e3:.0f} ms", f"{megabytes / 1024 / raw:.2f} GiB/s")
-            note = f"target: at most {target:.2f}: {_measure.verdict(figures[what], target)}"
-            _measure.row(f"accel: {what}, of torch's", f"{figures[what]:.3f} x", note)
+    words = ("--worker", "--megabytes", str(megabytes), "--folder", parent, "--only", only, "--seconds", str(seconds))
+    for kind, strategy, figures in _measure.reports(sys.executable, __file__, *words, processes=2, timeout=1800):
+        if kind == "steps":
+            show_steps(strategy, figures)
+        else:
+            show_checkpoints(strategy, figures, megabytes)
 
 
 if __name__ == "__main__":
@@ -222,6 +251,7 @@ if __name__ == "__main__":
     parser.add_argument("--megabytes", type=int, default=384, help="size of the state in the checkpoints")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where to write (default: the folder for temporary files)")
     parser.add_argument("--only", choices=("", "steps", "checkpoints"), default="", help="measure only these")
+    parser.add_argument("--seconds", type=float, default=20, help="how long to measure for each table, about")
     parser.add_argument("--worker", action="store_true", help="measure in this process (what the benchmark starts itself with)")
     chosen = parser.parse_args()
-    (work if chosen.worker else main)(chosen.megabytes, chosen.folder, chosen.only)
+    (work if chosen.worker else main)(chosen.megabytes, chosen.folder, chosen.only, chosen.seconds)

@@ -49,6 +49,12 @@ def test_a_limit_of_zero_keeps_the_newest(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == ["checkpoint_1"]
 
 
+@pytest.mark.parametrize(("name", "value"), [("total_limit", -1), ("total_limit", 1.5), ("total_limit", "3"), ("iteration", -2)])
+def test_numbers_that_count_no_checkpoints_are_refused_at_once(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{name}=.*whole number, 0 or more"):
+        project(tmp_path, **{name: value})
+
+
 def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
     run = Run(project_config=project(tmp_path))
     for number in range(4):

@@ -452,39 +452,51 @@ def refusals() -> None:
     optimizer = optimizer_of(stepped)
     loss_of(stepped, batches(1)).backward()
     optimizer.step()
-    with pytest.raises(ConfigurationError, match="has taken steps already"):
-        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(stepped, optimizer)
+    with pytest.raises(ConfigurationError, match="has a state already, and use_orig_params=False cannot merge it"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(use_orig_params=False)).prepare(stepped, optimizer)
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
     run_world(refusals, 2, timeout=60)
 
 
-def go_on(steps_before: int) -> dict[str, torch.Tensor]:
-    """Version 2 takes over an optimizer in the middle of its run."""
+def go_on(version: int, optimizer_class: type[torch.optim.Optimizer], steps_before: int) -> dict[str, torch.Tensor]:
+    """An optimizer that has a state already is taken over in the middle of its run, and prepared once more with another model."""
     model = build("net", 0, False)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_class(model.parameters(), lr=1e-2, eps=1e-6)
     chunks = batches(6).split(BATCH)
     for tokens in chunks[:steps_before]:
         loss_of(model, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **BLOCKS))
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version, **BLOCKS))
     model, optimizer = accelerator.prepare(model, optimizer)
     for tokens in chunks[steps_before:]:
         accelerator.backward(loss_of(model, tokens[accelerator.process_index :: accelerator.num_processes]))
         optimizer.step()
         optimizer.zero_grad()
+        if tokens is chunks[steps_before]:
+            accelerator.prepare(build("net", 1, False))
     weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     accelerator.free_memory()
     return weights
 
 
-def test_version_2_divides_the_state_of_an_optimizer_that_has_stepped() -> None:
-    found = run_world(go_on, 2, 3, timeout=60)[0]
-    expected = plain("net", 6, 1, float("inf"))["weights"]
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=TOLERANCE)
+def go_on_all(cases: list[tuple[Any, ...]]) -> list[dict[str, torch.Tensor]]:
+    return [go_on(*case) for case in cases]
+
+
+def test_the_state_of_an_optimizer_that_has_one_is_divided() -> None:
+    cases = [(version, kind, before) for version in (1, 2) for kind, before in ((torch.optim.AdamW, 3), (torch.optim.Adagrad, 0))]
+    for case, found in zip(cases, run_world(go_on_all, 2, cases, timeout=100)[0], strict=True):
+        model = build("net", 0, False)
+        optimizer = case[1](model.parameters(), lr=1e-2, eps=1e-6)
+        for tokens in batches(6).split(BATCH):
+            loss_of(model, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=TOLERANCE, msg=lambda text, case=case: f"{case}: {text}")
 
 
 def test_one_process_trains_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

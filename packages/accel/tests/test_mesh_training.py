@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel import Accelerator, LocalSGD
+from accel.parallel import passing
 from accel.parallel.config import ParallelismConfig, TorchTensorParallelPlugin
 from accel.parallel.layers import Columns
 from accel.parallel.mesh import is_alive
@@ -89,6 +90,27 @@ def test_every_mesh_trains_as_one_process(world: int, cases: list[tuple[Any, ...
             divided = 2 * (16 * 48 + 48 + 16 * 16 + 16 * 64 + 64 + 64 * 16) + VOCABULARY * 16
             # Each element of a layer that is shared lies on one rank of four; of the others on one of two.
             assert sum(rank[number]["held"] for rank in ranks) == divided + 2 * (whole - divided)
+
+
+def all_reduces() -> dict[str, int]:
+    """How often ranks that share layers add something up in a forward and a backward pass of two blocks."""
+    found = {}
+    for kind in ("llama", "gpt2", "own", "qwen"):
+        model = accelerator_for({"tp_size": 2}, None).prepare(build(kind))
+        with pytest.MonkeyPatch.context() as patch:
+            calls: list[Any] = []
+            original = passing._all_reduced
+            patch.setattr(passing, "_all_reduced", lambda *args, original=original, calls=calls: calls.append(args) or original(*args))
+            loss_of(model, batches(1)).backward()
+        found[kind] = len(calls)
+        with torch.inference_mode():
+            loss_of(model, batches(1))
+    return found
+
+
+def test_layers_that_take_the_same_input_send_its_gradient_once() -> None:
+    # Two a block forward, two backward; one for the embedding, and one for the head.
+    assert run_world(all_reduces, 2, timeout=100)[0] == dict.fromkeys(("llama", "gpt2", "own", "qwen"), 2 * 4 + 2)
 
 
 def by_items() -> dict[str, Any]:
@@ -243,7 +265,7 @@ def with_plans() -> list[dict[str, Any]]:
 
 
 def with_other_plans_of_models() -> list[dict[str, Any]]:
-    return [train(accelerator_for({"tp_size": 2}), kind, 4) for kind in ("qwen", "phi")]
+    return [train(accelerator_for({"tp_size": 2}), kind, 4) for kind in ("qwen", "phi", "gemma")]
 
 
 def test_plans_of_the_user_and_the_older_plugin() -> None:
@@ -252,8 +274,8 @@ def test_plans_of_the_user_and_the_older_plugin() -> None:
         assert_same(found, expected, number)
 
 
-def test_plans_of_models_with_norms_of_heads_and_with_fused_layers() -> None:
-    for kind, found in zip(("qwen", "phi"), run_world(with_other_plans_of_models, 2, timeout=100)[0], strict=True):
+def test_plans_of_models_with_norms_of_heads_fused_layers_and_scaled_embeddings() -> None:
+    for kind, found in zip(("qwen", "phi", "gemma"), run_world(with_other_plans_of_models, 2, timeout=100)[0], strict=True):
         assert_same(found, plain(kind, 4), kind)
 
 

@@ -1,14 +1,15 @@
 """Accumulation windows that are open when a state is saved: how far they are, and the gradients they hold so far.
 
 Gradients that are not synchronised yet are each rank's own, so every rank has a file of its own. On another number of processes each
-takes an equal share of them all, so that what is synchronised at the end of the window is the same.
+takes an equal share of them all, so that what is synchronised at the end of the window is the same. Of a model that is divided among ranks
+the file of rank 0 has their average, of which each then takes its part.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from accel_state import get_logger
 from .accumulation import Accumulation, Window
 from .checkpoint_files import CheckpointError
 from .unwrapping import clean_name, extract_model_from_parallel
+
+if TYPE_CHECKING:
+    from .strategies.base import Strategy
 
 logger = get_logger(__name__)
 
@@ -36,7 +40,7 @@ def gradients_files(names: Sequence[str]) -> list[str]:
 
 
 def capture(accumulation: Accumulation, loaders: Sequence[Any], models: Sequence[nn.Module]) -> dict[str, Any] | None:
-    """The open windows and their gradients: tensors and plain values only; None if there is no window to keep.
+    """The open windows and their gradients: tensors and plain values only; None if there is no window to keep. Every rank must call it.
 
     Args:
         accumulation: keeps the windows.
@@ -47,13 +51,21 @@ def capture(accumulation: Accumulation, loaders: Sequence[Any], models: Sequence
     used = sorted({model for window in windows for model in window["models"]})
     if not used:
         return None
-    if accumulation.strategy.holds_gradients or not all(_is_whole(parameter) for index in used for parameter in models[index].parameters()):
-        logger.warning(
-            "The state is saved within an accumulation window, of a model whose gradients are divided among processes. They are no part "
-            "of it: a resumed run starts a new window. Save after an optimizer step to lose nothing."
-        )
-        return None
-    return {"windows": windows, "gradients": {index: _gradients(models[index]) for index in used}}
+    strategy, own, averaged = accumulation.strategy, {}, {}
+    for index in used:
+        whole = strategy.gather_gradients(models[index]) if strategy.divides_models else None
+        if whole is not None:
+            averaged[index] = whole
+        elif not (strategy.divides_models or strategy.holds_gradients) and all(map(_is_whole, models[index].parameters())):
+            own[index] = _gradients(models[index])
+        else:
+            logger.warning(
+                "The state is saved within an accumulation window, of a model whose gradients an engine or the stages of a pipeline hold. "
+                "They are no part of it: a resumed run starts a new window. Save after an optimizer step to lose nothing."
+            )
+            return None
+    ranks = strategy.averaging_collectives.world_size
+    return {"windows": windows, "gradients": own, "averaged": averaged, "averaging_ranks": ranks}
 
 
 def _open_windows(accumulation: Accumulation, loaders: Sequence[Any]) -> list[tuple[int, Window]]:
@@ -96,39 +108,53 @@ def combine(saved: Sequence[dict[str, Any]], num_processes: int) -> dict[str, An
 
     Synchronising averages over ranks. Losses that count the same are averaged, so each rank takes the mean; of losses that are weighed by
     items the gradients are sums, so each takes a part of the sum, and of the number of items.
+
+    Args:
+        saved: what the ranks have saved, by rank.
+        num_processes: the ranks that gradients are averaged over now.
     """
     windows = [dict(window) for window in saved[0]["windows"]]
-    divisors = dict.fromkeys(saved[0]["gradients"], len(saved))
+    # Ranks that shared their samples had the same items.
+    before = saved[0].get("averaging_ranks", len(saved))
+    factors = dict.fromkeys([*saved[0]["gradients"], *saved[0].get("averaged", ())], 1.0)
     for number, window in enumerate(windows):
         if window["by_items"]:
-            window["items"] = sum(torch.as_tensor(rank["windows"][number]["items"]) for rank in saved) / num_processes
-            divisors.update(dict.fromkeys(window["models"], num_processes))
+            items = sum(torch.as_tensor(rank["windows"][number]["items"]) for rank in saved)
+            window["items"] = items * before / len(saved) / num_processes
+            factors.update(dict.fromkeys(window["models"], before / num_processes))
     gradients = {
         index: {
-            name: sum(rank["gradients"][index][name] for rank in saved if name in rank["gradients"][index]) / divisor
+            name: sum(rank["gradients"][index][name] for rank in saved if name in rank["gradients"][index]) / (len(saved) / factors[index])
             for name in sorted({name for rank in saved for name in rank["gradients"][index]})
         }
-        for index, divisor in divisors.items()
+        for index in saved[0]["gradients"]
     }
-    return {"windows": windows, "gradients": gradients}
+    averaged = {
+        index: {name: gradient * factors[index] if factors[index] != 1 else gradient for name, gradient in own.items()}
+        for index, own in saved[0].get("averaged", {}).items()
+    }
+    return {"windows": windows, "gradients": gradients, "averaged": averaged, "averaging_ranks": num_processes}
 
 
-def check(saved: Any, source: str, loaders: Sequence[Any], models: Sequence[nn.Module]) -> None:
+def check(saved: Any, source: str, loaders: Sequence[Any], models: Sequence[nn.Module], strategy: Strategy | None = None) -> None:
     """Raise CheckpointError if windows do not fit what was prepared."""
     try:
         for window in saved["windows"]:
             fits = -1 <= window["loader"] < len(loaders) and all(0 <= index < len(models) for index in window["models"])
             if not fits or not 0 < window["position"] < window["divisor"]:
                 raise CheckpointError(f"{source} holds a window of a loader or a model that was not prepared.")
-        for index, gradients in saved["gradients"].items():
-            known = {
-                clean_name(name): p for name, p in extract_model_from_parallel(models[index], keep_torch_compile=False).named_parameters()
-            }
-            wrong = [name for name, gradient in gradients.items() if name not in known or known[name].shape != gradient.shape]
+        for index, gradients in [*saved["gradients"].items(), *saved.get("averaged", {}).items()]:
+            known = _shapes(models[index]) if strategy is None else strategy.gradient_shapes(models[index])
+            wrong = [name for name, gradient in gradients.items() if name not in known or known[name] != gradient.shape]
             if wrong:
                 raise CheckpointError(f"{source} holds gradients of {', '.join(wrong[:5])}, which do not fit model {index}.")
     except (TypeError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{source} does not hold the gradients of accumulation windows: {error!r}") from error
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    named = extract_model_from_parallel(model, keep_torch_compile=False).named_parameters()
+    return {clean_name(name): parameter.shape for name, parameter in named}
 
 
 def restore(accumulation: Accumulation, saved: dict[str, Any] | None, loaders: Sequence[Any], models: Sequence[nn.Module]) -> None:
@@ -140,23 +166,16 @@ def restore(accumulation: Accumulation, saved: dict[str, Any] | None, loaders: S
         loaders: the prepared loaders.
         models: the prepared models.
     """
+    strategy = accumulation.strategy
     stale = {id(model): model for _, window in _open_windows(accumulation, loaders) for model in window.models}
     for model in stale.values():
-        extract_model_from_parallel(model).zero_grad(set_to_none=True)
+        strategy.drop_gradients(model)
     accumulation.forget()
     accumulation.gradient_state.sync_gradients = saved is None
     for window in [] if saved is None else saved["windows"]:
         fields = {name: window[name] for name in ("divisor", "position", "by_items", "items", "normaliser")}
         owners = tuple(models[index] for index in window["models"])
         accumulation.add_window(None if window["loader"] < 0 else loaders[window["loader"]], Window(owners, **fields))
-    for index, gradients in ({} if saved is None else saved["gradients"]).items():
-        _set_gradients(models[index], gradients)
-
-
-def _set_gradients(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
-    for name, parameter in extract_model_from_parallel(model, keep_torch_compile=False).named_parameters():
-        gradient = gradients.get(clean_name(name))
-        if gradient is None:
-            parameter.grad = None
-        else:
-            parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
+    for kind in ("gradients", "averaged") if saved is not None else ():
+        for index, gradients in (saved or {}).get(kind, {}).items():
+            strategy.put_gradients(models[index], gradients)

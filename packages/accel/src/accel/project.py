@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+from accel_state.errors import ConfigurationError
 
 
 @dataclass
@@ -16,6 +20,9 @@ class ProjectConfiguration:
         total_limit: how many of those are kept.
         iteration: the number of the next one.
         save_on_each_node: write on the main process of every node, for file systems that the nodes do not share.
+
+    Raises:
+        ConfigurationError: ``total_limit`` or ``iteration`` is no whole number, or below 0.
     """
 
     project_dir: str | None = None
@@ -26,6 +33,9 @@ class ProjectConfiguration:
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
+        if self.total_limit is not None:
+            self.total_limit = _count("total_limit", self.total_limit)
+        self.iteration = _count("iteration", self.iteration)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
@@ -33,3 +43,14 @@ class ProjectConfiguration:
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        number = -1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        kept = ", or None to keep all checkpoints" if name == "total_limit" else ""
+        raise ConfigurationError(f"ProjectConfiguration({name}={value!r}): give a whole number, 0 or more{kept}.")
+    return number

@@ -222,7 +222,7 @@ class StateReader:
         else:
             rng_state.restore(self._own, device, path)
 
-    def read_windows(self, loaders: list[Any], models: list[Any]) -> None:
+    def read_windows(self, loaders: list[Any], models: list[Any], strategy: Strategy) -> None:
         """Read the accumulation windows that were open, as far as they are this rank's.
 
         Raises:
@@ -231,11 +231,24 @@ class StateReader:
         names = gradients_files(self._names) if self.manifest is not None else []
         if not names:
             return
-        same_world = self.manifest is not None and self.manifest.world_size == self._process.num_processes
-        saved = [self._read(name) for name in ([gradients_file(self.rank)] if same_world else names)]
-        for name, one in zip(names, saved, strict=False):
-            check(one, str(self.folder / name), loaders, models)
-        self.windows = saved[0] if same_world else combine(saved, self._process.num_processes)
+        ranks, world = strategy.averaging_collectives.world_size, self._process.num_processes
+        first = self._read_window(names[0])
+        same_ranks = self.manifest is not None and self.manifest.world_size == world and first.get("averaging_ranks", world) == ranks
+        # Where ranks have parts of a model, they take them of the average of what all have saved.
+        own_only = same_ranks and not (strategy.divides_models and first["gradients"])
+        saved = [self._read_window(name) for name in ([gradients_file(self.rank)] if own_only else names)]
+        for name, one in zip([gradients_file(self.rank)] if own_only else names, saved, strict=True):
+            check(one, str(self.folder / name), loaders, models, strategy)
+        check(first, str(self.folder / names[0]), loaders, models, strategy)
+        self.windows = {**saved[0], "averaged": first.get("averaged", {})} if own_only else combine(saved, ranks)
+
+    def _read_window(self, name: str) -> dict[str, Any]:
+        self._require([name])
+        self._read_names.add(name)
+        content = read(self.folder / name, self._map_location, self._load_kwargs, mapped=True)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{self.folder / name} does not hold the gradients of accumulation windows.")
+        return content
 
     def _require(self, names: list[str]) -> None:
         require_files(self.folder, names, self._names)

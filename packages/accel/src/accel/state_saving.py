@@ -191,7 +191,11 @@ class StateSaving(Tracking):
             gathered = self.strategy.gather_state(
                 self.prepared.models, weights, [prepared.optimizer for prepared in self.prepared.optimizers]
             )
-            self._on_all_ranks(f"saving {target}", lambda: parts.extend(self._collect(weights, gathered, safe_serialization, copies)))
+            # Ranks may talk for it too, so it is no part of what can fail on one of them.
+            windows = open_windows.capture(self._accumulation, self.prepared.dataloaders, self.prepared.models)
+            self._on_all_ranks(
+                f"saving {target}", lambda: parts.extend(self._collect(weights, gathered, windows, safe_serialization, copies))
+            )
             closings.extend(gathered.closings if gathered is not None else ())
         except BaseException:
             if self._writes_state:
@@ -265,9 +269,14 @@ class StateSaving(Tracking):
             self._save_runs(partial)
 
     def _collect(
-        self, weights: list[dict[str, Any]], gathered: Gathered | None, safe_serialization: bool, copies: HostCopies | None
+        self,
+        weights: list[dict[str, Any]],
+        gathered: Gathered | None,
+        windows: dict[str, Any] | None,
+        safe_serialization: bool,
+        copies: HostCopies | None,
     ) -> list[Part]:
-        parts = of_this_rank(self._parts(weights, gathered, safe_serialization), self._writes_state)
+        parts = of_this_rank(self._parts(weights, gathered, windows, safe_serialization), self._writes_state)
         if copies is None:
             return parts
         copies.start()
@@ -275,7 +284,9 @@ class StateSaving(Tracking):
         copies.finish()
         return copied_parts
 
-    def _parts(self, weights: list[dict[str, Any]], gathered: Gathered | None, safe_serialization: bool) -> list[Part]:
+    def _parts(
+        self, weights: list[dict[str, Any]], gathered: Gathered | None, windows: dict[str, Any] | None, safe_serialization: bool
+    ) -> list[Part]:
         prepared = self.prepared
         parts = collect(
             weights if gathered is None else [],
@@ -289,7 +300,6 @@ class StateSaving(Tracking):
             with_manifest=True,
         )
         parts += gathered.parts if gathered is not None else []
-        windows = open_windows.capture(self._accumulation, prepared.dataloaders, prepared.models)
         if windows is not None:
             parts.append(Part(open_windows.gradients_file(self.process_state.process_index), windows, each_rank=True))
         return parts + [custom_part(index, obj) for index, obj in enumerate(self._custom_objects)]
@@ -382,7 +392,7 @@ class StateSaving(Tracking):
         chosen = None if layouts is None else [layout for layout, own in zip(layouts, prepared.models, strict=True) if own in models]
         reader.read_all(models, prepared.optimizers, prepared.schedulers, prepared.dataloaders, self.scaler, options, self.strategy, chosen)
         reader.read_custom(self._custom_objects)
-        reader.read_windows(prepared.dataloaders, prepared.models)
+        reader.read_windows(prepared.dataloaders, prepared.models, self.strategy)
         reader.check_unread()
 
     def _apply(self, folder: Path, reader: StateReader) -> None:

@@ -81,6 +81,26 @@ def qwen() -> nn.Module:
     return Qwen3ForCausalLM(config)
 
 
+def gemma() -> nn.Module:
+    """With an embedding that scales what it has looked up, tied to the head."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    config = GemmaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=16,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return GemmaForCausalLM(config)
+
+
 def phi() -> nn.Module:
     """With fused layers, whose outputs are put together again."""
     from transformers import Phi3Config, Phi3ForCausalLM
@@ -164,6 +184,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied llama": tied_llama,
     "gpt2": gpt2,
     "qwen": qwen,
+    "gemma": gemma,
     "phi": phi,
     "own": Own,
 }

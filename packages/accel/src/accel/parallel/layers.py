@@ -7,7 +7,8 @@ tensors: whole ones, the same on all ranks of the axis, or parts along the last 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, p
 from accel_state.errors import ConfigurationError
 
 from ..sharding.packed import remember_packed
-from .passing import joined, part, share_of, shared, summed
+from .passing import SharedInput, joined, part, share_of, shared, summed
 
 Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -32,6 +33,16 @@ def is_conv1d(module: Any) -> bool:
 def is_linear(module: Any) -> bool:
     """Whether a module computes just what a linear layer does. Subclasses that compute otherwise (quantized, low-rank) do not."""
     return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+def is_scaled(module: nn.Module) -> bool:
+    """Whether a module is an embedding of Transformers that multiplies what it has looked up by ``embed_scale``, as Gemma and BART have."""
+    return isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding") and hasattr(module, "embed_scale")
+
+
+def _scale_of(module: nn.Module, dtype: torch.dtype) -> Any:
+    scale: Any = module.embed_scale
+    return scale.to(dtype) if isinstance(scale, torch.Tensor) else scale
 
 
 class Style:
@@ -65,6 +76,15 @@ class Cut:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self._made: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}
+        self._inputs: dict[nn.Module, SharedInput] = {}
+
+    def share_inputs(self, parent: nn.Module, layers: Iterable[nn.Module]) -> None:
+        """Let layers that a module calls send the gradient of an input that they have in common once."""
+        self._inputs.update(dict.fromkeys(layers, SharedInput(parent, self.mesh)))
+
+    def input_of(self, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What shares a layer's input between the ranks."""
+        return self._inputs.get(module) or partial(shared, mesh=self.mesh)
 
     def __call__(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
         """Replace a module's parameter by this rank's part of it along a dimension.
@@ -147,11 +167,11 @@ class Columns(Style):
         cut(module, "weight", outputs, self.pieces)
         if module.bias is not None:
             cut(module, "bias", 0, self.pieces)
-        gathers = self.gathers
+        gathers, share = self.gathers, cut.input_of(module)
 
         def forward(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
             bias = None if own.bias is None else _own(own.bias).flatten()
-            out = _product(own, shared(x, mesh), bias)
+            out = _product(own, share(x), bias)
             return joined(out, mesh, width) if gathers else out
 
         _replace_forward(module, forward)
@@ -183,10 +203,10 @@ class Rows(Style):
 class VocabularyRows(Style):
     """Each rank looks up its part of the words."""
 
-    divides = "torch.nn.Embedding itself, without max_norm, scale_grad_by_freq and sparse"
+    divides = "torch.nn.Embedding itself and Transformers' ScaledWordEmbedding, without max_norm, scale_grad_by_freq and sparse"
 
     def fits(self, module: nn.Module) -> bool:
-        if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        if not isinstance(module, nn.Embedding) or not (type(module).forward is nn.Embedding.forward or is_scaled(module)):
             return False
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
@@ -194,7 +214,7 @@ class VocabularyRows(Style):
         words = int(module.weight.shape[0])  # type: ignore[index]
         begin, size = share_of(words, mesh)
         cut(module, "weight", 0)
-        padding = getattr(module, "padding_idx", None)
+        scaled, padding = is_scaled(module), getattr(module, "padding_idx", None)
         own_padding = padding - begin if padding is not None and begin <= padding < begin + size else None
 
         def forward(own: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -205,7 +225,8 @@ class VocabularyRows(Style):
                 found = weight.new_zeros((*ids.shape, weight.shape[-1])) + weight.sum()
             else:
                 found = nn.functional.embedding((ids - begin).masked_fill(foreign, 0), weight, own_padding)
-            return summed(found.masked_fill(foreign.unsqueeze(-1), 0), mesh)
+            out = summed(found.masked_fill(foreign.unsqueeze(-1), 0), mesh)
+            return out * _scale_of(own, out.dtype) if scaled else out
 
         _replace_forward(module, forward)
 

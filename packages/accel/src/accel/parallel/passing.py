@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -24,6 +25,38 @@ def shared(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """An input that all ranks have; its gradient is the sum of theirs."""
     out: torch.Tensor = _Shared.apply(x, mesh)
     return out
+
+
+class SharedInput:
+    """One input of several layers of a module, shared once: their gradients are added up before they are sent.
+
+    Args:
+        module: the module whose forward calls the layers.
+        mesh: the axis.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._known: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
+        self._open = False
+        # Every rank must find the same inputs to be the same ones, so what is known ends with the forward, and not when memory is freed.
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as :func:`shared` gives it, made once for calls with the same tensor within one forward of the module."""
+        if not self._open or x.is_inference():
+            return shared(x, self._mesh)
+        known, key = self._known, (x._version, torch.is_grad_enabled())
+        if known is None or known[0] is not x or known[1:3] != key:
+            known = self._known = (x, *key, shared(x, self._mesh))
+        return known[3]
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        self._known, self._open = None, True
+
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._known, self._open = None, False
 
 
 def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -234,10 +234,11 @@ def _with_ties(model: nn.Module, plan: Plan) -> Plan:
         planned = [name for name in names if name in plan]
         if len(names) == 1 or not planned:
             continue
-        if all(isinstance(modules[name], nn.Embedding) or _divides_outputs(plan.get(name), modules[name]) for name in names):
+        words = [name for name in names if VocabularyRows().fits(modules[name])]
+        if all(name in words or _divides_outputs(plan.get(name), modules[name]) for name in names):
             # An output layer's columns are the embedding's rows.
-            plan.update({name: VocabularyRows() for name in names if isinstance(modules[name], nn.Embedding)})
-            plan.update({name: Columns(gathers=True) for name in names if not isinstance(modules[name], nn.Embedding)})
+            plan.update({name: VocabularyRows() for name in words})
+            plan.update({name: Columns(gathers=True) for name in names if name not in words})
         elif len({repr(plan.get(name)) for name in names}) > 1:
             for name in planned:
                 del plan[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ..checkpoint_names import SHARD_TABLE_NAME as METADATA_NAME
 from ..checkpoint_names import CheckpointError
+from .saved_tensors import Kind, SavedTensors
 
 Like = Callable[[tuple[Any, ...], torch.Size, torch.dtype], "torch.Tensor | None"]
 """Memory for a saved tensor, whole or this rank's part of it, from its path in the nested state, its whole shape and its dtype; None leaves
@@ -96,14 +98,27 @@ class _Reader(FileSystemReader):
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        kinds: dict[bytes, Kind] = {}
         for name, items in by_file.items():
             try:
-                super().read_data(replace(plan, items=items), planner)
+                with SavedTensors(Path(self.path) / name, kinds) as saved:
+                    left = [item for item in items if not self._read_tensor(item, saved, planner)]
+                super().read_data(replace(plan, items=left), planner)
             except Exception as error:
                 raise CheckpointError(f"{Path(self.path) / name}: {' '.join(str(error).split())[:300]}") from error
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
+
+    def _read_tensor(self, item: ReadItem, saved: SavedTensors, planner: LoadPlanner) -> bool:
+        """Read a tensor; False for other values, and for files that have been changed on the way to the disk (compressed, say)."""
+        place = self.storage_data[item.storage_index]
+        if item.type is LoadItemType.BYTE_IO or getattr(place, "transform_descriptors", None):
+            return False
+        target = planner.resolve_tensor(item).detach()
+        saved.read(place.offset, place.length, torch.Size(item.storage_offsets), target)
+        planner.commit_tensor(item, target)
+        return True
 
 
 class _Planner(DefaultLoadPlanner):
@@ -130,12 +145,15 @@ def read_shards(folder: Path, like: Like, root: str) -> dict[str, Any]:
     metadata = read_metadata(folder)
     wanted = _memory(folder, metadata, like, root)
     try:
-        dcp.load(
-            wanted,
-            storage_reader=_Reader(folder, metadata),
-            planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=True,
-        )
+        with warnings.catch_warnings():
+            # Each rank knows what it needs: that they do not talk is meant.
+            warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
+            dcp.load(
+                wanted,
+                storage_reader=_Reader(folder, metadata),
+                planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                no_dist=True,
+            )
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
         raise CheckpointError(f"{folder} cannot be read: {_reason(error)}. Copy the checkpoint again, or load another one.") from error
     state: dict[str, Any] = _nested({_path(metadata, name)[1:]: value for name, value in wanted.items()})

@@ -302,5 +302,5 @@ def plan_optimizer(reader: ShardedReader, index: int, layout: Layout, optimizer:
     """
     state = reader.optimizer(index, layout, names)
     if layout.elsewhere or any(isinstance(tensor, DTensor) for tensor in layout.tensors.values()):
-        return states.plan_optimizer(layout, optimizer, state)
+        return states.plan_optimizer(layout, optimizer, state, reader.folder)
     return partial(optimizer.load_state_dict, states.numbered(state, names, reader.folder))

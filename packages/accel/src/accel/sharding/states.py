@@ -283,16 +283,36 @@ def plan_model(layout: Layout, state: State, strict: bool, path: Path) -> partia
     return partial(set_model_state_dict, layout.model, known, options=StateDictOptions(strict=False))
 
 
-def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State) -> partial[Any]:
-    """What puts an optimizer's state in its place. Every rank must call what is returned."""
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State, path: Path) -> partial[Any]:
+    """What puts an optimizer's state in its place. Every rank must call what is returned.
+
+    Raises:
+        CheckpointError: it is the state of an optimizer of other parameters.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     if layout.elsewhere:
         state = own_optimizer_state(state, layout.called)
     entries = {name: {key: unpack(value) for key, value in own.items()} for name, own in state["state"].items()}
     held: State = {**state, "state": entries}
-    change = partial(set_optimizer_state_dict, layout.model, optimizer, held)
+    _require_parameters(layout.model, optimizer, held, path)
+    # Of parameters that have never had a gradient there is no state.
+    change = partial(set_optimizer_state_dict, layout.model, optimizer, held, options=StateDictOptions(strict=False))
     return partial(keep_empty_groups, optimizer, change) if layout.elsewhere else change
+
+
+def _require_parameters(model: nn.Module, optimizer: Optimizer, state: State, path: Path) -> None:
+    """Refuse a state that does not know a parameter which the optimizer here updates."""
+    known = {clean_name(name) for name in [*state["state"], *(name for group in state["param_groups"] for name in group.get("params", ()))]}
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(clean_name(name))
+    updated = [item for group in optimizer.param_groups for item in group["params"] if isinstance(item, DTensor) and item.requires_grad]
+    missing = [min(names[id(item)]) for item in updated if id(item) in names and not names[id(item)] & known]
+    if missing:
+        raise CheckpointError(
+            f"{path} has the state of an optimizer that does not update {_some(missing)}. Load it into the optimizer that was saved."
+        )
 
 
 def _same_shape(path: Path, name: str, size: torch.Size, layout: Layout) -> None:

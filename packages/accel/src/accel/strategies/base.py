@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from accel_state import DistributedType, GradientAccumulationPlugin, PartialState
 from accel_state.collectives.single import Collectives
 
-from ..unwrapping import extract_model_from_parallel, parameter_state_dict
+from ..unwrapping import clean_name, extract_model_from_parallel, parameter_state_dict
 
 if TYPE_CHECKING:
     from ..kwargs.base import Handlers
@@ -178,6 +178,28 @@ class Strategy:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
+
+    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        """Gradients accumulated so far of a model that is divided among ranks: whole, averaged over the ranks, by name; on rank 0 only.
+
+        Every rank must call it. None where the strategy cannot say; it does not divide models, or does so in a way of its own.
+        """
+        return None
+
+    def gradient_shapes(self, model: nn.Module) -> dict[str, torch.Size]:
+        """The shapes of the gradients of a model by name, whole."""
+        named = extract_model_from_parallel(model, keep_torch_compile=False).named_parameters()
+        return {clean_name(name): parameter.shape for name, parameter in named}
+
+    def drop_gradients(self, model: nn.Module) -> None:
+        """Forget what a model has accumulated."""
+        extract_model_from_parallel(model).zero_grad(set_to_none=True)
+
+    def put_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Let whole gradients be what a model has accumulated; parameters without one have none."""
+        for name, parameter in extract_model_from_parallel(model, keep_torch_compile=False).named_parameters():
+            gradient = gradients.get(clean_name(name))
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip the global gradient norm; returns the norm before clipping, equal on all ranks."""

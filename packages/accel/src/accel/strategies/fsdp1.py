@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,13 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_state import PartialState
+from accel_state import PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
 from ..sharding.activations import checkpoint_units
 from ..sharding.gradients import Groups
 from ..sharding.materialise import allocate_and_fill, start_from_rank_0
+from ..sharding.open_gradients import clear_handle, gather_handles, handle_shapes, handles_of, put_handles
 from ..sharding.plugin import FullyShardedDataParallelPlugin
 from ..sharding.states import tied_names
 from ..sharding.units import find_units
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
+# Optimizers that do more than look at single elements.
+_NEED_SHAPES = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP", "GaLoreAdamW")
+logger = get_logger(__name__)
+
 
 class FSDP1Strategy(ShardedStrategy):
     """Flat parameters, one for each unit, gathered before a unit computes and divided again after it."""
@@ -41,6 +47,8 @@ class FSDP1Strategy(ShardedStrategy):
         super().__init__(state, handlers, settings)
         self._groups: Any = WeakIdKeyDictionary()
         self._flattened: Any = WeakIdKeyDictionary()
+        self._merged_into: Any = WeakIdKeyDictionary()
+        self._ranges: Any = WeakIdKeyDictionary()
         self._original_names: Any = WeakIdKeyDictionary()
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -91,12 +99,21 @@ class FSDP1Strategy(ShardedStrategy):
         return {"sync_module_states": bool(self.settings.sync_module_states), "param_init_fn": init if meta else None}
 
     def _remember(self, originals: dict[str, nn.Parameter], wrapped: nn.Module) -> None:
-        """Note which group holds the other parts of each parameter, and the flat parameters that originals were merged into."""
+        """Note where the parts of each parameter are, and the flat parameters that originals were merged into."""
         for module in FullyShardedDataParallel.fsdp_modules(wrapped):
-            handle = module._handle
-            if handle is not None and handle.uses_sharded_strategy:
-                for parameter in [handle.flat_param, *(handle.flat_param._params or ())]:
-                    self._groups[parameter] = (handle.process_group,)
+            handle: Any = module._handle
+            if handle is None:
+                continue
+            flat = handle.flat_param
+            for parameter in [flat, *(flat._params or ())]:
+                self._merged_into[parameter] = weakref.ref(flat)
+            if not handle.uses_sharded_strategy:
+                continue
+            for parameter in [flat, *(flat._params or ())]:
+                self._groups[parameter] = (handle.process_group,)
+            for parameter, shape, part in zip(flat._params or (), flat._shapes, flat._shard_param_infos, strict=False):
+                begin, end = (part.intra_param_start_idx, part.intra_param_end_idx + 1) if part.in_shard else (0, 0)
+                self._ranges[parameter] = torch.Size(shape), begin, end
         self._original_names[wrapped] = list(originals)
         merged = list(wrapped.parameters())
         found = {clean_name(name): parameter for name, parameter in wrapped.named_parameters()}
@@ -107,14 +124,36 @@ class FSDP1Strategy(ShardedStrategy):
                 self.replacements.add(original, found[name], lambda tensor: tensor)
 
     def adopt_optimizer(self, optimizer: Optimizer) -> None:
-        if optimizer.state and any(item in self._groups for group in optimizer.param_groups for item in group["params"]):
+        parameters = [item for group in optimizer.param_groups for item in group["params"]]
+        if any(item in self._flattened and optimizer.state.get(item) for item in parameters):
             raise ConfigurationError(
-                "the optimizer has taken steps already, and fsdp_version=1 cannot divide its state. Prepare it before its first step, or "
-                "set fsdp_version=2."
+                "the optimizer has a state already, and use_orig_params=False cannot merge it. Prepare it before its first step (some, "
+                "such as Adagrad, have one from the start), or set use_orig_params=True (--fsdp_use_orig_params true)."
             )
+        for parameter in parameters:
+            if parameter in self._ranges:
+                self._divide_state(parameter, optimizer.state.get(parameter, {}))
         super().adopt_optimizer(optimizer)
+        self._warn_of_shapes(optimizer, parameters)
         for group in optimizer.param_groups:
             group["params"] = self._merged(group["params"])
+
+    def _divide_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Keep this rank's part of what an optimizer has for a whole parameter."""
+        shape, begin, end = self._ranges[parameter]
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == shape and value.shape != parameter.shape:
+                state[name] = value.flatten()[begin:end].to(parameter.device, copy=True)
+
+    def _warn_of_shapes(self, optimizer: Optimizer, parameters: list[Any]) -> None:
+        """Say that rows and columns are no longer there, which such optimizers compute with."""
+        if type(optimizer).__name__ in _NEED_SHAPES and any(item in self._groups for item in parameters):
+            logger.warning(
+                "%s computes with rows and columns of parameters, and with fsdp_version=1 they are pieces of flat ones: it will not train "
+                "as in one process. Use an optimizer of single elements, such as AdamW.",
+                type(optimizer).__name__,
+                main_process_only=True,
+            )
 
     def _merged(self, parameters: list[Any]) -> list[Any]:
         """The flat parameters in place of the ones that were merged into them."""
@@ -177,6 +216,27 @@ class FSDP1Strategy(ShardedStrategy):
     def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
         merged = not self.settings.use_orig_params and model in self._original_names
         return [clean_name(name) for name in self._original_names[model]] if merged else super().parameter_names(model, optimizer)
+
+    def pending(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Between forward and backward parameters are gathered, and what was reduced before is their flat one's."""
+        references = [self._merged_into.get(parameter) for parameter in parameters]
+        flats = {id(flat): flat for reference in references if reference is not None and (flat := reference()) is not None}
+        found = [gradient for flat in flats.values() for gradient in (flat.grad, getattr(flat, "_saved_grad_shard", None))]
+        return [gradient for gradient in found if gradient is not None]
+
+    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        return gather_handles(model, self.state.collectives)
+
+    def gradient_shapes(self, model: nn.Module) -> dict[str, torch.Size]:
+        return handle_shapes(model)
+
+    def drop_gradients(self, model: nn.Module) -> None:
+        super().drop_gradients(model)
+        for handle, _ in handles_of(model):
+            clear_handle(handle)
+
+    def put_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        put_handles(model, gradients)
 
     def groups_of(self, parameter: torch.Tensor) -> Groups:
         return self._groups.get(parameter, ())

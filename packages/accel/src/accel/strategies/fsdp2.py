@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +22,7 @@ from accel_state.errors import ConfigurationError
 from ..sharding.activations import checkpoint_units, checkpoints_in
 from ..sharding.gradients import Groups, groups_over, local
 from ..sharding.materialise import Materialiser
+from ..sharding.open_gradients import gather_parameters, put_parameters, shapes_of
 from ..sharding.plugin import FullyShardedDataParallelPlugin
 from ..sharding.states import tied_names
 from ..sharding.units import find_units, owned_by
@@ -156,10 +157,38 @@ class FSDP2Strategy(ShardedStrategy):
         return groups_over(parameter)
 
     def pending(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Torch keeps them beside the parameters, and names them only for itself."""
-        references = [reference for parameter in parameters if (reference := self._holders.get(parameter)) is not None]
-        accumulated = [gradient for reference in references for gradient in _unreduced(reference())]
-        return [local(gradient) for gradient in accumulated if gradient is not None]
+        """Torch keeps them beside the parameters, and names them only for itself.
+
+        Between forward and backward a model may have its gathered parameters in place of the divided ones, which have gradients too.
+        """
+        chosen = {id(parameter) for parameter in parameters}
+        found: list[torch.Tensor | None] = []
+        for divided, reference in self._holders.items():
+            holder = reference()
+            if holder is not None and not chosen.isdisjoint((id(divided), id(getattr(holder, "_unsharded_param", None)))):
+                found += [divided.grad, *_unreduced(holder)]
+        return [local(gradient) for gradient in found if gradient is not None]
+
+    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        def pending(parameter: nn.Parameter) -> list[torch.Tensor]:
+            reference = self._holders.get(parameter)
+            return [] if reference is None else [gradient for gradient in _unreduced(reference()) if gradient is not None]
+
+        return gather_parameters(model, pending, self.averaging_collectives, self.state.collectives)
+
+    def gradient_shapes(self, model: nn.Module) -> dict[str, torch.Size]:
+        return shapes_of(model)
+
+    def drop_gradients(self, model: nn.Module) -> None:
+        super().drop_gradients(model)
+        for parameter in model.parameters():
+            reference = self._holders.get(parameter)
+            if reference is not None:
+                _forget_unreduced(reference())
+
+    def put_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        self.drop_gradients(model)
+        put_parameters(model, gradients)
 
     def _remember_holders(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -174,3 +203,10 @@ def _unreduced(holder: Any) -> list[torch.Tensor | None]:
     """Whole gradients that torch keeps for a parameter: in the dtype of the reduction where that is another, else in the parameter's."""
     whole = getattr(holder, "_unsharded_param", None)
     return [getattr(holder, "unsharded_accumulated_grad", None), None if whole is None else whole.grad]
+
+
+def _forget_unreduced(holder: Any) -> None:
+    whole = getattr(holder, "_unsharded_param", None)
+    holder.unsharded_accumulated_grad = None
+    if whole is not None:
+        whole.grad = None

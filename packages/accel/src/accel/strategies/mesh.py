@@ -35,7 +35,7 @@ from accel_state.errors import ConfigurationError
 
 from ..parallel.config import SHARDING_AXES, ParallelismConfig
 from ..parallel.generators import share_generators
-from ..parallel.layers import Cut, Style, apply_torch_style
+from ..parallel.layers import Columns, Cut, Style, apply_torch_style
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
 from ..parallel.plans import Plan, count_parts, plan_of
 from ..parallel.sharing import SharesSequences
@@ -127,6 +127,7 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
         modules = dict(model.named_modules())
         self._styles = {modules[name]: style for name, style in plan.items()}
         self._cut = Cut(self._tp) if self._tp is not None else None
+        self._share_inputs(modules)
         if derived:
             count_parts(model, plan, self.parallelism.tp_size or 1)
         self.share_sequences(model)
@@ -135,6 +136,19 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
         self._wrapped[wrapped] = True
         self.share_generators()
         return wrapped
+
+    def _share_inputs(self, modules: dict[str, nn.Module]) -> None:
+        """Find the layers that a module may call with one input: queries, keys and values; gate and up."""
+        callers: dict[str, list[nn.Module]] = {}
+        for name, layer in modules.items():
+            if isinstance(self._styles.get(layer), Columns):
+                # Lists of modules are never called themselves.
+                while name and type(modules[name := name.rpartition(".")[0]]).forward is nn.Module.forward:
+                    pass
+                callers.setdefault(name, []).append(layer)
+        for name, layers in callers.items():
+            if self._cut is not None and len(layers) > 1:
+                self._cut.share_inputs(modules[name], layers)
 
     def _plan(self, model: nn.Module) -> tuple[Plan, bool]:
         """How layers are divided, and whether that was derived from the shape of the blocks."""

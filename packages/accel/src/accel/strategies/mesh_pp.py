@@ -161,6 +161,10 @@ class PipelineStrategy(MeshStrategy):
             gathered.append(gather_one(kind, OPTIMIZER_NAME, index, state, everyone))
         return Gathered([part for one in gathered for part in one.parts], [close for one in gathered for close in one.closings])
 
+    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        """None: of a pipeline's open window nothing is kept."""
+        return super().gather_gradients(model) if self._pipelines.get(model) is None else None
+
     def layout(self, model: nn.Module) -> Layout:
         pipeline = self._pipelines.get(model)
         if pipeline is None:

@@ -106,7 +106,7 @@ class ShardedStrategy(Strategy):
         return ()
 
     def pending(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients that have been accumulated and not reduced yet, which are no parameter's ``grad`` before they are."""
+        """Gradients that have been accumulated and are no parameter's ``grad`` now: not reduced yet, or of parameters that are gathered."""
         return []
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
