@@ -91,6 +91,14 @@ class TestRank:
         )
         assert start.ranks[0]["MASTER_ADDR"] == ("10.0.0.7" if ranks == 4 else "127.0.0.1")
 
+    def test_what_only_an_agent_can_do_is_refused(self, plan) -> None:
+        with pytest.raises(ConfigurationError, match=r"^--max_restarts 3 has no effect on ranks that openmpi starts\. Leave it out"):
+            plan(OPENMPI, max_restarts="3")
+        with pytest.raises(ConfigurationError, match="^--tee 3 has no effect on ranks that slurm starts"):
+            plan(TASKS, tee="3")
+        assert plan(OPENMPI, config="max_restarts: 3\n").kind is Kind.RANK, "a file may be for other ways too"
+        assert plan(OPENMPI, max_restarts="0", tee="0").kind is Kind.RANK
+
     def test_the_configuration_of_spec_14(self, plan) -> None:
         made = plan(
             {**OPENMPI, "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},

@@ -106,6 +106,16 @@ def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(os.listdir(tmp_path)) == ["file"]
 
 
+@pytest.mark.parametrize("value", ["", 5, b"state"])
+def test_what_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run()
+    for call, name in ((run.accelerator.save_state, "output_dir"), (run.accelerator.load_state, "input_dir")):
+        with pytest.raises(ConfigurationError, match=rf"{name}={value!r} is not the path of a folder"):
+            call(value)
+    assert not os.listdir(tmp_path)
+
+
 def test_latest_by_number(tmp_path: Path) -> None:
     run = Run(project_config=project(tmp_path))
     for number in range(3):

@@ -82,6 +82,7 @@ def make_plan(settings: Resolution, script: str, script_args: Sequence[str], env
     place = find_place(settings, variables)
     settings = _settle(settings, place)
     kind = choose_kind(settings, place)
+    _check_effect(settings, kind, place)
     script_options = settings.group(ScriptOptions)
     target = find_target(script_options, script, script_args)
     exported = settings.environment()
@@ -110,6 +111,20 @@ def make_plan(settings: Resolution, script: str, script_args: Sequence[str], env
         settings=settings,
         place=place,
     )
+
+
+def _check_effect(settings: Resolution, kind: Kind, place: Place) -> None:
+    """Refuse what a user typed for the agent that watches over processes, where another program starts them. A file may be for all ways."""
+    if kind not in (Kind.RANK, Kind.MPIRUN, Kind.DEEPSPEED):
+        return
+    starter = place.starter if kind is Kind.RANK else kind.value
+    for name in ("tee", "log_dir", "max_restarts", "monitor_interval", "rdzv_conf", "role"):
+        setting = settings.settings[name]
+        if setting.source is Source.COMMAND_LINE and setting.value != setting.option.default:
+            raise ConfigurationError(
+                f"{setting.where} has no effect on ranks that {starter} starts. Leave it out, or start one launcher on each machine, which "
+                "starts the ranks there itself."
+            )
 
 
 def _settle(settings: Resolution, place: Place) -> Resolution:

@@ -220,6 +220,7 @@ class StateSaving(Tracking):
         if not settings.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ConfigurationError("save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True).")
+            _check_path("output_dir", output_dir)
             return Path(output_dir)
         if output_dir is not None:
             raise ConfigurationError(
@@ -341,6 +342,7 @@ class StateSaving(Tracking):
 
     def _find_state(self, input_dir: str | os.PathLike[str] | None) -> Path:
         automatic = self.project_configuration.automatic_checkpoint_naming
+        _check_path("input_dir", input_dir)
         if input_dir is None and not automatic:
             raise ConfigurationError("load_state needs input_dir, because automatic_checkpoint_naming is off.")
         if input_dir is None or (str(input_dir) == LATEST and (automatic or not Path(LATEST).is_dir())):
@@ -423,3 +425,9 @@ def _identity(path: Path) -> tuple[Any, ...]:
     except OSError:
         return os.getpid(), socket.gethostname()
     return socket.gethostname(), found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _check_path(name: str, value: Any) -> None:
+    """Refuse what names no folder; the empty text would be the working folder."""
+    if value is not None and (not isinstance(value, str | os.PathLike) or not os.fspath(value)):
+        raise ConfigurationError(f"{name}={value!r} is not the path of a folder.")
