@@ -68,7 +68,7 @@ def documented() -> list[tuple[str, str]]:
     return [(command.replace("\\\n", " "), output) for command, output in blocks if "error:" not in output]
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(7))
 def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> None:
     command, output = documented()[number]
     config = re.search(r"```yaml\n(distributed_type: FSDP.*?)```", GUIDE.read_text(), flags=re.DOTALL)
@@ -112,6 +112,33 @@ def test_the_figures_of_the_guide_follow_from_the_shapes(number) -> None:
         assert figure(output, rf"all-reduce\s+dp_replicate\s+{copies} ranks\s+\d+ calls") == sent_bytes("all-reduce", 4 * own, copies)
     rank = int((re.search(r"--rank (\d+)", command) or (0, "0"))[1])
     assert f"data rank {rank // tp} of {ranks // tp};" in output
+
+
+def test_the_figures_of_the_pipeline_follow_from_the_shapes() -> None:
+    """Stage 2 of 8, with 10 of 80 blocks; 8 micro batches of 1 sample, tp 8, dp_shard 64."""
+    _, output = documented()[6]
+    every = shapes("llama-3-70b")
+    stage, tp, shards, micro, flying = every[: 10 * 9], 8, 64, 8, 6
+
+    def own(some: list[tuple[int, ...]]) -> int:
+        return sum(padded(shape, shards if len(shape) == 1 else shards * tp) for shape in some)
+
+    assert f"pipeline: stage 2, blocks 20 to 29 of 80; 1f1b, 8 micro batches of 1 sample(s), at most {flying} in flight" in output
+    assert figure(output, "parameters") == figure(output, "gradients") == 4 * own(stage)
+    assert figure(output, "optimizer state") == 8 * own(stage)
+    # The whole stage in bf16, and its whole gradients in float32.
+    assert figure(output, "gathered or in flight") == 6 * sum(math.prod(shape) // (1 if len(shape) == 1 else tp) for shape in stage)
+    passed = 8192 * 8192 * 2
+    assert figure(output, "activations") == pytest.approx((flying * 10 + 2 * micro) * passed, rel=0.02)
+    for what in ("activations", "gradients"):
+        assert figure(output, rf"{what}\s+pp\s+2 ranks\s+{micro} calls") == micro * passed
+    gathered, reduced = (sent_bytes(kind, size * shards * own(stage), shards) for kind, size in (("all-gather", 18), ("reduce-scatter", 4)))
+    assert figure(output, r"all-gather\s+dp_shard\s+64 ranks\s+90 calls") == gathered
+    assert figure(output, r"reduce-scatter\s+dp_shard\s+64 ranks\s+10 calls") == reduced
+    assert figure(output, r"all-reduce\s+tp\s+8 ranks\s+400 calls") == sent_bytes("all-reduce", 400 * passed, tp)
+    held = [int(number.replace(",", "")) for number in re.findall(r"blocks \d+ to \d+\s+([\d,]+)  ", output)]
+    assert held == [4 * own([*stage, every[-3]]), *6 * [4 * own(stage)], 4 * own([*stage, *every[-2:]])]
+    assert "data rank 34 of 64; of the first 512 samples (unshuffled) 272, 273" in output
 
 
 @pytest.mark.parametrize(
@@ -219,7 +246,6 @@ def test_deepspeed_by_arithmetic(tmp_path, stage) -> None:
         (mesh(dp_shard=2, tp=8), {}, "tp_size=8 does not divide num_attention_heads=12 of LlamaForCausalLM.*Allowed: 1, 2, 3, 4, 6, 12"),
         ({**mesh(dp_shard=2, tp=2), "num_processes": 6}, {}, "dp_shard_size=2 x .*tp_size=2.* = 4, but there are 6 processes"),
         (mesh(dp_shard=2, cp=4), {"seq_length": 20}, "sequences of 20 positions cannot be shared by cp_size=4.*multiple of 8"),
-        (mesh(dp_shard=2, pp=2), {}, "pp_size.*each of 2 stages is another"),
         ({**FSDP2, "num_processes": 8}, {"batch_size": 4, "split_batches": True}, "4 samples cannot be shared by 8 ranks.*multiples of 8"),
         ({**FSDP2, "num_processes": 8}, {"rank": 8}, r"--rank 8: with 8 process\(es\), ranks go from 0 to 7"),
         ({**FSDP2, "num_processes": 8}, {"seq_length": 65}, "--seq_length 65: the model takes at most max_position_embeddings=64"),

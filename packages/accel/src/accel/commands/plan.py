@@ -13,6 +13,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import load_groups
 
 _OWN = ("model", "rank", "batch_size", "seq_length", "optimizer", "split_batches", "all_blocks", "trust_remote_code", "json", "config")
+_OF_PIPELINES = ("pp_schedule", "pp_num_microbatches", "pp_stages_per_rank")
 # What a plan has no use for, or calls something else.
 _LEFT_OUT = ("config_file", "json", "module", "no_python", "quiet", "dry_run")
 _EPILOG = """\
@@ -31,11 +32,12 @@ def run(argv: list[str]) -> int:
         ConfigurationError: the configuration cannot train the model on so many processes.
     """
     options = parse_options(argv, _parser())
-    own = {name: options.pop(name) for name in _OWN if name in options}
+    own = {name: options.pop(name) for name in (*_OWN, *_OF_PIPELINES) if name in options}
     settings = load_settings({**options, "config_file": own["config"]})
     from ..planning.plan import Request, plan
     from ..planning.report import as_text
 
+    _, parts, stages = _OF_PIPELINES
     found = plan(
         Request(
             settings=settings,
@@ -47,6 +49,9 @@ def run(argv: list[str]) -> int:
             split_batches="split_batches" in own,
             all_blocks="all_blocks" in own,
             trust_remote_code="trust_remote_code" in own,
+            schedule=own.get("pp_schedule"),
+            num_microbatches=_number(parts, own[parts], 1) if parts in own else None,
+            stages_per_rank=_number(stages, own[stages], 1) if stages in own else None,
         )
     )
     print(json.dumps(found.as_dict(), indent=2) if "json" in own else as_text(found))
@@ -83,6 +88,17 @@ def _parser() -> ConfigParser:
     parser.add_argument("--seq_length", "--seq-length", default=missing, metavar="N", help=length)
     names = ["adamw", "adam", "sgd", "sgd_momentum"]
     parser.add_argument("--optimizer", choices=names, default=missing, help="what keeps its state (default: adamw)")
+    for name, metavar, words in zip(
+        _OF_PIPELINES,
+        ("NAME", "N", "N"),
+        (
+            "of a pipeline: 1f1b (default), gpipe or interleaved1f1b",
+            "parts that a pipeline divides each rank's batch into (default: the number of its ranks)",
+            "stages on each rank of a pipeline (default: 1, or 2 with interleaved1f1b)",
+        ),
+        strict=True,
+    ):
+        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), default=missing, metavar=metavar, help=words)
     for flag, words in (
         ("--split_batches", "the loader's batch is that of all ranks together"),
         ("--all_blocks", "take every one of many equal blocks; otherwise what two and three of them need says what the others do"),

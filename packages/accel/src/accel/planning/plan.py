@@ -11,6 +11,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
 from .models import model_config
+from .pipelines import PipelinePlan, pipeline_of, trace_pipeline
 from .record import Collective, Layout, coordinates_of
 from .trace import Batch, Measured, Task, trace_blocks
 from .zero import HALF, as_copies, stage_of, zero
@@ -32,6 +33,9 @@ class Request:
         split_batches: the loader's batch is that of all ranks together.
         all_blocks: take every one of many equal blocks, rather than three.
         trust_remote_code: run model code that comes with the model.
+        schedule: of a pipeline, one of ``accel.parallel.schedules.SCHEDULES``; None: as PipelineParallelConfig has it, like the next two.
+        num_microbatches: parts that a pipeline divides each rank's batch into.
+        stages_per_rank: stages of a pipeline on each of its ranks.
     """
 
     settings: Resolution
@@ -43,6 +47,9 @@ class Request:
     split_batches: bool = False
     all_blocks: bool = False
     trust_remote_code: bool = False
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    stages_per_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class RankPlan:
         mixed_precision: of computing.
         optimizer: what keeps its state.
         offloaded: parts of the memory that lie in CPU memory (or on a drive) rather than on the device.
+        pipeline: the pipeline that it is in, if any.
     """
 
     model: str
@@ -82,6 +90,7 @@ class RankPlan:
     mixed_precision: str
     optimizer: str
     offloaded: tuple[str, ...] = ()
+    pipeline: PipelinePlan | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -117,13 +126,23 @@ def plan(request: Request) -> RankPlan:
         seq_length=length,
         split_batches=request.split_batches,
         trust_remote_code=request.trust_remote_code,
+        pipeline=pipeline_of(
+            settings, schedule=request.schedule, num_microbatches=request.num_microbatches, stages_per_rank=request.stages_per_rank
+        ),
     )
-    if settings["use_deepspeed"]:
+    pipeline = None
+    if task.pipeline is not None:
+        traced, batch = trace_pipeline(task, task.pipeline, request.all_blocks)
+        memories = [_memory(one, strategy, layout, request.optimizer, precision) for one in traced.measured]
+        pipeline = traced.plan(task.pipeline, len(batch.samples), [one.total for one in memories])
+        measured, memory = traced.measured[traced.own], memories[traced.own]
+        collectives = measured.collectives
+    elif settings["use_deepspeed"]:
         task = as_copies(task, precision)
-    measured, batch = trace_blocks(task, request.all_blocks)
-    if settings["use_deepspeed"]:
+        measured, batch = trace_blocks(task, request.all_blocks)
         memory, collectives = zero(task, measured, strategy, request.optimizer, steps)
     else:
+        measured, batch = trace_blocks(task, request.all_blocks)
         memory, collectives = _memory(measured, strategy, layout, request.optimizer, precision), measured.collectives
     sizes = dict(layout)
     return RankPlan(
@@ -142,6 +161,7 @@ def plan(request: Request) -> RankPlan:
         mixed_precision=precision,
         optimizer=request.optimizer,
         offloaded=_offloaded(settings),
+        pipeline=pipeline,
     )
 
 
@@ -158,16 +178,13 @@ def _check_kind(settings: Resolution) -> None:
     for name, what in (("use_megatron_lm", "Megatron-LM"), ("tpu", "TPUs")):
         if settings[name]:
             raise ConfigurationError(f"{settings.where(name)}: accel plan knows DDP, FSDP, meshes and DeepSpeed's stages, not {what}.")
+    if settings["use_deepspeed"] and settings["use_parallelism_config"]:
+        # The words of an Accelerator that is asked for both.
+        raise ConfigurationError("one strategy trains a model, but settings were given for deepspeed, mesh. Pass one of them.")
     if settings["mixed_precision"] == "fp8":
         raise ConfigurationError(
             f"{settings.where('mixed_precision')}: layers in 8 bits cannot be traced without values. Plan with --mixed_precision bf16, "
             "which has the same parameters, gradients and optimizer state."
-        )
-    pipeline = settings["parallelism_config_pp_size"]
-    if settings["use_parallelism_config"] and pipeline > 1:
-        raise ConfigurationError(
-            f"{settings.where('parallelism_config_pp_size')}: accel plan takes a model as a whole, and here each of {pipeline} stages is "
-            "another. Plan one stage, as a model of its own layers, with pp_size=1."
         )
 
 
@@ -257,4 +274,7 @@ def _memory(measured: Measured, strategy: str, layout: Layout, optimizer: str, p
         gathered_share=0.5 if precision in HALF else 1,
     )
     state = measured.weights * measured.trained // measured.values * OPTIMIZER_COPIES[optimizer]
+    if measured.stages is not None:
+        # A pipeline keeps what it has gathered from one micro batch to the next.
+        estimate = replace(estimate, buffers=measured.stages.gathered)
     return replace(estimate, weights=measured.weights, gradients=measured.gradients, optimizer=state, activations=measured.activations)

@@ -22,7 +22,8 @@ class Collective:
     """Collectives of one kind over one axis, in one step of one rank.
 
     Attributes:
-        kind: "all-gather", "reduce-scatter", "all-reduce", "broadcast" or "all-to-all".
+        kind: "all-gather", "reduce-scatter", "all-reduce", "broadcast" or "all-to-all"; or what goes from one rank to one other: in a
+            pipeline "activations" to the next stage, "gradients" of them to the one before, and "tied gradients" between the ends.
         axis: the axis of the mesh; several that were made one are joined by "+".
         ranks: how many take part.
         calls: how often.
@@ -42,15 +43,22 @@ def sent_bytes(kind: str, payload: int, ranks: int) -> int:
     """Bytes that one rank sends in a collective that works round a ring, the least that is possible for large messages.
 
     With S the bytes of the whole and n ranks: an all-gather (S: the result) and a reduce-scatter (S: the input) send S (n-1)/n each; an
-    all-reduce is both, 2 S (n-1)/n; an all-to-all keeps its own part, S (n-1)/n; a broadcast passes everything on once, S.
+    all-reduce is both, 2 S (n-1)/n; an all-to-all keeps its own part, S (n-1)/n; a broadcast passes everything on once, S, and so does what
+    goes to one other rank.
     Source: Patarasu and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69 (2009).
     """
     if ranks == 1:
         return 0
-    if kind == "broadcast":
+    if kind == "broadcast" or kind in POINT_TO_POINT:
         return payload
     return (2 if kind == "all-reduce" else 1) * payload * (ranks - 1) // ranks
 
+
+SEND = "send"
+"""From one rank to one other."""
+
+POINT_TO_POINT = (SEND, "activations", "gradients", "tied gradients")
+"""Kinds that two ranks take part in, of whatever is sent."""
 
 # By the name of the operation: the kind, and which argument is the whole: -1 for the result.
 _OPERATIONS: Mapping[str, tuple[str, int]] = {
@@ -65,6 +73,7 @@ _OPERATIONS: Mapping[str, tuple[str, int]] = {
     "c10d::broadcast_": ("broadcast", 0),
     "c10d::alltoall_base_": ("all-to-all", 1),
     "c10d::alltoall_": ("all-to-all", 1),
+    "c10d::send": (SEND, 0),
     "_c10d_functional::all_gather_into_tensor": ("all-gather", -1),
     "_c10d_functional::all_gather_into_tensor_coalesced": ("all-gather", -1),
     "_c10d_functional::reduce_scatter_tensor": ("reduce-scatter", 0),
@@ -82,11 +91,16 @@ class Recorder(TorchDispatchMode):
 
     Args:
         layout: how ranks are laid out.
+
+    Attributes:
+        unmarked: the kind of what is sent to one other rank without :meth:`mark`.
     """
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
         self.layout = layout
+        self.unmarked = SEND
+        self._marks: dict[int, str] = {}
         self._sums: dict[tuple[str, str, int], list[int]] = {}
         self._axes: dict[tuple[int, ...], str] = {}
         # While such a reference is kept, no other memory gets the same key.
@@ -115,9 +129,12 @@ class Recorder(TorchDispatchMode):
     def _note(self, kind: str, place: int, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         group = _group_of((*args, *kwargs.values()))
         ranks = dist.get_process_group_ranks(group)
+        axis, number = self._axis_of(ranks), len(ranks)
+        if kind == SEND:
+            kind, number = self._marks.pop(_tensors(args[0])[0].untyped_storage()._cdata, self.unmarked), 2
         payload = sum(tensor.nbytes for tensor in _tensors(result if place < 0 else args[place]))
-        entry = self._sums.setdefault((kind, self._axis_of(ranks), len(ranks)), [0, 0, 0])
-        for index, value in enumerate((1, payload, sent_bytes(kind, payload, len(ranks)))):
+        entry = self._sums.setdefault((kind, axis, number), [0, 0, 0])
+        for index, value in enumerate((1, payload, sent_bytes(kind, payload, number))):
             entry[index] += value
 
     def _axis_of(self, ranks: list[int]) -> str:
@@ -131,17 +148,25 @@ class Recorder(TorchDispatchMode):
         """What has been sent, by kind and axis."""
         return [Collective(kind, axis, ranks, *sums) for (kind, axis, ranks), sums in sorted(self._sums.items())]
 
-    def alive(self, model: nn.Module) -> int:
-        """Bytes of memory made in the block that are still there, without what stands in the model's modules."""
-        own = storages_in(model)
-        total = 0
+    def mark(self, tensor: torch.Tensor, kind: str) -> None:
+        """Say what a tensor is that is about to be sent to one other rank."""
+        self._marks[local(tensor).untyped_storage()._cdata] = kind
+
+    def storages(self) -> dict[int, int]:
+        """Bytes by storage of the memory made in the block that is still there."""
+        found: dict[int, int] = {}
         for key, reference in list(self._alive.items()):
             if reference.expired():
                 del self._alive[key]
-            elif key not in own:
-                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-                total += 0 if storage is None else storage.nbytes()
-        return total
+                continue
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            found[key] = 0 if storage is None else storage.nbytes()
+        return found
+
+    def alive(self, model: nn.Module) -> int:
+        """Bytes of memory made in the block that are still there, without what stands in the model's modules."""
+        own = storages_in(model)
+        return sum(size for key, size in self.storages().items() if key not in own)
 
 
 def axis_of(ranks: Sequence[int], layout: Layout) -> str:

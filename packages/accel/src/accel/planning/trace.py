@@ -17,9 +17,11 @@ from accel_bigmodel.estimate.activations import example_inputs
 from accel_data import DataLoaderConfiguration
 from accel_state.errors import ConfigurationError
 
+from ..parallel.schedules import PipelineParallelConfig
 from ..sharding.materialise import allocate, places_of
 from .models import build_model
 from .record import Collective, Layout, Recorder, stored
+from .stages import Kept, Passed, make_schedule, one_pass, seen, watching
 from .world import pretended_rank, without_memory
 
 
@@ -52,6 +54,7 @@ class Measured:
         activations: what is alive from forward to backward, beside parameters.
         largest_unit: of parameters that are gathered together, the most on this rank.
         collectives: what an optimizer step sends.
+        stages: of a pipeline, what its schedule keeps on this rank.
     """
 
     values: int
@@ -61,6 +64,7 @@ class Measured:
     activations: int
     largest_unit: int
     collectives: tuple[Collective, ...]
+    stages: Kept | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Task:
         split_batches: the batch is that of all ranks together.
         trust_remote_code: run model code that comes with the model.
         dtype: the type of the weights, where it is not float32.
+        pipeline: how a pipeline works.
+        incoming: what a later stage of a pipeline gets from the one before.
     """
 
     config: Any
@@ -92,6 +98,8 @@ class Task:
     split_batches: bool = False
     trust_remote_code: bool = False
     dtype: str | None = None
+    pipeline: PipelineParallelConfig | None = None
+    incoming: Passed | None = None
 
 
 def trace(task: Task) -> tuple[Measured, Batch]:
@@ -103,9 +111,11 @@ def trace(task: Task) -> tuple[Measured, Batch]:
     from ..accelerator import Accelerator
 
     variables = {**task.variables, **_changed(task.variables)}
-    with _quiet(), pretended_rank(task.rank, task.world_size, task.local_world_size, variables):
+    with _quiet(), pretended_rank(task.rank, task.world_size, task.local_world_size, variables), watching(task.incoming):
         loaders = DataLoaderConfiguration(split_batches=task.split_batches)
         accelerator = Accelerator(cpu=True, dataloader_config=loaders)
+        if task.pipeline is not None:
+            accelerator.strategy.parallelism.pp_handler = task.pipeline  # type: ignore[attr-defined]
         try:
             batch = _batch(accelerator, task)
             model = build_model(task.config, task.trust_remote_code)
@@ -179,7 +189,8 @@ def _step(accelerator: Any, model: nn.Module, task: Task, samples: int) -> Measu
         ) from error
     gradients = stored(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     sent = _added([(times, recorder.collectives) for times, recorder, _ in passes])
-    return Measured(0, 0, weights, gradients, max(alive for _, _, alive in passes), largest, tuple(sent))
+    kept = seen() if task.pipeline is not None else None
+    return Measured(0, 0, weights, gradients, max(alive for _, _, alive in passes), largest, tuple(sent), kept)
 
 
 def _passes(accelerator: Any, model: nn.Module, task: Task, samples: int) -> Iterator[tuple[int, Recorder, int]]:
@@ -204,10 +215,15 @@ def _pass(accelerator: Any, model: nn.Module, task: Task, samples: int, synchron
         if dict(task.layout).get("cp", 1) > 1:
             dims = [1] * len(sequences)
             stack.enter_context(accelerator.maybe_context_parallel(buffers=sequences, buffer_seq_dims=dims))
+        if task.pipeline is not None:
+            make_schedule(model, inputs)
         recorder = stack.enter_context(Recorder(task.layout))
+        if task.pipeline is not None:
+            # Forward and backward passes are one call.
+            stack.enter_context(one_pass(model, recorder))
         output = model(**inputs)
         loss = _loss(output)
-        activations = recorder.alive(model)
+        activations = recorder.alive(model) if task.pipeline is None else max(seen().alive)
         accelerator.backward(loss)
         del output, loss
     return recorder, activations
@@ -285,19 +301,21 @@ def trace_blocks(task: Task, whole: bool = False) -> tuple[Measured, Batch]:
     """
     blocks = getattr(task.config, "num_hidden_layers", None)
     kinds = set(getattr(task.config, "layer_types", None) or ["all"])
-    if whole or not isinstance(blocks, int) or blocks <= _TRACED_BLOCKS or len(kinds) > 1 or dict(task.layout).get("pp", 1) > 1:
+    if whole or not isinstance(blocks, int) or blocks <= TRACED_BLOCKS or len(kinds) > 1:
         return trace(task)
-    first, batch = trace(replace(task, config=_with_blocks(task.config, _TRACED_BLOCKS - 1)))
-    second, _ = trace(replace(task, config=_with_blocks(task.config, _TRACED_BLOCKS)))
-    measured = _extended(first, second, blocks - _TRACED_BLOCKS)
+    first, batch = trace(replace(task, config=with_blocks(task.config, TRACED_BLOCKS - 1)))
+    second, _ = trace(replace(task, config=with_blocks(task.config, TRACED_BLOCKS)))
+    measured = extended(first, second, blocks - TRACED_BLOCKS)
     values = sum(item.numel() for item in build_model(task.config, task.trust_remote_code).parameters())
     return (measured, batch) if measured.values == values else trace(task)
 
 
-_TRACED_BLOCKS = 3
+TRACED_BLOCKS = 3
+"""So many at most, of many equal ones."""
 
 
-def _with_blocks(config: Any, number: int) -> Any:
+def with_blocks(config: Any, number: int) -> Any:
+    """A configuration with another number of blocks."""
     import copy
 
     small = copy.deepcopy(config)
@@ -307,11 +325,18 @@ def _with_blocks(config: Any, number: int) -> Any:
     return small
 
 
-def _extended(first: Measured, second: Measured, more: int) -> Measured:
+def extended(first: Measured, second: Measured, more: int) -> Measured:
     """What follows by adding the difference of two traces so many times to the second."""
     numbers = {
         name: getattr(second, name) + more * (getattr(second, name) - getattr(first, name))
         for name in ("values", "trained", "weights", "gradients", "activations")
     }
     grown = _added([(1 + more, list(second.collectives)), (-more, list(first.collectives))])
-    return Measured(**numbers, largest_unit=second.largest_unit, collectives=tuple(grown))
+    return Measured(**numbers, largest_unit=second.largest_unit, collectives=tuple(grown), stages=_grown(first.stages, second.stages, more))
+
+
+def _grown(first: Kept | None, second: Kept | None, more: int) -> Kept | None:
+    if first is None or second is None:
+        return None
+    alive = tuple(two + more * (two - one) for one, two in zip(first.alive, second.alive, strict=True))
+    return replace(second, alive=alive, gathered=second.gathered + more * (second.gathered - first.gathered))

@@ -112,15 +112,21 @@ def pretended_rank(rank: int, world_size: int, local_world_size: int, variables:
 @contextmanager
 def _stand_ins() -> Iterator[None]:
     """What needs memory or other ranks, replaced by what sends the same and needs neither."""
-    from ..parallel import mesh
-    from ..strategies import ddp
+    from torch.distributed import pipelining
+
+    from ..parallel import mesh, pipeline, stages
+    from ..strategies import ddp, mesh_pp
     from .replica import Replica
+    from .stages import share_loss, watched_stage
 
     def along(device: torch.device, group: Any = None) -> Collectives:
         return AloneCollectives(dist.get_rank(group), dist.get_world_size(group))
 
-    replaced: list[tuple[Any, str, Any]] = [(ddp, "DistributedDataParallel", Replica), (mesh, "TorchCollectives", along)]
-    replaced += _mask_stand_ins()
+    replaced: list[tuple[Any, str, Any]] = [(ddp, "DistributedDataParallel", Replica)]
+    replaced += [(module, "TorchCollectives", along) for module in (mesh, mesh_pp)]
+    # A comparison of stages with the whole needs values.
+    replaced += [(pipelining, "PipelineStage", watched_stage()), (stages.Stages, "check", lambda stages, example: None)]
+    replaced += [(pipeline.Pipeline, "_share", share_loss), *_mask_stand_ins()]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     for module, name, value in replaced:
         setattr(module, name, value)

@@ -1,0 +1,284 @@
+"""`accel plan` of pipelines: against real runs on 2 and 4 ranks, against figures worked out by hand, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import pipelining
+
+from accel import Accelerator
+from accel.commands.plan import COMMAND
+from accel.parallel.config import ParallelismConfig
+from accel.parallel.schedules import PipelineParallelConfig
+from accel.planning.models import build_model, model_config
+from accel.planning.plan import RankPlan, Request, plan
+from accel.planning.record import POINT_TO_POINT, Recorder, local, storages_in, stored
+from accel.planning.report import as_text
+from accel.planning.stages import whole_memory
+from accel.sharding.plugin import FullyShardedDataParallelPlugin
+from accel_launch.config import load_settings
+from accel_state.errors import ConfigurationError
+from accel_state.testing import run_world
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
+
+SHAPE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+BATCH, LENGTH = 4, 16
+BLOCK = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 176 * 64 + 2 * 64
+FSDP2 = {"use_fsdp": "true", "fsdp_version": "2", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+
+# By name: sizes of the axes, settings of the pipeline, and what is another in the model.
+Case = tuple[dict[str, int], dict[str, Any], dict[str, Any]]
+TWO: dict[str, Case] = {
+    "pp": ({"pp": 2}, {}, {}),
+    "more micro batches": ({"pp": 2}, {"num_microbatches": 4}, {}),
+    "gpipe, tied": ({"pp": 2}, {"schedule": "gpipe", "num_microbatches": 4}, {"tie_word_embeddings": True}),
+    "interleaved": ({"pp": 2}, {"schedule": "interleaved1f1b", "num_microbatches": 4}, {"num_hidden_layers": 6}),
+}
+FOUR: dict[str, Case] = {
+    "four stages": ({"pp": 4}, {}, {}),
+    "pp x tp": ({"pp": 2, "tp": 2}, {}, {}),
+    "pp x dp_shard": ({"pp": 2, "dp_shard": 2}, {"num_microbatches": 4}, {}),
+    "pp x dp_replicate": ({"pp": 2, "dp_replicate": 2}, {}, {}),
+}
+
+
+def folder_of(folder: Path, **changed: Any) -> str:
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "config.json").write_text(json.dumps({**SHAPE, **changed}))
+    return str(folder)
+
+
+def planned(model: str, sizes: dict[str, int], pipeline: dict[str, Any], rank: int = 0, fsdp: bool = True, **asked: Any) -> RankPlan:
+    named = {f"parallelism_config_{axis}_size": str(size) for axis, size in sizes.items()}
+    options = {**(FSDP2 if fsdp else {}), "use_parallelism_config": "true", "num_processes": str(math.prod(sizes.values())), **named}
+    settings = load_settings(options, environ={"HF_HOME": "nowhere"})
+    return plan(Request(settings, model, rank=rank, **{"batch_size": BATCH, "seq_length": LENGTH, **pipeline, **asked}))
+
+
+class Counter:
+    """Counts micro batches in flight in the real stages of this rank, and the bytes that are alive with so many."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, recorder: Recorder) -> None:
+        self.model, self.optimizer, self.recorder = model, optimizer, recorder
+        self.now, self.most, self.bytes, self.gathered = 0, 0, 0, 0
+
+    def __enter__(self) -> Counter:
+        stage: Any = pipelining.PipelineStage
+        self.before = stage.forward_one_chunk, stage.backward_one_chunk
+        forward, backward = self.before
+
+        def forward_one_chunk(own: Any, *args: Any, **kwargs: Any) -> Any:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            return forward(own, *args, **kwargs)
+
+        def backward_one_chunk(own: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = [item.grad for item in self.model.parameters() if item.grad is not None] + held(self.optimizer)
+            apart = {*storages_in(self.model), *self.whole()} | {local(tensor).untyped_storage()._cdata for tensor in tensors}
+            self.bytes = max(self.bytes, sum(size for key, size in self.recorder.storages().items() if key not in apart))
+            self.now -= 1
+            result = backward(own, *args, **kwargs)
+            self.whole()
+            return result
+
+        stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk
+        return self
+
+    def whole(self) -> set[int]:
+        sizes = {storage._cdata: storage.nbytes() for storage in whole_memory(self.model)}
+        self.gathered = max(self.gathered, sum(sizes.values()))
+        return set(sizes)
+
+    def __exit__(self, *_: Any) -> None:
+        stage: Any = pipelining.PipelineStage
+        stage.forward_one_chunk, stage.backward_one_chunk = self.before
+
+
+def held(optimizer: Any) -> list[torch.Tensor]:
+    return [value for state in optimizer.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def train(case: Case, path: str) -> dict[str, Any]:
+    """Two real steps; in the first the stages tell each other their shapes, the second is recorded."""
+    sizes, pipeline, _ = case
+    config = ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()}, pp_handler=PipelineParallelConfig(**pipeline))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    model = build_model(model_config(path))
+    model.to_empty(device="cpu")
+    model.init_weights()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 300
+    with Recorder([("rank", accelerator.num_processes)]) as alive:
+        for _ in range(2):
+            optimizer.zero_grad()
+            with Recorder([("rank", accelerator.num_processes)]) as recorder, Counter(model, optimizer, alive) as counter:
+                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+    found = {
+        "weights": stored(model.parameters()),
+        "gradients": stored(item.grad for item in model.parameters() if item.grad is not None),
+        "optimizer": stored(held(optimizer)),
+        "sent": sums(recorder.collectives),
+        "in flight": counter.most,
+        "activations": counter.bytes,
+        "gathered": counter.gathered,
+    }
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    return found
+
+
+def sums(collectives: Any) -> dict[str, tuple[int, int]]:
+    """Calls and bytes by kind, without the loss and its shape, which the last rank tells the others."""
+    found: dict[str, tuple[int, int]] = {}
+    for one in collectives:
+        kind = "send" if one.kind in POINT_TO_POINT else one.kind
+        if kind != "broadcast":
+            calls, payload = found.get(kind, (0, 0))
+            found[kind] = calls + one.calls, payload + one.payload
+    return found
+
+
+def train_all(cases: list[Case], paths: list[str]) -> list[dict[str, Any]]:
+    return [train(case, path) for case, path in zip(cases, paths, strict=True)]
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)])
+def test_ranks_hold_and_send_what_the_plan_says(tmp_path, world, cases) -> None:
+    paths = [folder_of(tmp_path / str(number), **changed) for number, (_, _, changed) in enumerate(cases.values())]
+    ranks = run_world(train_all, world, list(cases.values()), paths, timeout=150)
+    for number, (name, (sizes, pipeline, _)) in enumerate(cases.items()):
+        for rank in (0, world - 1):
+            real, said = ranks[rank][number], planned(paths[number], sizes, pipeline, rank)
+            where = (name, rank)
+            assert (said.memory.weights, said.memory.gradients) == (real["weights"], real["gradients"]), where
+            # Adam counts its steps too, in four bytes for each parameter.
+            assert said.memory.optimizer == pytest.approx(real["optimizer"], rel=0.02), where
+            assert sums(said.collectives) == real["sent"], where
+            assert said.pipeline is not None and said.pipeline.in_flight == real["in flight"], where
+            assert said.memory.buffers == real["gathered"], where
+            assert said.memory.activations == pytest.approx(real["activations"], rel=0.1), where
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_few_traces_say_what_every_rank_holds(tmp_path, schedule) -> None:
+    """14 blocks on 4 stages: two have 4, two have 3. What is said of another rank is what that one is told when it asks."""
+    model = folder_of(tmp_path, num_hidden_layers=14)
+    sizes, pipeline = {"pp": 4, "dp_shard": 2}, {"schedule": schedule, "num_microbatches": 4}
+    quick = [planned(model, sizes, pipeline, rank) for rank in (1, 5)]
+    stages = quick[0].pipeline.stages
+    assert [stage.blocks for stage in stages] == [((0, 3),), ((4, 7),), ((8, 10),), ((11, 13),)]
+    assert [(stage.rank, stage.stages) for stage in stages] == [(1, (0,)), (3, (1,)), (5, (2,)), (7, (3,))]
+    assert [stages[0].total, stages[2].total] == [one.memory.total for one in quick]
+    assert quick[1].pipeline.stages == stages
+    assert [one.pipeline.in_flight for one in quick] == ([4, 2] if schedule == "1f1b" else [4, 4])
+    words = 320 * 64
+    assert [stage.parameters for stage in stages] == [2 * (n * BLOCK + more) for n, more in ((4, words), (4, 0), (3, 0), (3, words + 64))]
+    # What is divided is whole in between, and so are gradients until they are reduced: 4 bytes each.
+    for one, values in zip(quick, (4 * BLOCK + words, 3 * BLOCK), strict=True):
+        assert (one.memory.weights, one.memory.gradients, one.memory.optimizer) == (2 * values, 2 * values, 4 * values)
+        assert one.memory.buffers == 8 * values
+    assert quick[0].parameters == 14 * BLOCK + 2 * words + 64
+    assert {one.batch.samples for one in quick} == {(4, 5, 6, 7)} and {one.batch.ranks for one in quick} == {2}
+    assert [one.coordinates["pp"] for one in quick] == [(0, 4), (2, 4)]
+    sent = [{one.kind: one.payload for one in plan.collectives} for plan in quick]
+    hidden = BATCH * LENGTH * 64 * 4
+    assert [(one.get("activations", 0), one.get("gradients", 0)) for one in sent] == [(hidden, 0), (hidden, hidden)]
+    if schedule == "1f1b":
+        assert planned(model, sizes, pipeline, 5, all_blocks=True) == quick[1]
+
+
+def test_accumulation_sends_with_every_micro_batch(tmp_path) -> None:
+    model = folder_of(tmp_path)
+    named = {"parallelism_config_pp_size": "2", "use_parallelism_config": "true", "num_processes": "2"}
+    found = []
+    for steps in ("1", "3"):
+        settings = load_settings({**FSDP2, **named, "gradient_accumulation_steps": steps}, environ={"HF_HOME": "nowhere"})
+        plans = plan(Request(settings, model, rank=1, batch_size=BATCH, seq_length=LENGTH))
+        found.append({one.kind: (one.calls, one.payload) for one in plans.collectives})
+    assert found[1] == {kind: (3 * calls, 3 * payload) for kind, (calls, payload) in found[0].items()}
+
+
+def test_the_command_takes_the_settings_of_a_pipeline(tmp_path, capsys) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}))
+    options = [
+        "--model",
+        folder_of(tmp_path / "model", num_hidden_layers=6),
+        "--seq_length",
+        str(LENGTH),
+        "--batch_size",
+        "8",
+        "--rank",
+        "1",
+    ]
+    options += ["--use_parallelism_config", "--parallelism_config_pp_size", "2", "--pp_schedule", "interleaved1f1b"]
+    assert COMMAND.run([str(file), *options, "--pp_num_microbatches", "8", "--pp_stages_per_rank", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["pipeline"]
+    assert (found["schedule"], found["micro_batches"], found["blocks"]) == ("interleaved1f1b", 8, 6)
+    assert [stage["stages"] for stage in found["stages"]] == [[0, 2, 4], [1, 3, 5]]
+    assert [stage["blocks"] for stage in found["stages"]] == [[[0, 0], [2, 2], [4, 4]], [[1, 1], [3, 3], [5, 5]]]
+    with pytest.raises(ConfigurationError, match="--pp_num_microbatches x is no whole number from 1"):
+        COMMAND.run([str(file), *options, "--pp_num_microbatches", "x"])
+    with pytest.raises(ConfigurationError, match="--pp_schedule: there is no pipeline"):
+        COMMAND.run([str(file), *options[:8], "--pp_schedule", "gpipe"])
+
+
+def test_the_text_names_the_fullest_rank(tmp_path) -> None:
+    found = planned(folder_of(tmp_path), {"pp": 2}, {}, fsdp=False)
+    lines = as_text(found).splitlines()
+    assert "pipeline: stage 0, blocks 0 to 2 of 5; 1f1b, 2 micro batches of 2 sample(s), at most 2 in flight on this rank" in lines
+    assert found.pipeline is not None
+    marked = [line for line in lines if line.endswith("the fullest")]
+    assert len(marked) == 1 and marked[0].startswith(f"  rank {found.pipeline.fullest} ")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "message"),
+    [
+        ({"pp": 2, "cp": 2}, {}, "pp_size=2 with cp_size=2: stages of a pipeline pass whole sequences on"),
+        ({"pp": 2, "sp": 2}, {}, "pp_size=2 with sp_size=2: stages of a pipeline pass whole sequences on"),
+        ({"pp": 8}, {"batch_size": 8}, r"LlamaForCausalLM has 5 blocks \(model.layers\), fewer than the 8 stages"),
+        ({"pp": 2, "tp": 8}, {}, "tp_size=8 does not divide num_attention_heads=4"),
+        ({"pp": 4}, {"num_microbatches": 2}, r"num_microbatches=2: 1f1b needs at least as many as there are ranks in the pipeline \(4\)"),
+        ({"pp": 2}, {"batch_size": 3}, "num_microbatches=2: a batch of 3 samples on a rank cannot be divided so"),
+        ({"pp": 2}, {"schedule": "zb"}, "schedule='zb' is not one of gpipe, 1f1b, interleaved1f1b"),
+        ({"pp": 2}, {"stages_per_rank": 2}, "stages_per_rank=2 does not go with schedule='1f1b'"),
+    ],
+)
+def test_what_a_pipeline_refuses_the_plan_refuses(tmp_path, sizes, asked, message) -> None:
+    """The messages are those of the strategy: its own code is run."""
+    with pytest.raises(ConfigurationError, match=message):
+        planned(folder_of(tmp_path), sizes, {}, **asked)
+
+
+def test_deepspeed_and_a_mesh_are_refused_as_by_the_accelerator(tmp_path, monkeypatch) -> None:
+    message = "one strategy trains a model, but settings were given for deepspeed, mesh"
+    named = {"use_deepspeed": "true", "use_parallelism_config": "true", "parallelism_config_pp_size": "2", "num_processes": "2"}
+    settings = load_settings(named, environ={"HF_HOME": "nowhere"})
+    with pytest.raises(ConfigurationError, match=message):
+        plan(Request(settings, folder_of(tmp_path)))
+    for name, value in settings.environment().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=message):
+        Accelerator(cpu=True)
