@@ -163,6 +163,7 @@ def train_all(cases: list[Case], paths: list[str]) -> list[dict[str, Any]]:
     return [train(case, path) for case, path in zip(cases, paths, strict=True)]
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)])
 def test_ranks_hold_and_send_what_the_plan_says(tmp_path, world, cases) -> None:
     paths = [folder_of(tmp_path / str(number), **changed) for number, (_, _, changed) in enumerate(cases.values())]
