@@ -62,21 +62,26 @@ def gpt2(dropout: float = 0) -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
 def qwen() -> nn.Module:
     """With norms of single heads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SMALL,
         num_key_value_heads=2,
         head_dim=4,
-        max_position_embeddings=16,
-        bos_token_id=None,
-        eos_token_id=None,
     )
     return Qwen3ForCausalLM(config)
 
@@ -86,16 +91,9 @@ def gemma() -> nn.Module:
     from transformers import GemmaConfig, GemmaForCausalLM
 
     config = GemmaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SMALL,
         num_key_value_heads=2,
         head_dim=4,
-        max_position_embeddings=16,
-        bos_token_id=None,
-        eos_token_id=None,
         pad_token_id=None,
     )
     return GemmaForCausalLM(config)
@@ -106,15 +104,8 @@ def phi() -> nn.Module:
     from transformers import Phi3Config, Phi3ForCausalLM
 
     config = Phi3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SMALL,
         num_key_value_heads=4,
-        max_position_embeddings=16,
-        bos_token_id=None,
-        eos_token_id=None,
         pad_token_id=None,
     )
     return Phi3ForCausalLM(config)

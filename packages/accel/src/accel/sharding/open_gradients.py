@@ -100,9 +100,12 @@ def gather_handles(model: nn.Module, everyone: Collectives) -> Gradients:
         flat = _whole_gradient(handle, everyone)
         if flat is not None and everyone.rank == 0:
             gathered.update(_trained(handle, names, handle._get_unflat_views(flat)))
-    for name, parameter in _beside(model).items():
-        if parameter.grad is not None:
-            gathered[name] = average(parameter.grad, everyone)
+    beside = _beside(model)
+    # A rank may not have used such a parameter that others have, and yet it takes all of them to average.
+    held = {name for names in everyone.all_gather_object([name for name, one in beside.items() if one.grad is not None]) for name in names}
+    for name, parameter in beside.items():
+        if name in held:
+            gathered[name] = average(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter), everyone)
     return gathered if everyone.rank == 0 else {}
 
 
