@@ -305,7 +305,8 @@ def test_threads_end_with_the_run() -> None:
     tracking.init_trackers("project")
     assert len(set(threading.enumerate()) - before) == 2
     tracking.finish()
-    assert set(threading.enumerate()) == before
+    # A stuck tracker of another test may end meanwhile, so the sets need not be equal.
+    assert not set(threading.enumerate()) - before
 
 
 def once_a_job(folder: str) -> tuple[bool, str, list[str]]:
