@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import random
@@ -16,6 +17,13 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine that does something else for a second is no reason for a test to fail, and the same examples come each time: new ones are
+# looked for with --hypothesis-seed. Folders of tests add to this profile.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("suite", settings.get_profile("search"), derandomize=True)
+settings.load_profile("suite")
 
 # Set by pytest itself around every phase, by libraries the first time they are used, and never by us.
 _VARIABLES_OF_OTHERS = {
@@ -26,7 +34,8 @@ _VARIABLES_OF_OTHERS = {
     "TRITON_CACHE_DIR",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 }
-_SECONDS_TO_END = 2.0
+# For what is ending already; only a test that leaves something behind waits so long.
+_SECONDS_TO_END = 30.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.order_seed is None:
         config.option.order_seed = getattr(config, "workerinput", {}).get("order_seed", random.SystemRandom().randrange(10**6))
     heed_signals()
+    if config.getoption("--hypothesis-seed", None) is not None:
+        settings.load_profile("search")
     # Every test runs in an empty folder (below); what hypothesis remembers of its failures must not be lost with it.
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(config.rootpath / ".hypothesis"))
 
@@ -156,12 +167,15 @@ def _threads_since(before: set[threading.Thread]) -> list[str]:
 def _stray_files(folder: Path) -> list[str]:
     messages = [] if Path.cwd() == folder else [f"the working folder {Path.cwd()}"]
     for path in folder.iterdir():
-        messages.append(f"the file {path.name} in the working folder")
-        path.rename(folder.parent / f"stray-{time.monotonic_ns()}-{path.name}")
+        with contextlib.suppress(FileNotFoundError):  # gone by itself
+            path.rename(folder.parent / f"stray-{time.monotonic_ns()}-{path.name}")
+            messages.append(f"the file {path.name} in the working folder")
     return messages
 
 
 def _wait_until_gone(find: Callable[[], list]) -> list:
+    if find():
+        gc.collect()  # a loader's iterator ends its workers, and a pool its threads, when it is collected: later if it is part of a cycle
     deadline = time.monotonic() + _SECONDS_TO_END
     while (left := find()) and time.monotonic() < deadline:
         time.sleep(0.02)

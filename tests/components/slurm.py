@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import time
 from pathlib import Path
+
+from accel_state.net import reserved_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc")
 CONFIGURATION = """\
@@ -54,14 +57,6 @@ def missing() -> str:
     return "" if os.geteuid() == 0 else "SLURM's daemons need root"
 
 
-def free_ports(count: int) -> list[int]:
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
-    return ports
-
-
 class Slurm:
     """A running cluster of the nodes n1 and n2; a context."""
 
@@ -69,6 +64,7 @@ class Slurm:
         self.folder = folder
         self.host = socket.gethostname().split(".")[0]
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._ports = contextlib.ExitStack()
 
     @property
     def env(self) -> dict[str, str]:
@@ -81,7 +77,8 @@ class Slurm:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
-        (self.folder / "slurm.conf").write_text(CONFIGURATION.format(folder=self.folder, host=self.host, ports=free_ports(3)))
+        ports = [self._ports.enter_context(reserved_port()) for _ in range(3)]
+        (self.folder / "slurm.conf").write_text(CONFIGURATION.format(folder=self.folder, host=self.host, ports=ports))
         try:
             self._start("munged", "--foreground", "--force", f"--key-file={key}", *self._munge_files())
             self._wait_for(lambda: (self.folder / "munge.socket").exists(), "munged")
@@ -97,9 +94,10 @@ class Slurm:
     def __exit__(self, *_: object) -> None:
         for process in reversed(self._processes):
             process.terminate()
+        self._ports.close()
         for process in reversed(self._processes):
             try:
-                process.wait(10)
+                process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -117,10 +115,10 @@ class Slurm:
 
     def _idle_nodes(self) -> int:
         words = ["sinfo", "-h", "-N", "-o", "%N %t"]
-        output = subprocess.run(words, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=30, check=False).stdout
+        output = subprocess.run(words, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=90, check=False).stdout
         return sum(line.split()[1:] == ["idle"] for line in output.splitlines())
 
-    def _wait_for(self, condition: object, what: str, seconds: float = 30) -> None:
+    def _wait_for(self, condition: object, what: str, seconds: float = 90) -> None:
         deadline = time.monotonic() + seconds
         while not condition():  # type: ignore[operator]
             if time.monotonic() > deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -9,7 +10,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from .slurm import find, free_ports
+from accel_state.net import reserved_port
+
+from .slurm import find
 
 SERVER = """\
 Port {port}
@@ -50,7 +53,8 @@ class SshServer:
         self.bin = folder / "bin"
 
     def __enter__(self) -> SshServer:
-        (port,) = free_ports(1)
+        self._ports = contextlib.ExitStack()
+        port = self._ports.enter_context(reserved_port())
         for name in ("host_key", "key"):
             command = [str(find("ssh-keygen")), "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
             subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
@@ -69,7 +73,7 @@ class SshServer:
         return self
 
     def _wait(self, port: int) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 90
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -82,4 +86,5 @@ class SshServer:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(60)
+        self._ports.close()

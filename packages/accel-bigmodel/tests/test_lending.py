@@ -163,4 +163,5 @@ def test_a_shared_weight_in_two_places_is_one_weight_at_each(tmp_path: Path) -> 
     assert (model.embed.weight.device.type, model.head.weight.device.type) == ("cpu", "meta")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", ResourceWarning)  # of another test's garbage
         assert torch.equal(model(WORDS), whole(WORDS))

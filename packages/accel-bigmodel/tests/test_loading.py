@@ -348,4 +348,5 @@ def test_loading_warns_of_nothing_when_all_fits(tmp_path: Path) -> None:
     file = save(net(), tmp_path / "model.safetensors")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", ResourceWarning)  # of another test's garbage
         load_checkpoint_and_dispatch(empty(), file, device_map={"": "disk"}, strict=True)

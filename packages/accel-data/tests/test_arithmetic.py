@@ -99,7 +99,8 @@ def test_a_hundred_million_samples_on_16384_ranks_take_no_memory(rank: int) -> N
     assert plan.steps(rank) == 763
     assert first == list(range(rank * size, rank * size + size))
     assert last == [(762 * size * world + rank * size + i) % length for i in range(size)]
-    assert peak < 10_000
+    # A list of what all ranks get in one step would take a megabyte; what other threads take meanwhile is counted too.
+    assert peak < 200_000
 
 
 def test_a_batch_that_cannot_be_divided_names_both_numbers_and_the_sizes_that_can() -> None:

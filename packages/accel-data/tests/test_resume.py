@@ -436,7 +436,7 @@ def test_in_a_new_process(tmp_path: Path) -> None:
     next(iterator), next(iterator)
     torch.save(loader.state_dict(), tmp_path / "loader.pt")
     rest = [batch.tolist() for batch in iterator] + [batch.tolist() for batch in loader]
-    done = subprocess.run([sys.executable, __file__, str(tmp_path / "loader.pt")], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, __file__, str(tmp_path / "loader.pt")], capture_output=True, text=True, timeout=110, check=True)
     assert done.stdout.strip() == str(rest)
 
 

@@ -17,7 +17,7 @@ from accel_data.rows import count_rows, slice_rows
 from accel_state.state import PartialState
 from accel_state.testing import WorldError, run_world
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Numbers(Dataset):
@@ -129,7 +129,7 @@ def check_order(lengths: list[int], batch_sizes: list[int]) -> int:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_gathered_epochs_are_the_data_set_in_order(world: int) -> None:
-    counts = run_world(check_order, world, [0, 1, 3, 8, 9, 13], [1, 2], timeout=100)
+    counts = run_world(check_order, world, [0, 1, 3, 8, 9, 13], [1, 2], timeout=280)
     assert counts == [192] * world
 
 
@@ -304,7 +304,7 @@ class _Items(IterableDataset):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_loaders_in_a_world(world: int) -> None:
-    run_world(check_everything_else, world, timeout=100)
+    run_world(check_everything_else, world, timeout=280)
 
 
 def read_failing(dispatch: bool, sources: bool) -> None:
@@ -329,7 +329,7 @@ class Failing(IterableDataset):
 
 def test_an_error_on_the_reading_rank_is_raised_on_every_rank() -> None:
     with pytest.raises(WorldError) as failure:
-        run_world(read_failing, 2, True, False, timeout=30)
+        run_world(read_failing, 2, True, False, timeout=280)
     assert not failure.value.timed_out
     assert "LookupError: no sample 9" in failure.value.reports[0]
     assert "reading the data failed on rank 0" in failure.value.reports[1]
@@ -338,7 +338,7 @@ def test_an_error_on_the_reading_rank_is_raised_on_every_rank() -> None:
 
 def test_an_error_in_one_ranks_source_stops_the_others() -> None:
     with pytest.raises(WorldError) as failure:
-        run_world(read_failing, 2, False, True, timeout=30)
+        run_world(read_failing, 2, False, True, timeout=280)
     assert not failure.value.timed_out
     assert "failed on another rank" in failure.value.reports[0]
     assert "LookupError: no sample on this rank" in failure.value.reports[1]

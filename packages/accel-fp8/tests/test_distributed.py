@@ -19,6 +19,9 @@ from accel_state.testing import run_world
 
 BATCH = 4
 
+# Ranks that compile, and wait for each other: seconds on free cores.
+pytestmark = pytest.mark.timeout(300)
+
 
 def always(layer: nn.Module, name: str) -> bool:
     return True
@@ -115,7 +118,7 @@ def every_wrapping_trains_alike(names: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("world", "names"), [(2, list(WRAPPINGS)), (4, ["ddp", "fsdp2"])], ids=str)
 def test_ranks_stay_identical_however_the_model_is_wrapped(world: int, names: list[str]) -> None:
-    for result in run_world(every_wrapping_trains_alike, world, names, timeout=110):
+    for result in run_world(every_wrapping_trains_alike, world, names, timeout=280):
         for name, facts in result.items():
             assert facts["different"] == [], name
             assert facts["losses"] == pytest.approx(result["ddp"]["losses"], rel=0.02), name
@@ -153,7 +156,7 @@ def history_is_the_largest_of_all_ranks() -> dict[str, Any]:
 
 
 def test_scales_follow_the_largest_value_of_the_group() -> None:
-    results = run_world(history_is_the_largest_of_all_ranks, 2)
+    results = run_world(history_is_the_largest_of_all_ranks, 2, timeout=280)
     largest = [max(values) for values in zip(*(result["seen"] for result in results), strict=True)]
     for result in results:
         assert result["history"] == pytest.approx([*reversed(largest[:3]), 0.0])
@@ -192,7 +195,7 @@ def all_recipes_resume() -> dict[str, bool]:
 
 
 def test_training_resumed_from_the_file_of_one_rank_is_bit_for_bit_the_same() -> None:
-    for result in run_world(all_recipes_resume, 2):
+    for result in run_world(all_recipes_resume, 2, timeout=280):
         assert result == dict.fromkeys(result, True)
 
 
@@ -216,7 +219,7 @@ def torchao_trains() -> dict[str, Any]:
 
 def test_torchao_composes_with_ddp_and_fsdp2() -> None:
     pytest.importorskip("torchao", reason="the extra ao is not installed")
-    for result in run_world(torchao_trains, 2):
+    for result in run_world(torchao_trains, 2, timeout=280):
         assert result["ddp"]["different"] == result["fsdp2"]["different"] == []
         assert result["fsdp2"]["losses"] == pytest.approx(result["ddp"]["losses"], rel=0.02)
         losses = result["gathered in 8 bits"]["losses"]
@@ -244,5 +247,5 @@ def matches_one_process() -> tuple[list[float], list[float]]:
 
 
 def test_two_ranks_train_as_one_process_does() -> None:
-    for losses, expected in run_world(matches_one_process, 2):
+    for losses, expected in run_world(matches_one_process, 2, timeout=280):
         assert losses == pytest.approx(expected, rel=0.03)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,9 +19,17 @@ import pytest
 
 import accel_launch
 import accel_state
+from accel_state.net import reserved_port
 
 # Far more than anything takes: a machine that does much else besides is ten times slower.
 TIMEOUT_SECONDS = 110
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every test the time of three commands: each of them has a limit of its own."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(3 * TIMEOUT_SECONDS))
 
 
 @dataclass
@@ -76,7 +85,18 @@ class Shell:
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
     """A shell in a fresh folder."""
-    hidden = ("ACCELERATE_", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "LOGLEVEL", "PYTEST_")
+    hidden = (
+        "ACCELERATE_",
+        "OMP_NUM_THREADS",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "LOGLEVEL",
+        "PYTEST_",
+        "PYTHONUNBUFFERED",
+    )
     env = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     path = os.pathsep.join(str(Path(str(package.__file__)).parents[1]) for package in (accel_launch, accel_state))
     temporary = tmp_path / "tmp"
@@ -99,9 +119,17 @@ def started() -> Iterator[Callable[[subprocess.Popen[str]], subprocess.Popen[str
     for process in processes:
         if process.poll() is None:
             for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
             process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def free_port() -> Iterator[Callable[[], int]]:
+    """Find ports that launchers can be given, and that nothing else on this machine takes before the test is over."""
+    with contextlib.ExitStack() as reserved:
+        yield lambda: reserved.enter_context(reserved_port())
 
 
 @pytest.fixture
@@ -141,12 +169,20 @@ def ended(wait_until: Callable[..., None]) -> Callable[[list[int]], None]:
 
     def check(pids: list[int], seconds: float = 60) -> None:
         def alive() -> list[int]:
-            return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+            return [pid for pid in pids if _is_alive(pid)]
 
         try:
             wait_until(lambda: not alive(), f"processes {pids} end", seconds)
         finally:
             for pid in alive():
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     return check
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -74,6 +74,8 @@ contents = texts | st.binary(max_size=60)
 @pytest.fixture(autouse=True)
 def _no_default_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    # --no_python with the name of a program ("true", "w") would replace this process by it.
+    monkeypatch.setenv("PATH", str(tmp_path / "no-programs"))
     monkeypatch.chdir(tmp_path)
 
 

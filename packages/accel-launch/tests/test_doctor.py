@@ -68,6 +68,7 @@ def test_a_time_limit_that_is_none(shell, text) -> None:
 def test_what_a_machine_can_lack(monkeypatch) -> None:
     monkeypatch.setattr(machine, "LEAST_SHARED_MEMORY", 2**60)
     monkeypatch.setattr(machine, "LEAST_MEMORY", 2**60)
+    monkeypatch.setattr(machine, "LEAST_TEMPORARY", 0)
     found = findings(machine.check_memory)
     assert found["shared memory"].failed and "--shm-size" in found["shared memory"].advice and found["memory"].failed
     assert not found["temporary"].failed

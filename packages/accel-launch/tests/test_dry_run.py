@@ -30,8 +30,9 @@ def dry(shell):
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_what_is_shown_is_what_is_started(shell, dry, processes) -> None:
-    words = ["--cpu", "--num_processes", processes, "--mixed_precision", "bf16", "--main_process_port", "29488", "s.py", "--lr", "a b"]
+def test_what_is_shown_is_what_is_started(shell, dry, free_port, processes) -> None:
+    port = str(free_port())
+    words = ["--cpu", "--num_processes", processes, "--mixed_precision", "bf16", "--main_process_port", port, "s.py", "--lr", "a b"]
     (start,) = dry(*words)
     assert shell.accel("launch", "-q", *words).returncode == 0
     ranks = start["ranks"] or [{}]

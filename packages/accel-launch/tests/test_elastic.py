@@ -204,12 +204,8 @@ def test_the_output_of_a_single_process_is_kept_too(shell) -> None:
     assert texts == {"stdout.log": "out\n", "stderr.log": "gone\n"}
 
 
-def test_an_asked_for_port_is_used(shell) -> None:
-    import socket
-
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
+def test_an_asked_for_port_is_used(shell, free_port) -> None:
+    port = free_port()
     shell.write("s.py", "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])")
     for backend in ("static", "c10d"):
         words = ["--cpu", "--num_processes", "2", "--main_process_port", str(port), "--rdzv_backend", backend, "s.py"]

@@ -136,8 +136,8 @@ def test_an_interrupt_is_over_when_the_function_is(session) -> None:
         from accel_launch import debug_launcher
 
         def save_when_interrupted():
-            pathlib.Path("ready" + os.environ["RANK"]).touch()
             try:
+                pathlib.Path("ready" + os.environ["RANK"]).touch()
                 time.sleep(100)
             except KeyboardInterrupt:
                 pathlib.Path("saved" + os.environ["RANK"]).touch()
@@ -157,6 +157,31 @@ def test_an_interrupt_is_over_when_the_function_is(session) -> None:
         print(time.monotonic() - begin < 25)  # torch kills ranks that have not ended after 30 seconds
     """)
     assert lines == ["True", "True"]
+
+
+def test_an_interrupt_while_processes_are_started_leaves_none_behind(shell) -> None:
+    result = shell.python("""
+        import multiprocessing, os, signal, time
+        from multiprocessing.context import ForkProcess
+        from accel_launch import debug_launcher
+
+        started, start = [], ForkProcess.start
+        def start_one(process):
+            start(process)
+            started.append(process)
+            if len(started) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+        ForkProcess.start = start_one
+        former = signal.getsignal(signal.SIGINT)
+        try:
+            debug_launcher(lambda: time.sleep(600))
+        except KeyboardInterrupt:
+            print("interrupted", len(started), multiprocessing.active_children(), signal.getsignal(signal.SIGINT) is former)
+        for process in multiprocessing.active_children():
+            process.kill()
+    """)
+    # On stderr: how a rank was interrupted before it had begun.
+    assert (result.returncode, result.stdout) == (0, "interrupted 2 [] True\n"), result.stderr
 
 
 def test_notebook_launcher(session) -> None:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import time
 
 import pytest
 
 
-def free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
-
-
-def start_machines(shell, started, script: str, *words: str, ranks: bool = True):
-    port = free_port()
+def start_machines(shell, started, port: int, script: str, *words: str, ranks: bool = True):
     common = [
         "launch",
         "--cpu",
@@ -46,11 +38,12 @@ print(os.environ["GROUP_RANK"], os.environ["RANK"], os.environ["LOCAL_RANK"], fl
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_two_machines_form_one_world(shell, started, backend) -> None:
+def test_two_machines_form_one_world(shell, started, free_port, backend) -> None:
     shell.write("s.py", SUM if backend == "static" else RANKS)
     # gloo listens on the address of the host's name, which need not be resolvable in a container.
     shell.env["GLOO_SOCKET_IFNAME"] = "lo"
-    machines = start_machines(shell, started, "s.py", "--rdzv_backend", backend, "--rdzv_conf", "timeout=100", ranks=backend == "static")
+    words = ("--rdzv_backend", backend, "--rdzv_conf", "timeout=100")
+    machines = start_machines(shell, started, free_port(), "s.py", *words, ranks=backend == "static")
     outputs = [machine.communicate(timeout=100) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], outputs
     lines = sorted(line for out, _ in outputs for line in out.splitlines())
@@ -59,10 +52,10 @@ def test_two_machines_form_one_world(shell, started, backend) -> None:
         assert outputs[0][0].startswith("0 0") and outputs[1][0].startswith("1 1")
 
 
-def test_a_machine_that_succeeded_does_not_wait_for_one_that_failed(shell, started) -> None:
+def test_a_machine_that_succeeded_does_not_wait_for_one_that_failed(shell, started, free_port) -> None:
     """torch's own exit barrier would wait 300 seconds here."""
     shell.write("s.py", "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '0' else 2); sys.exit(4 * int(os.environ['RANK']))")
-    machines = start_machines(shell, started, "s.py")
+    machines = start_machines(shell, started, free_port(), "s.py")
     begin = time.monotonic()
     errors = [machine.communicate(timeout=110)[1] for machine in machines]
     assert time.monotonic() - begin < 100
@@ -70,16 +63,16 @@ def test_a_machine_that_succeeded_does_not_wait_for_one_that_failed(shell, start
     assert "those of machine rank 1 failed" in errors[0] and "rank 1 of 2 ended first with exit code 4" in errors[1]
 
 
-def test_a_machine_that_succeeded_waits_for_the_others(shell, started) -> None:
+def test_a_machine_that_succeeded_waits_for_the_others(shell, started, free_port) -> None:
     shell.write("s.py", "import os, time; time.sleep(3 * int(os.environ['RANK']))")
-    first, second = start_machines(shell, started, "s.py")
+    first, second = start_machines(shell, started, free_port(), "s.py")
     second.communicate(timeout=110)
     assert second.returncode == 0
     assert first.wait(60) == 0
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_machines_that_do_not_meet_say_so(shell, backend) -> None:
+def test_machines_that_do_not_meet_say_so(shell, free_port, backend) -> None:
     shell.write("s.py", "")
     words = [
         "--num_processes=2",

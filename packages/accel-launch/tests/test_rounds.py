@@ -23,17 +23,11 @@ from accel_launch.elastic.rounds import RoundsRendezvous
 from accel_launch.elastic.stores import serve
 
 
-def free_port() -> int:
-    server = serve(0, forks=False)
-    server.close()
-    return server.port
-
-
 class Machines:
     """The rendezvous of machines that meet at one port; what they do together they do in threads."""
 
-    def __init__(self, count: int, max_restarts: int = 3, timeout: float = 60) -> None:
-        self.port, self.count, self.max_restarts, self.timeout = free_port(), count, max_restarts, timeout
+    def __init__(self, port: int, count: int, max_restarts: int = 3, timeout: float = 60) -> None:
+        self.port, self.count, self.max_restarts, self.timeout = port, count, max_restarts, timeout
         self.handlers = [self.make(rank) for rank in range(count)]
 
     def make(self, rank: int) -> RoundsRendezvous:
@@ -53,11 +47,11 @@ class Machines:
 
 
 @pytest.fixture
-def machines():
+def machines(free_port):
     made: list[Machines] = []
 
     def make(count: int, **options: float) -> Machines:
-        made.append(Machines(count, **options))
+        made.append(Machines(free_port(), count, **options))
         return made[-1]
 
     yield make
@@ -179,7 +173,7 @@ STEPS = """
 
 
 @pytest.fixture
-def launch(shell, started):
+def launch(shell, started, free_port):
     """Launch a script as several machines, two processes each; returns exit codes and stderr by machine."""
 
     def run(machines: int, restarts: int, *words: object) -> tuple[list[int], list[str]]:

@@ -41,6 +41,26 @@ def test_an_ignored_signal_stays_ignored(shell, started) -> None:
     assert launcher.wait(60) == 0
 
 
+@pytest.mark.parametrize("when", ["mkdtemp", "rmtree"])
+def test_a_signal_before_and_after_the_ranks_is_no_error(shell, when) -> None:
+    shell.write("s.py", "")
+    result = shell.python(f"""
+        import os, shutil, signal, sys, tempfile
+        import accel_launch.elastic.run
+        from accel_launch.cli import main
+        module = tempfile if {when!r} == "mkdtemp" else shutil
+        former = getattr(module, {when!r})
+        def interrupted(*args, **options):
+            if "accel_launch_" in str(args) + str(options) and "attempt" not in str(args):  # torch calls it too
+                setattr(module, {when!r}, former)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return former(*args, **options)
+        setattr(module, {when!r}, interrupted)
+        sys.exit(main(["launch", "--cpu", "--num_processes", "2", "s.py"]))
+    """)
+    assert (result.returncode, result.stdout, result.stderr) == (143, "", "")
+
+
 def test_ranks_can_clean_up(shell, sleepers, ended) -> None:
     cleanup = "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('saved' + os.environ['RANK']).write_text(''), sys.exit(0)))"
     launcher, pids = sleepers(cleanup)

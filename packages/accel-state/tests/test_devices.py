@@ -231,5 +231,5 @@ def test_detection_initialises_nothing():
         assert threading.active_count() == 1
     """
     subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        [sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=110, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     )

@@ -224,6 +224,7 @@ os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 
 
+@pytest.mark.timeout(360)  # three jobs of three interpreters
 @pytest.mark.parametrize(("name", "program"), [("openmpi", "mpirun.openmpi"), ("hydra", "mpirun.mpich")])
 def test_real_mpi(name, program):
     if shutil.which(program) is None:
@@ -234,19 +235,19 @@ def test_real_mpi(name, program):
     # Through a shell, as users start it: the process manager is then not the parent.
     command = [program, *options, "-np", "3", "sh", "-c", f"{sys.executable} -c '{PRINT_ENVIRONMENT}'; true"]
     ports = set()
-    for _ in range(2):
-        output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+    for _ in range(3):
+        output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=True).stdout
         lines = sorted(line.split() for line in output.splitlines())
         assert [line[:5] for line in lines] == [[name, str(rank), "3", str(rank), "127.0.0.1"] for rank in range(3)]
         assert len({line[5] for line in lines}) == 1, "all ranks must meet at one port"
         ports.add(lines[0][5])
     assert "None" not in ports
-    assert len(ports) == 2, "two jobs must not meet at one port"
+    assert len(ports) > 1, "two jobs must not meet at one port (there are ten thousand, so two of three jobs may)"
 
 
 def test_reading_the_environment_needs_no_torch():
     code = "import sys; from accel_state import environments; environments.detect(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=110, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 @pytest.mark.parametrize("text", ["", ",", "a,,b", "n[1", "n]1", "n[a-b]", "n[1-]", "n[[1]]"])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import socket
+import sys
+
+import pytest
 
 from accel_state import net
-from accel_state.net import get_free_port, is_port_in_use
+from accel_state.net import get_free_port, is_port_in_use, reserved_port
 
 
 def listen() -> socket.socket:
@@ -21,10 +24,25 @@ def test_a_free_port_can_be_listened_on():
         port = get_free_port()
         assert 0 < port < 65536
         assert not is_port_in_use(port)
-        with socket.socket() as server:
-            server.bind(("", port))
-            server.listen(1)
+        with socket.create_server(("", port)):
             assert is_port_in_use(port)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a reserved port cannot be listened on")
+@pytest.mark.parametrize("is_low", [True, False])
+def test_a_reserved_port_is_given_to_nobody_else_and_can_be_listened_on(monkeypatch, is_low):
+    if not is_low:
+        monkeypatch.setattr(net, "_first_ephemeral_port", lambda: net._LOWEST_PORT)
+    with reserved_port() as port:
+        assert not is_port_in_use(port)
+        monkeypatch.setattr(net, "_LOWEST_PORT", port)
+        monkeypatch.setattr(net, "_first_ephemeral_port", lambda: port + 1)
+        assert get_free_port() != port
+        with reserved_port() as other:
+            assert other != port
+        for family in (socket.AF_INET, socket.AF_INET6) if socket.has_dualstack_ipv6() else (socket.AF_INET,):
+            with socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6):
+                assert is_port_in_use(port)
 
 
 def test_a_used_port_is_seen():
@@ -54,18 +72,21 @@ def test_ports_come_from_below_the_ephemeral_range(monkeypatch, tmp_path):
     ports = tmp_path / "range"
     ports.write_text("32768\t60999\n")
     monkeypatch.setattr(net, "_EPHEMERAL_RANGE", ports)
-    assert all(20000 <= get_free_port() < 32768 for _ in range(20))
+    assert all(25000 <= get_free_port() < 32768 for _ in range(20))
 
 
-def test_the_default_is_torchs_port():
-    if not is_port_in_use(29500):
-        with socket.socket() as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind(("127.0.0.1", 29500))
-            server.listen(1)
-            assert is_port_in_use()
-    else:
-        assert is_port_in_use()
+def test_the_default_is_torchs_port(monkeypatch):
+    asked = []
+
+    class Client(socket.socket):
+        # Which program listens there just now is for no test to decide.
+        def connect_ex(self, address):
+            asked.append(address)
+            return 0
+
+    monkeypatch.setattr(socket, "socket", Client)
+    assert is_port_in_use()
+    assert asked == [("localhost", 29500)]
 
 
 def test_a_seed_is_neither_used_nor_disturbed():

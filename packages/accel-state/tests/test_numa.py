@@ -169,4 +169,4 @@ def test_importing_it_binds_nothing():
         assert psutil.Process().cpu_affinity() == before
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, env=environment)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=110, env=environment)

@@ -55,4 +55,4 @@ def test_without_tqdm_the_command_is_named():
             raise SystemExit("no error")
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, env=environment)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=110, env=environment)

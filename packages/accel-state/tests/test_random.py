@@ -168,4 +168,4 @@ def test_importing_it_draws_and_seeds_nothing():
         assert after == (random.random(), np.random.rand(), torch.rand(1).item())
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, env=environment)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=110, env=environment)

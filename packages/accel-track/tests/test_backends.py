@@ -36,7 +36,7 @@ settings = {
     "wandb": {"mode": "offline", "dir": str(folder)},
     "clearml": {"auto_resource_monitoring": False},
 }
-tracking = Tracking(name, folder, strict=True, delivery=Delivery(start_timeout=100, finish_timeout=100))
+tracking = Tracking(name, folder, strict=True, delivery=Delivery(start_timeout=100, stall_timeout=100, finish_timeout=100))
 """
 
 

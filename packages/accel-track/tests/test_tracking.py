@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import threading
 import time
 from pathlib import Path
@@ -14,9 +13,25 @@ import torch
 
 from accel_state import ConfigurationError
 from accel_state.testing import run_world
-from accel_track import Delivery, GeneralTracker, Silence, TrackerError, Tracking, get_available_trackers, read_run, register_tracker_class
+from accel_track import (
+    Delivery,
+    GeneralTracker,
+    Silence,
+    TrackerError,
+    Tracking,
+    get_available_trackers,
+    read_run,
+    register_tracker_class,
+    selection,
+)
 
 QUICK = Delivery(start_timeout=0.5, stall_timeout=0.5, finish_timeout=0.5)
+PATIENCE = 100.0  # for what comes sooner or later, on however slow a machine
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the trackers logged; another library may have something to say meanwhile."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("accel_track")]
 
 
 class Recorder(GeneralTracker):
@@ -33,7 +48,7 @@ class Recorder(GeneralTracker):
         self.error = error or RuntimeError("the service is down")
         self.told: list[Any] = []
         self.threads: set[str] = set()
-        self.release = threading.Event()
+        self.entered, self.release = threading.Event(), threading.Event()
 
     @property
     def tracker(self) -> list[Any]:
@@ -43,7 +58,8 @@ class Recorder(GeneralTracker):
         self.threads.add(threading.current_thread().name)
         time.sleep(self.delay)
         if what == self.hang:
-            self.release.wait(30)
+            self.entered.set()
+            self.release.wait(PATIENCE)
         if what == self.fail:
             raise self.error
         self.told.append((what, *told) if told else what)
@@ -97,15 +113,14 @@ def test_everything_arrives_in_order(kind: type[Recorder], tmp_path: Path) -> No
 
 
 def test_the_loop_does_not_wait_for_a_slow_tracker() -> None:
-    tracker = Recorder(delay=0.02)
+    tracker = Recorder(hang="log")
     tracking = Tracking(tracker)
     tracking.init_trackers("project")
-    begin = time.perf_counter()
     for step in range(50):
         tracking.log({"loss": 1.0}, step=step)
-    took = time.perf_counter() - begin
+    assert tracker.told == ["start"], "the loop is through before the first call is"
+    tracker.release.set()
     tracking.finish()
-    assert took < 0.5 < 50 * 0.02
     assert len([told for told in tracker.told if told[0] == "log"]) == 50
 
 
@@ -137,7 +152,7 @@ def test_a_tracker_that_raises_is_set_aside_with_one_warning(kind: type[Recorder
         assert tracking.trackers == [sound]
     tracking.finish()
     assert len([told for told in sound.told if told[0] == "log"]) == 5
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    warnings = said(caplog)
     method = {"config": "store_init_configuration", "images": "log_images"}.get(fail, fail)
     assert len(warnings) == 1
     assert f"The tracker '{broken.name}' failed in {method}() and is set aside: RuntimeError: the service is down" in warnings[0]
@@ -169,7 +184,7 @@ def test_strict_mode_raises(kind: type[Recorder], fail: str, caplog: pytest.LogC
         run()
     assert isinstance(error.value.__cause__, RuntimeError)
     tracking.finish()
-    assert not caplog.records
+    assert not said(caplog)
 
 
 def test_a_constructor_that_raises(caplog: pytest.LogCaptureFixture) -> None:
@@ -184,7 +199,7 @@ def test_a_constructor_that_raises(caplog: pytest.LogCaptureFixture) -> None:
     tracking.log({"a": 1})
     assert isinstance(tracking.get_tracker("unmakeable"), Silence)
     tracking.finish()
-    assert len(caplog.records) == 1 and "could not be made and is set aside: OSError: no place" in caplog.text
+    assert len(said(caplog)) == 1 and "could not be made and is set aside: OSError: no place" in caplog.text
     with pytest.raises(TrackerError, match="could not be made: no place"):
         Tracking([Unmakeable], strict=True).init_trackers("project")
 
@@ -192,15 +207,15 @@ def test_a_constructor_that_raises(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("hang", ["start", "log", "finish"])
 def test_a_tracker_that_hangs_is_waited_for_within_bounds(hang: str, caplog: pytest.LogCaptureFixture) -> None:
     tracker = Recorder(hang=hang)
-    tracking = Tracking(tracker, delivery=QUICK)
-    begin = time.monotonic()
+    # The thread gets all the time that it needs to come to the call that hangs.
+    tracking = Tracking(tracker, delivery=Delivery(finish_timeout=0.5) if hang == "finish" else QUICK)
     tracking.init_trackers("project")
     for step in range(10):
         tracking.log({"a": 1}, step=step)
+    assert hang == "finish" or tracker.entered.wait(PATIENCE)
     tracking.finish()
-    took = time.monotonic() - begin
+    assert not tracker.release.is_set(), "the end came before the call did"
     tracker.release.set()
-    assert took < 10, "bounded, on however slow a machine"
     assert f"hangs in {hang}() and is set aside: TimeoutError: no progress for 0.5 s" in caplog.text
     assert ("has not started after 0.5 s" in caplog.text) == (hang == "start")
     lost = {"start": "are lost: 10", "log": "are lost: 9", "finish": "may be lost"}[hang]
@@ -211,11 +226,9 @@ def test_a_full_queue_of_a_tracker_that_hangs_is_given_up(caplog: pytest.LogCapt
     tracker = Recorder(hang="log")
     tracking = Tracking(tracker, delivery=Delivery(queue_size=4, stall_timeout=0.3, finish_timeout=0.3))
     tracking.init_trackers("project")
-    begin = time.monotonic()
     for step in range(100):
         tracking.log({"a": 1}, step=step)
-    assert time.monotonic() - begin < 10
-    assert "4 calls wait, and there was no progress for 0.3 s" in caplog.text and len(caplog.records) == 1
+    assert len(said(caplog)) == 1 and "4 calls wait, and there was no progress for 0.3 s" in caplog.text
     tracker.release.set()
     tracking.finish()
 
@@ -244,9 +257,9 @@ def test_log_says_why_it_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
     tracking = Tracking(Recorder())
     for _ in range(3):
         tracking.log({"a": 1})
-    assert len(caplog.records) == 1 and "before init_trackers() or after the end of the run" in caplog.text
+    assert len(said(caplog)) == 1 and "before init_trackers() or after the end of the run" in caplog.text
     Tracking().log({"a": 1})
-    assert len(caplog.records) == 1
+    assert len(said(caplog)) == 1
 
 
 def test_methods_that_a_tracker_lacks_are_told_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -259,9 +272,7 @@ def test_methods_that_a_tracker_lacks_are_told_once(caplog: pytest.LogCaptureFix
         tracking.init_trackers("project")
         for _ in range(2):
             tracking.log_images({"a": torch.zeros(1, 2, 2)})
-    assert [record.getMessage() for record in caplog.records] == [
-        "The tracker 'plain' has no log_images(), so it is not given what log_images() logs."
-    ]
+    assert said(caplog) == ["The tracker 'plain' has no log_images(), so it is not given what log_images() logs."]
 
 
 def test_wrong_input_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -303,10 +314,13 @@ def test_threads_end_with_the_run() -> None:
     before = set(threading.enumerate())
     tracking = Tracking([Recorder(), Recorder()])
     tracking.init_trackers("project")
-    assert len(set(threading.enumerate()) - before) == 2
+    # Threads of other libraries may come and go meanwhile.
+    started = [thread for thread in threading.enumerate() if thread not in before and thread.name == "accel_track recorder"]
+    assert len(started) == 2
     tracking.finish()
-    # A stuck tracker of another test may end meanwhile, so the sets need not be equal.
-    assert not set(threading.enumerate()) - before
+    for thread in started:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in started)
 
 
 def once_a_job(folder: str) -> tuple[bool, str, list[str]]:
@@ -342,7 +356,9 @@ def test_a_tracker_of_every_rank_runs_on_every_rank() -> None:
     assert [len(told) for told in run_world(on_every_rank, 2)] == [3, 3]
 
 
-def test_registered_classes_have_a_name() -> None:
+def test_registered_classes_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_registered", {})
+
     class Named(Recorder):
         name = "named_in_a_test"
 

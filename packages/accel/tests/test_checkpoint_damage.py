@@ -123,6 +123,9 @@ def test_a_manifest_cannot_point_outside(saved: tuple[Run, Path]) -> None:
         (state / MANIFEST_NAME).write_text(json.dumps({**content, "files": {name: {"size": 0, "digests": []}}}))
         with pytest.raises(CheckpointError, match=f"outside of the checkpoint: {name}"):
             run.accelerator.load_state(state)
+    (state / MANIFEST_NAME).write_text(json.dumps({**content, "world_size": float("inf")}))
+    with pytest.raises(CheckpointError, match="is damaged: OverflowError"):
+        run.accelerator.load_state(state)
     (state / MANIFEST_NAME).write_text(json.dumps({**content, "format": 2}))
     with pytest.raises(CheckpointError, match="has format 2"):
         run.accelerator.load_state(state)

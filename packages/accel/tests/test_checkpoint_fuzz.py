@@ -144,6 +144,7 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
     return Checkpoints(tmp_path)
 
 
+@pytest.mark.timeout(600)  # seven hundred loads
 def test_no_corruption_is_loaded(checkpoints: Checkpoints) -> None:
     run, state, dice, seen = checkpoints.run, checkpoints.state, random.Random(4), 0
     weights, optimizer = run.weights(), repr(run.optimizer.state_dict())
@@ -167,6 +168,7 @@ def test_no_corruption_is_loaded(checkpoints: Checkpoints) -> None:
     assert not same(run.weights(), weights), "the whole checkpoint was not loaded: the errors may have had another reason"
 
 
+@pytest.mark.timeout(600)
 def test_a_damaged_state_of_another_library_never_crashes(checkpoints: Checkpoints) -> None:
     """It has no digests: what torch's own checksums do not cover can be found only where the format is hurt."""
     run, state, dice = checkpoints.run, checkpoints.state, random.Random(5)

@@ -24,7 +24,7 @@ pytestmark = [
         REFERENCE_PYTHON is None, reason="the reference is not installed; name a Python that has it in ACCEL_REFERENCE_PYTHON"
     ),
     pytest.mark.slow,
-    pytest.mark.timeout(300),  # twelve runs in fresh interpreters, each of which imports torch
+    pytest.mark.timeout(900),  # twelve runs in fresh interpreters, each of which imports torch
 ]
 
 # The same script for both: only the name of the library differs.
@@ -100,7 +100,7 @@ def run(python: str, library: str, action: str, folder: Path, safe: bool, proces
     script.write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
     command = [python, *launcher, str(script), library, action, str(folder), str(safe), str(out)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return [json.loads(Path(f"{out}_{rank}.json").read_text()) for rank in range(processes)]
 

@@ -140,7 +140,7 @@ def test_whole_weights_of_a_state(saved: tuple[Path, dict[int, dict[str, Any]]],
     """What is beside the engines makes fp32 weights of them: those of plain PyTorch after as many steps."""
     folder = saved[0] / str(stage) / "waiting"
     command = [sys.executable, folder / "zero_to_fp32.py", folder, tmp_path / "whole"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr[-2000:]
     weights = torch.load(tmp_path / "whole" / "pytorch_model.bin")
     expected = plain(frozen=True, steps=STOP)["weights"]
@@ -180,9 +180,9 @@ def test_what_does_not_fit_is_refused(saved: tuple[Path, dict[int, dict[str, Any
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
     with pytest.raises(WorldError, match=r"pytorch_model/zero_pp_rank_1_mp_rank_00_optim_states\.pt"):
-        run_world(load, 2, str(damaged), 2, timeout=100)
+        run_world(load, 2, str(damaged), 2, timeout=250)
     with pytest.raises(WorldError, match="was saved by DeepSpeed"):
-        run_world(load_with_ddp, 1, str(folder), timeout=100)
+        run_world(load_with_ddp, 1, str(folder), timeout=250)
 
 
 def save_in_a_window(folder: str) -> tuple[bool, str]:

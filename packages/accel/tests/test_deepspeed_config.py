@@ -350,6 +350,12 @@ class TestTheRest:
             resolve(config)
         assert resolve(config, trained(world_size=6))[TRAIN] == 72
 
+    @pytest.mark.parametrize(("stage", "value", "message"), [(1, "none", "neither true nor false"), (2, 1, "extends ZeRO stage 3, not 2")])
+    def test_switches_of_zero_plus_plus_are_switches(self, stage: int, value: Any, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=f"zero_quantized_weights.*{message}"):
+            resolve({"zero_optimization": {"stage": stage, "zero_quantized_weights": value}})
+        assert resolve({"zero_optimization": {"stage": 3, "zero_quantized_weights": 1}})["zero_optimization"]["stage"] == 3
+
     def test_a_change_of_the_script_is_checked(self) -> None:
         plugin = DeepSpeedPlugin(zero_stage=2)
         plugin.deepspeed_config["zero_optimization"]["offload_param"]["device"] = "cpu"

@@ -35,6 +35,8 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
+pytestmark = pytest.mark.timeout(600)
+
 WIDTH, VOCABULARY = 7, 11
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
 
@@ -306,9 +308,8 @@ def refusals(root: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_parts_of_sharding_by_hand(tmp_path: Path) -> None:
-    found = run_world(by_hand, 2, str(tmp_path), timeout=150)[0]
+    found = run_world(by_hand, 2, str(tmp_path), timeout=250)[0]
     after_2, after_3, after_4 = plain(2), plain(3), plain(4)
     for (settings, use_dcp, files), got in zip(SAVED, found["saved"], strict=True):
         what = f"{settings}, use_dcp={use_dcp}"
@@ -380,7 +381,7 @@ def test_an_adapter_is_saved_on_its_own(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     from accel.sharding.shard_reading import tensors_in
 
-    found = run_world(adapters, 2, str(tmp_path), timeout=100)[0]
+    found = run_world(adapters, 2, str(tmp_path), timeout=250)[0]
     for version, (saved, loaded) in found.items():
         assert_weights(loaded, saved, version, tolerance=0)
         names = tensors_in(tmp_path / version / "pytorch_model_fsdp_0", "model")

@@ -25,6 +25,8 @@ from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
+pytestmark = pytest.mark.timeout(600)
+
 WIDTH, VOCABULARY = 7, 11
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
 SAVERS: dict[str, dict[str, Any] | None] = {
@@ -156,9 +158,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # eight ways of saving, twice, and seven of loading each on three sizes of worlds
+# Eight ways of saving, twice, and seven of loading each on three sizes of worlds.
 def test_every_state_loads_into_every_strategy_on_any_number_of_ranks(tmp_path: Path) -> None:
-    saved = run_world(save_all, 2, str(tmp_path), list(SAVERS), timeout=150)[0]
+    saved = run_world(save_all, 2, str(tmp_path), list(SAVERS), timeout=250)[0]
     assert saved["late"] == {".metadata"}, "what a rank has written, nobody reads again to describe it"
     shutil.rmtree(tmp_path / "late")
     for name in SAVERS:
@@ -168,7 +170,7 @@ def test_every_state_loads_into_every_strategy_on_any_number_of_ranks(tmp_path: 
     }
     for world, loaders in LOADERS.items():
         pairs = [(name, into) for name in SAVERS for into in loaders if has_groups(name) == has_groups(into)]
-        for (name, into), found in run_world(load_all, world, str(tmp_path), pairs, timeout=200)[0].items():
+        for (name, into), found in run_world(load_all, world, str(tmp_path), pairs, timeout=250)[0].items():
             check_loaded(name, into, world, found, saved[name])
 
 
@@ -209,7 +211,7 @@ class Attack:
 
 
 def test_damaged_and_malicious_shards_are_refused_and_change_nothing(tmp_path: Path) -> None:
-    run_world(one_save, 2, str(tmp_path / "good"), timeout=60)
+    run_world(one_save, 2, str(tmp_path / "good"), timeout=250)
     shards, table = "pytorch_model_fsdp_0/__1_0.distcp", "pytorch_model_fsdp_0/.metadata"
     metadata = read_metadata(tmp_path / "good/pytorch_model_fsdp_0")
     for place in metadata.storage_data.values():
@@ -231,7 +233,7 @@ def test_damaged_and_malicious_shards_are_refused_and_change_nothing(tmp_path: P
             if not with_manifest:
                 (copy / "accel_manifest.json").unlink()
     broken = [*changes, *(f"{name} unlisted" for name in changes)]
-    messages = run_world(try_loading, 2, str(tmp_path), broken, timeout=100)[0]
+    messages = run_world(try_loading, 2, str(tmp_path), broken, timeout=250)[0]
     assert not list(tmp_path.rglob("executed")) and not Path("executed").exists()
     for name, message in zip(broken[: len(changes)], messages, strict=False):
         assert changes[name][0].rsplit("/", 1)[1] in message, f"{name} names the file: {message}"
@@ -251,7 +253,7 @@ def test_a_table_of_contents_runs_no_code(value: Any, message: str, tmp_path: Pa
 
 
 def test_merging_gives_the_files_that_everybody_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = run_world(one_save, 2, str(tmp_path / "saved"), timeout=60)[0]
+    expected = run_world(one_save, 2, str(tmp_path / "saved"), timeout=250)[0]
     assert merge_fsdp_weights(tmp_path / "saved", tmp_path / "whole") == ["model.safetensors"]
     merged = load_file(tmp_path / "whole/model.safetensors")
     assert set(merged) == set(expected)
@@ -282,10 +284,10 @@ def torchs_own_reader(folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_torch_reads_our_shards_and_we_read_torchs(tmp_path: Path) -> None:
-    expected = run_world(one_save, 2, str(tmp_path / "saved"), timeout=60)[0]
-    for found in run_world(torchs_own_reader, 2, str(tmp_path / "saved"), timeout=60):
+    expected = run_world(one_save, 2, str(tmp_path / "saved"), timeout=250)[0]
+    for found in run_world(torchs_own_reader, 2, str(tmp_path / "saved"), timeout=250):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-    run_world(torchs_own_writer, 2, str(tmp_path / "theirs"), timeout=60)
+    run_world(torchs_own_writer, 2, str(tmp_path / "theirs"), timeout=250)
     merge_fsdp_weights(tmp_path / "theirs", tmp_path / "whole")
     merged = load_file(tmp_path / "whole/model.safetensors")
     torch.manual_seed(3)
@@ -312,7 +314,7 @@ def on_each_node(folder: str) -> None:
 
 
 def test_nodes_cannot_each_save_what_they_share(tmp_path: Path) -> None:
-    run_world(on_each_node, 2, str(tmp_path), timeout=60, state=False)
+    run_world(on_each_node, 2, str(tmp_path), timeout=250, state=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -326,5 +328,5 @@ def strangers(folder: str) -> None:
 
 
 def test_an_optimizer_of_two_models_has_no_names(tmp_path: Path) -> None:
-    run_world(strangers, 2, str(tmp_path / "state"), timeout=60)
+    run_world(strangers, 2, str(tmp_path / "state"), timeout=250)
     assert not (tmp_path / "state").exists()

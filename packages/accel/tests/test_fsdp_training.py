@@ -22,6 +22,8 @@ from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
+pytestmark = pytest.mark.timeout(600)
+
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 7, 8, 5
 # fp32 on several ranks adds the same numbers in another order.
 TOLERANCE = 1e-4
@@ -230,7 +232,7 @@ MODEL_CASES += [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # some thirty trainings in one process group
+# Some thirty trainings in one process group.
 def test_every_strategy_trains_as_one_process_does() -> None:
     cases = [*CASES, *MODEL_CASES]
     ranks = run_world(train_all, 2, cases, timeout=270)
@@ -244,7 +246,6 @@ def test_every_strategy_trains_as_one_process_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_four_ranks_and_a_copy_on_each_of_two_nodes() -> None:
     cases = [
         ({**BLOCKS}, "net", 7, 3, 0.5, "model first"),
@@ -256,7 +257,7 @@ def test_four_ranks_and_a_copy_on_each_of_two_nodes() -> None:
             for kind, settings in (("llama", {"fsdp_version": 2}), ("gpt2", {}), ("gpt2", {"sharding_strategy": "HYBRID_SHARD"}))
         ),
     ]
-    ranks = run_world(train_on_two_nodes, 4, cases, timeout=150, state=False)
+    ranks = run_world(train_on_two_nodes, 4, cases, timeout=250, state=False)
     for number, case in enumerate(cases):
         assert_same(ranks[0][number], plain(case[1], case[2], case[3], 0.5), case)
     whole = sum(parameter.numel() for parameter in Net().parameters())
@@ -289,7 +290,7 @@ def overflow_all() -> list[dict[str, Any]]:
 
 
 def test_an_overflow_in_one_ranks_part_skips_the_step_on_all() -> None:
-    first, second = run_world(overflow_all, 2, timeout=100)
+    first, second = run_world(overflow_all, 2, timeout=250)
     expected = plain("net", 4, 1, 0.5)["norms"]
     for whole, poisoned in ((0, 1), (2, 3)):
         assert first[whole]["skipped"] == [False] * 4
@@ -342,7 +343,7 @@ def in_8_bits_all(with_torchao: bool) -> list[dict[str, Any]]:
 
 def test_8_bits_in_shards_are_those_of_whole_models() -> None:
     with_torchao = importlib.util.find_spec("torchao") is not None
-    found = run_world(in_8_bits_all, 2, with_torchao, timeout=100)[0]
+    found = run_world(in_8_bits_all, 2, with_torchao, timeout=250)[0]
     for whole, first, second in zip(found[::3], found[1::3], found[2::3], strict=True):
         # Weights are gathered in bf16, which keeps 8 bits: a thousandth of weights below 0.2, and of the loss.
         for sharded_run in (first, second):
@@ -377,7 +378,7 @@ def test_only_rank_0_opens_the_weights(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     expected = build("llama", 0, False)
     expected.save_pretrained(tmp_path)
-    first, second = run_world(weights_read, 2, str(tmp_path), timeout=100)
+    first, second = run_world(weights_read, 2, str(tmp_path), timeout=250)
     assert first["opened"] > 0 and second["opened"] == 0
     torch.testing.assert_close(first["weights"], dict(expected.state_dict()), rtol=0, atol=0)
     assert first["loss"] == second["loss"] == pytest.approx(loss_of(expected, batches(1)).item(), abs=1e-5)
@@ -422,7 +423,7 @@ def starts() -> dict[str, Any]:
 
 
 def test_models_on_the_meta_device_start_with_the_weights_of_rank_0() -> None:
-    found = run_world(starts, 2, timeout=100)[0]
+    found = run_world(starts, 2, timeout=250)[0]
     torch.manual_seed(0)
     expected = Net().state_dict()
     for version in (1, 2):
@@ -457,7 +458,7 @@ def refusals() -> None:
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
-    run_world(refusals, 2, timeout=60)
+    run_world(refusals, 2, timeout=250)
 
 
 def go_on(version: int, optimizer_class: type[torch.optim.Optimizer], steps_before: int) -> dict[str, torch.Tensor]:
@@ -488,7 +489,7 @@ def go_on_all(cases: list[tuple[Any, ...]]) -> list[dict[str, torch.Tensor]]:
 
 def test_the_state_of_an_optimizer_that_has_one_is_divided() -> None:
     cases = [(version, kind, before) for version in (1, 2) for kind, before in ((torch.optim.AdamW, 3), (torch.optim.Adagrad, 0))]
-    for case, found in zip(cases, run_world(go_on_all, 2, cases, timeout=100)[0], strict=True):
+    for case, found in zip(cases, run_world(go_on_all, 2, cases, timeout=250)[0], strict=True):
         model = build("net", 0, False)
         optimizer = case[1](model.parameters(), lr=1e-2, eps=1e-6)
         for tokens in batches(6).split(BATCH):

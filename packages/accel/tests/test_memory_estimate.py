@@ -21,7 +21,10 @@ from accel_bigmodel.estimate.command import run as estimate
 from accel_launch.config import load_settings
 from accel_state.testing import run_world
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
 
 SHAPE = {
     "model_type": "llama",
@@ -106,7 +109,7 @@ def model(tmp_path_factory) -> Path:
 )
 def test_what_ranks_hold_and_send_is_what_was_said(model, capsys, world, names) -> None:
     """Parameters, gradients and optimizer state within 10% of the estimate; the plan's bytes are those of the real run."""
-    ranks = run_world(measured, world, str(model), names, timeout=110)
+    ranks = run_world(measured, world, str(model), names, timeout=250)
     for name in names:
         options, strategy, _ = RUNS[name]
         sizes = ["--num_processes", str(world), "--strategy", strategy, *(["--tp_size", "2"] if name.startswith("tp") else [])]

@@ -20,7 +20,10 @@ from accel.utils import shift_labels
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
 
 
 def attention(rotation: str, dtype: torch.dtype, kv_heads: int) -> list[float]:
@@ -50,7 +53,7 @@ def attentions() -> dict[Any, list[float]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention_over_shared_sequences_is_that_over_whole_ones(size: int) -> None:
-    for found in run_world(attentions, size):
+    for found in run_world(attentions, size, timeout=250):
         for case, errors in found.items():
             # bf16 has 8 bits, and gradients near 4.
             assert max(errors) < (1e-5 if case[1] == torch.float32 else 0.05), case
@@ -76,7 +79,7 @@ def shared_memory() -> None:
 
 
 def test_buffers_that_share_memory_are_cut_and_restored() -> None:
-    run_world(shared_memory, 2)
+    run_world(shared_memory, 2, timeout=250)
 
 
 def refusals() -> None:
@@ -147,7 +150,7 @@ def refused_models(ring: ContextParallel) -> None:
 
 
 def test_what_would_be_computed_wrongly_is_refused() -> None:
-    run_world(refusals, 2)
+    run_world(refusals, 2, timeout=250)
 
 
 def test_labels_are_shifted_before_sequences_are_cut() -> None:
@@ -207,7 +210,7 @@ def train_all(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def check(size: int, cases: list[Case]) -> None:
-    ranks = run_world(train_all, size, cases, timeout=150)
+    ranks = run_world(train_all, size, cases, timeout=250)
     for number, (kind, sizes, _, window) in enumerate(cases):
         expected = plain(kind, 20, window, parts=sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1))
         assert_same(ranks[0][number], expected, cases[number])
@@ -215,7 +218,6 @@ def check(size: int, cases: list[Case]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_two_ranks_train_as_one_process_does() -> None:
     check(
         2,
@@ -229,7 +231,6 @@ def test_two_ranks_train_as_one_process_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_four_ranks_train_as_one_process_does() -> None:
     check(
         4,
@@ -263,5 +264,5 @@ def test_metrics_count_each_sample_once() -> None:
     logits = build("llama")(input_ids=batch["input_ids"]).logits
     expected = functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none").mean(1)
     assert logits.shape[-1] == VOCABULARY
-    for found in run_world(evaluate, 4):
+    for found in run_world(evaluate, 4, timeout=250):
         torch.testing.assert_close(torch.tensor(found), expected.detach(), rtol=0, atol=TOLERANCE)

@@ -36,7 +36,10 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
 
 EXAMPLE = (torch.arange(2 * LENGTH).view(2, -1) % VOCABULARY,)
 Case = tuple[str, dict[str, Any], dict[str, int], dict[str, Any], int, str]
@@ -87,7 +90,7 @@ def train_all(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def check(size: int, cases: list[Case]) -> None:
-    ranks = run_world(train_all, size, cases, timeout=170)
+    ranks = run_world(train_all, size, cases, timeout=250)
     for number, (kind, shape, sizes, settings, window, _) in enumerate(cases):
         copies = sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1)
         # A loss of one's own is a mean of those of the micro batches.
@@ -103,7 +106,6 @@ FOUR = {"layers": 4}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_two_stages_train_as_one_process_does() -> None:
     pp2 = {"pp_size": 2}
     check(
@@ -118,7 +120,6 @@ def test_two_stages_train_as_one_process_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_pipelines_of_shards_copies_and_shared_layers() -> None:
     check(
         4,
@@ -209,7 +210,7 @@ def test_outputs_losses_half_precision_and_what_is_refused() -> None:
     with torch.no_grad():
         whole = build("gpt2").eval()
         expected, shorter = whole(**batch), whole(batch["input_ids"][:4, :8]).logits
-    ranks = run_world(evaluation_and_refusals, 2, timeout=100)
+    ranks = run_world(evaluation_and_refusals, 2, timeout=250)
     curve = plain("llama", 4)
     for found in ranks:
         torch.testing.assert_close(found["logits"], expected.logits, rtol=0, atol=TOLERANCE)
@@ -308,7 +309,6 @@ def load_elsewhere(cases: list[Save], folder: str, sizes: dict[str, int]) -> lis
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_states_go_on_in_the_same_pipeline_in_another_and_without_one(tmp_path: Path) -> None:
     sharded = {"pp_size": 2, "dp_shard_size": 2}
     cases: list[Save] = [
@@ -316,9 +316,9 @@ def test_states_go_on_in_the_same_pipeline_in_another_and_without_one(tmp_path: 
         ("gpt2", {"layers": 4}, sharded, {"schedule": "interleaved1f1b"}, "FULL_STATE_DICT"),
         ("llama", {"layers": 4, "tied": True}, {"pp_size": 2, "tp_size": 2}, {}, "FULL_STATE_DICT"),
     ]
-    expected = run_world(save_and_load, 4, cases, str(tmp_path), timeout=120)[0]
+    expected = run_world(save_and_load, 4, cases, str(tmp_path), timeout=250)[0]
     for sizes, ranks in (({"pp_size": 2}, 2), ({"dp_shard_size": 2}, 2)):
-        found = run_world(load_elsewhere, ranks, cases, str(tmp_path), sizes, timeout=100)[0]
+        found = run_world(load_elsewhere, ranks, cases, str(tmp_path), sizes, timeout=250)[0]
         for number, weights in enumerate(expected):
             for name, value in weights.items():
                 torch.testing.assert_close(found[number][name], value, rtol=0, atol=TOLERANCE, msg=f"{cases[number]} on {sizes}: {name}")

@@ -16,7 +16,10 @@ from accel.parallel.config import DeepSpeedSequenceParallelConfig, ParallelismCo
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
 
 Case = tuple[str, dict[str, int], int]
 
@@ -51,7 +54,6 @@ def train_all(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("size", "cases"),
     [
@@ -62,7 +64,7 @@ def train_all(cases: list[Case]) -> list[dict[str, Any]]:
     ids=["two ranks", "four ranks"],
 )
 def test_ranks_train_as_one_process_does(size: int, cases: list[Case]) -> None:
-    ranks = run_world(train_all, size, cases, timeout=170)
+    ranks = run_world(train_all, size, cases, timeout=250)
     for number, (kind, sizes, window) in enumerate(cases):
         assert_same(ranks[0][number], plain(kind, 20, window, parts=sizes.get("dp_shard_size", 1)), cases[number])
         assert all(rank[number]["losses"] == ranks[0][number]["losses"] for rank in ranks)
@@ -103,7 +105,7 @@ def test_each_rank_gets_its_part_and_what_does_not_fit_is_refused() -> None:
     with torch.no_grad():
         expected = build("llama").eval()(input_ids=whole["input_ids"]).logits
     shifted = functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
-    for rank, found in enumerate(run_world(parts_and_refusals, 2)):
+    for rank, found in enumerate(run_world(parts_and_refusals, 2, timeout=250)):
         mine = slice(rank * LENGTH // 2, (rank + 1) * LENGTH // 2)
         assert found["keys"] == ["input_ids", "labels", "position_ids", "shift_labels"]
         assert found["positions"] == list(range(LENGTH))[mine]

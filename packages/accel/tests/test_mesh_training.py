@@ -41,7 +41,10 @@ from accel_state.errors import ConfigurationError
 from accel_state.random import set_seed
 from accel_state.testing import run_world
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
 
 STEPS = 20
 TWO: list[tuple[Any, ...]] = [
@@ -74,7 +77,6 @@ def train_all(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two ranks", "four ranks"])
 def test_every_mesh_trains_as_one_process(world: int, cases: list[tuple[Any, ...]]) -> None:
     ranks = run_world(train_all, world, cases, timeout=250)
@@ -110,7 +112,7 @@ def all_reduces() -> dict[str, int]:
 
 def test_layers_that_take_the_same_input_send_its_gradient_once() -> None:
     # Two a block forward, two backward; one for the embedding, and one for the head.
-    assert run_world(all_reduces, 2, timeout=100)[0] == dict.fromkeys(("llama", "gpt2", "own", "qwen"), 2 * 4 + 2)
+    assert run_world(all_reduces, 2, timeout=250)[0] == dict.fromkeys(("llama", "gpt2", "own", "qwen"), 2 * 4 + 2)
 
 
 def by_items() -> dict[str, Any]:
@@ -130,7 +132,7 @@ def by_items() -> dict[str, Any]:
 
 
 def test_items_count_the_same_on_all_ranks_that_have_their_own() -> None:
-    found = run_world(by_items, 4, timeout=100)[0]
+    found = run_world(by_items, 4, timeout=250)[0]
     for name, value in plain("llama", 4, 2, float("inf"))["weights"].items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -180,7 +182,7 @@ def views() -> dict[str, Any]:
 
 
 def test_ranks_that_share_layers_get_the_same_batches_and_random_numbers() -> None:
-    ranks = run_world(views, 4, timeout=100)
+    ranks = run_world(views, 4, timeout=250)
     assert [rank["coordinates"] for rank in ranks] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
     assert ranks[0]["names"] == ("dp_shard", "tp") and ranks[0]["kind"] == ("FSDP", True, True)
     for key in ("batches", "drawn"):
@@ -206,7 +208,7 @@ def ending() -> None:
 
 
 def test_a_mesh_ends_with_the_process_group() -> None:
-    run_world(ending, 2, timeout=100)
+    run_world(ending, 2, timeout=250)
 
 
 def dropping() -> dict[str, Any]:
@@ -227,7 +229,7 @@ def dropping() -> dict[str, Any]:
 
 
 def test_dropout_of_whole_activations_is_the_same_where_they_are_the_same() -> None:
-    ranks = run_world(dropping, 4, timeout=100)
+    ranks = run_world(dropping, 4, timeout=250)
     for first, second in ((0, 1), (2, 3)):
         assert ranks[first]["losses"] == ranks[second]["losses"]
         for name in ("norm", "positions"):
@@ -245,7 +247,7 @@ def in_bf16() -> list[dict[str, Any]]:
 def test_bf16_stays_near_fp32() -> None:
     # bf16 keeps 8 bits: a hundredth of the loss, which is near 2.6.
     expected = plain("gpt2", STEPS)
-    for found in run_world(in_bf16, 4, timeout=150)[0]:
+    for found in run_world(in_bf16, 4, timeout=250)[0]:
         torch.testing.assert_close(found["losses"], expected["losses"], rtol=0, atol=0.03)
         assert all(value.dtype == torch.float32 for value in found["weights"].values()), "the master weights are fp32"
 
@@ -270,12 +272,12 @@ def with_other_plans_of_models() -> list[dict[str, Any]]:
 
 def test_plans_of_the_user_and_the_older_plugin() -> None:
     expected = plain("own", 4)
-    for number, found in enumerate(run_world(with_plans, 4, timeout=150)[0]):
+    for number, found in enumerate(run_world(with_plans, 4, timeout=250)[0]):
         assert_same(found, expected, number)
 
 
 def test_plans_of_models_with_norms_of_heads_fused_layers_and_scaled_embeddings() -> None:
-    for kind, found in zip(("qwen", "phi", "gemma"), run_world(with_other_plans_of_models, 2, timeout=100)[0], strict=True):
+    for kind, found in zip(("qwen", "phi", "gemma"), run_world(with_other_plans_of_models, 2, timeout=250)[0], strict=True):
         assert_same(found, plain(kind, 4), kind)
 
 
@@ -338,4 +340,4 @@ def refusals() -> None:
 
 
 def test_what_cannot_be_laid_over_a_mesh_is_refused() -> None:
-    run_world(refusals, 2, timeout=100)
+    run_world(refusals, 2, timeout=250)

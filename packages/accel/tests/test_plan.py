@@ -23,7 +23,10 @@ from accel_bigmodel.estimate.activations import example_inputs
 from accel_launch.config import load_settings
 from accel_state.errors import ConfigurationError
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/planning.md"
 # The shapes of a Llama block's parameters, and of what stands outside of the blocks.
@@ -68,6 +71,13 @@ def documented() -> list[tuple[str, str]]:
     return [(command.replace("\\\n", " "), output) for command, output in blocks if "error:" not in output]
 
 
+def slowness() -> float:
+    """How many times slower this machine is just now than one for which the figures of time are meant; at least 1."""
+    begin = time.process_time()
+    sum(number * number for number in range(2_000_000))
+    return max(1.0, (time.process_time() - begin) / 0.1)
+
+
 @pytest.mark.parametrize("number", range(7))
 def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> None:
     command, output = documented()[number]
@@ -75,7 +85,7 @@ def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> No
     (tmp_path / "fsdp2.yaml").write_text(config[1])
     begin = time.process_time()
     assert COMMAND.run(command.replace("fsdp2.yaml", str(tmp_path / "fsdp2.yaml"), 1).split()) == 0
-    assert time.process_time() - begin < 60
+    assert time.process_time() - begin < 60 * slowness()
     assert capsys.readouterr().out == output
 
 

@@ -26,7 +26,10 @@ from accel_launch.config import load_settings
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
 
 SHAPE = {
     "model_type": "llama",
@@ -163,11 +166,10 @@ def train_all(cases: list[Case], paths: list[str]) -> list[dict[str, Any]]:
     return [train(case, path) for case, path in zip(cases, paths, strict=True)]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)])
 def test_ranks_hold_and_send_what_the_plan_says(tmp_path, world, cases) -> None:
     paths = [folder_of(tmp_path / str(number), **changed) for number, (_, _, changed) in enumerate(cases.values())]
-    ranks = run_world(train_all, world, list(cases.values()), paths, timeout=150)
+    ranks = run_world(train_all, world, list(cases.values()), paths, timeout=250)
     for number, (name, (sizes, pipeline, _)) in enumerate(cases.items()):
         for rank in (0, world - 1):
             real, said = ranks[rank][number], planned(paths[number], sizes, pipeline, rank)

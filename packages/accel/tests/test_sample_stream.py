@@ -14,7 +14,7 @@ from sample_streams import cases, check, check_all, drawn
 from accel_state import context
 from accel_state.testing import run_world
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a hundred runs and more, each saved, loaded and run again
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -30,4 +30,4 @@ def test_in_one_process(tmp_path: Path, data: Any, stateful: bool) -> None:
 @pytest.mark.parametrize(("world", "count"), [(2, 60), (4, 30)])
 def test_on_several_ranks(tmp_path: Path, world: int, count: int) -> None:
     found = drawn(cases(world, 0), count) + drawn(cases(world, 0, stateful=True), count // 4)
-    assert [*chain(*run_world(check_all, world, found, str(tmp_path), timeout=140))] == []
+    assert [*chain(*run_world(check_all, world, found, str(tmp_path), timeout=560))] == []

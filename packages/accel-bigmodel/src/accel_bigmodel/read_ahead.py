@@ -79,6 +79,8 @@ class ReadAhead:
             hook: the hook.
             args: the arguments of the forward that needs them.
         """
+        if self._worker is not None and not self._worker.is_here():
+            self._begin_anew()
         rank = self._rank(hook)
         if is_product(self._modules[rank]):
             self._rows_are_single = single_row(args)
@@ -92,6 +94,13 @@ class ReadAhead:
         self._fetch_next(rank)
         values = self._arrived(fetched, hook)
         return values if self._may_lie_anywhere(rank) else {name: aligned(value) for name, value in values.items()}
+
+    def _begin_anew(self) -> None:
+        """Let go of what the thread was doing: it stayed with the process that this one was forked from."""
+        # The pool first: the thread may have held its lock, which what comes back to it would wait for.
+        self.pool = BufferPool(self.pool.largest_reserve)
+        self._ready.clear()
+        self._worker = None
 
     def _may_lie_anywhere(self, rank: int) -> bool:
         """Whether a forward gives the same results wherever its weights are mapped."""
@@ -129,7 +138,7 @@ class ReadAhead:
             ahead = self._next[ahead]
 
     def _submit(self, rank: int) -> Future[_Fetched]:
-        if self._worker is None or not self._worker.is_alive():
+        if self._worker is None:
             self._worker = _Worker()
             weakref.finalize(self, self._worker.stop)
         return self._worker.submit(functools.partial(_fetch_for, weakref.ref(self), rank))
@@ -211,12 +220,11 @@ class _Worker:
         self._process = os.getpid()
         name = f"accel-read-ahead-{next(self._numbers)}"
         # A daemon: a program that ends does not wait for weights that nobody will use.
-        self._thread = threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True).start()
 
-    def is_alive(self) -> bool:
+    def is_here(self) -> bool:
         """Whether the thread is there; a forked process has the object and not the thread."""
-        return self._process == os.getpid() and self._thread.is_alive()
+        return self._process == os.getpid()
 
     def submit(self, task: Callable[[], _Fetched]) -> Future[_Fetched]:
         """Put a task in the queue."""

@@ -225,8 +225,12 @@ class _OpenFiles:
     """Descriptors of the files that are in use, the longest unused closed first."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._open: OrderedDict[int, int] = OrderedDict()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """In a forked process: a thread that stayed with the other one may have held the lock."""
+        self._lock = threading.Lock()
 
     def with_descriptor(self, file: SafetensorsFile, use: Any) -> Any:
         """Call ``use`` with a descriptor of the file; it is not closed meanwhile."""
@@ -257,3 +261,5 @@ class _OpenFiles:
 
 
 _FILES = _OpenFiles()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_FILES.begin_anew)

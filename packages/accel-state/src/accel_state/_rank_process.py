@@ -191,6 +191,12 @@ def _format(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
 
 
+def is_whole_dump(text: str) -> bool:
+    """Whether a report of faulthandler has come to its end: to the outermost frame of the main thread, which is its last."""
+    last = text.rstrip("\n").rpartition("\n")[2]
+    return text.endswith("\n") and (last.endswith(" in <module>") or last.strip() == "...")
+
+
 def readable_dump(text: str) -> str:
     """A report of faulthandler without the threads and frames that belong to this machinery."""
     threads = [thread.strip("\n") for thread in re.split(r"\n(?=(?:Current t|T)hread 0x)", text)]

@@ -21,15 +21,39 @@ from typing import Any
 
 from . import _rank_process
 from .errors import AccelError, ConfigurationError
-from .net import get_free_port
+from .net import reserved_port
 
 # What every rank imports anyway. The packages load their modules on demand, so those that a rank needs are named.
 _PRELOAD = [
     *("torch", "torch.distributed", "numpy", "accel_state._rank_process", "accel_state.state.partial"),
     *("accel_state.collectives.torch", "accel_state.devices.cpu", "accel_state.environments.torchrun"),
 ]
+_wanted: list[str] = []
+_server_has_started = False
 # After the first failure the others get this long to end by themselves: their own tracebacks say more than where they stood.
 _GRACE_SECONDS = 3.0
+# To leave the process group, when all have finished.
+_LEAVE_SECONDS = 30.0
+# What a rank that is asked where it stands may take between two lines of its answer, and after the last one.
+_DUMP_SECONDS = 10.0
+_QUIET_SECONDS = 0.1
+
+
+def preload(*modules: str) -> None:
+    """Have the server that ranks are forked from import more modules, so that not every rank does: for a ``conftest.py``.
+
+    Args:
+        *modules: names; those that are not installed are passed over.
+
+    Raises:
+        ConfigurationError: ranks have been started already, and with them the server, without one of these modules.
+    """
+    late = [name for name in modules if name not in _wanted]
+    if late and _server_has_started:
+        raise ConfigurationError(
+            f"preload({late[0]!r}, ...) comes too late: ranks have been started already. Call it where pytest collects, in conftest.py."
+        )
+    _wanted.extend(late)
 
 
 class WorldError(AccelError):
@@ -111,9 +135,10 @@ class _Rank:
         """Kill the rank and whatever it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        # The rank leads a group of its own only once it has got that far.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGKILL)
+        # The rank leads a group of its own only once it has got that far. What has ended may have left its number to a stranger.
+        if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
 
     def report(self) -> str:
         """What to tell about this rank."""
@@ -127,25 +152,30 @@ class _Rank:
 @contextlib.contextmanager
 def _start(job: _rank_process.Job, n: int, env: Mapping[str, str | None]) -> Iterator[list[_Rank]]:
     """Start the ranks; at exit none of their processes is left."""
+    global _server_has_started
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD + [name for name in ("pytest",) if name in sys.modules])
-    port = get_free_port()
+    context.set_forkserver_preload([*_PRELOAD, *(name for name in ("pytest",) if name in sys.modules), *_wanted])
+    _server_has_started = True
     ranks: list[_Rank] = []
-    try:
-        for rank in range(n):
-            ranks.append(_start_rank(context, job, _rank_environment(rank, n, port, env)))
-        yield ranks
-    finally:
-        for started in ranks:
-            if not started.finished:
+    # Reserved: of the worlds of several test runs, none may find another's port in the seconds until rank 0 listens.
+    with reserved_port() as port:
+        try:
+            for rank in range(n):
+                ranks.append(_start_rank(context, job, _rank_environment(rank, n, port, env)))
+            yield ranks
+        finally:
+            for started in ranks:
+                if not started.finished:
+                    started.kill()
+            for started in ranks:
+                started.go.close()
+                # It has given its result: that it cannot leave its process group is no reason to wait for ever.
+                started.process.join(_LEAVE_SECONDS)
+                # Also what a rank left running that has finished well.
                 started.kill()
-        for started in ranks:
-            started.go.close()
-            started.process.join()
-            # Also what a rank left running that has finished well.
-            started.kill()
-            started.results.close()
-            os.close(started.dump)
+                started.process.join()
+                started.results.close()
+                os.close(started.dump)
 
 
 def _start_rank(context: Any, job: _rank_process.Job, environment: dict[str, str]) -> _Rank:
@@ -229,20 +259,21 @@ def _note_positions(ranks: list[_Rank]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, _rank_process.DUMP_SIGNAL)
     for rank in ranks:
-        text = _read_until_quiet(rank.dump)
+        text = _read_dump(rank.dump)
         if text:
             rank.notes.append("not finished; it stood at (most recent call first):\n" + _rank_process.readable_dump(text))
 
 
-def _read_until_quiet(descriptor: int, patience: float = 2.0, quiet: float = 0.1) -> str:
-    """What arrives in a pipe, until nothing more comes."""
-    chunks: list[bytes] = []
-    while wait([descriptor], quiet if chunks else patience):
+def _read_dump(descriptor: int) -> str:
+    """What arrives in a pipe: all that faulthandler writes of a process, however long a busy machine takes over it."""
+    text = b""
+    # The main thread comes last. After its end only what other versions of Python may add is waited for.
+    while wait([descriptor], _QUIET_SECONDS if _rank_process.is_whole_dump(text.decode(errors="replace")) else _DUMP_SECONDS):
         chunk = os.read(descriptor, 65536)
         if not chunk:
             break
-        chunks.append(chunk)
-    return b"".join(chunks).decode(errors="replace")
+        text += chunk
+    return text.decode(errors="replace")
 
 
 def _describe_exit(code: int | None) -> str:

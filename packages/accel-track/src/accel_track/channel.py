@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 Call = Callable[[], Any]
 _GATHERING_SECONDS = 0.05
 _ROUNDS = 20
+_NAP_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ class Channel:
     Args:
         tracker: what to call.
         delivery: sizes and times.
+
+    Attributes:
+        waited: seconds that the last wait took, or took since the last progress.
     """
 
     def __init__(self, tracker: GeneralTracker, delivery: Delivery) -> None:
@@ -73,7 +77,8 @@ class Channel:
         self._doing = ""
         self._closing = False
         self._hangs = False
-        self._progress = time.monotonic()
+        self._done = 0
+        self.waited = 0.0
         self._thread: threading.Thread | None = None
         if getattr(tracker, "background", True):
             # A daemon, so that one that hangs cannot keep the interpreter from ending.
@@ -172,18 +177,25 @@ class Channel:
             self._give_up(waited)
 
     def _wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait, with the lock held, for a condition; False once the time is over, or nothing has moved for ``stall_timeout``."""
-        begin = time.monotonic()
+        """Wait, with the lock held, for a condition; False once the time is over, or nothing has moved for ``stall_timeout``.
+
+        The time is that of short naps: while the whole process is stopped (Ctrl-Z, a suspended job), the tracker cannot move either.
+        """
+        waited, done = 0.0, self._done
         self._waiting += 1
         self._hurry.set()
         try:
             while not condition() and not self._hangs:
-                limit = begin + timeout if timeout is not None else max(begin, self._progress) + self._patience()
-                left = limit - time.monotonic()
+                if timeout is None and done != self._done:
+                    waited, done = 0.0, self._done
+                left = (self._patience() if timeout is None else timeout) - waited
                 if left <= 0:
                     return condition()
-                self._changed.wait(left)
+                nap, begin = min(left, _NAP_SECONDS), time.monotonic()
+                self._changed.wait(nap)
+                waited += min(time.monotonic() - begin, nap)
         finally:
+            self.waited = waited
             self._waiting -= 1
             if not self._waiting and not self._closing:
                 self._hurry.clear()
@@ -230,7 +242,7 @@ class Channel:
         self._do(what, call)
         with self._changed:
             self._doing = ""
-            self._progress = time.monotonic()
+            self._done += 1
             if self._waiting:
                 self._changed.notify_all()
         return True

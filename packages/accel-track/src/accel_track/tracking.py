@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import time
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
@@ -318,9 +317,11 @@ class Tracking:
             channel.submit("store_init_configuration", partial(made.store_init_configuration, dict(self._config)))
 
     def _wait_for_start(self) -> None:
-        deadline = time.monotonic() + self._delivery.start_timeout
+        left = self._delivery.start_timeout
         for channel in self._channels:
-            if not channel.wait(max(deadline - time.monotonic(), 0.001), set_aside=self._delivery.strict):
+            started = channel.wait(max(left, 0.001), set_aside=self._delivery.strict)
+            left -= channel.waited
+            if not started:
                 logger.warning(
                     "The tracker %r has not started after %g s. The run goes on; what is logged waits for it (up to %d calls).",
                     channel.name,

@@ -100,9 +100,12 @@ class StoreAgreement:
 
     def _wait(self, keys: list[str], patience: float | None = None) -> None:
         pause, deadline = _FIRST_PAUSE_SECONDS, time.monotonic() + (self._patience if patience is None else patience)
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                missing = [key for key in keys if not self._store.check([key])]
+        while True:
+            # Read before the store is: this process may have stood still, and the others answered meanwhile.
+            is_late = time.monotonic() > deadline
+            if self._store.check(keys):
+                return
+            if is_late and (missing := [key for key in keys if not self._store.check([key])]):
                 raise CheckpointError(f"no word from {', '.join(missing)} (round/rank) of the save after {self._patience:g} s.")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -17,6 +18,8 @@ from .manifest import Manifest
 # Names that nobody else gives: what has them is deleted.
 PARTIAL, REPLACED, DELETED = "accel-partial", "accel-replaced", "accel-deleted"
 _LOST_RACES = 10
+# A process that looks for leftovers locks each of them for a moment.
+_LOOKS, _PAUSE_SECONDS = 100, 0.02
 
 
 class CheckpointFolder:
@@ -54,13 +57,13 @@ class CheckpointFolder:
             raise ConfigurationError(f"{self.target} is a mount point, which cannot be replaced. Give a folder inside it.")
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self._take_partial()
-        self.recover()
+        self._recover()
         remove_leftovers(self.target.parent)
 
     def _take_partial(self) -> None:
         for _ in range(_LOST_RACES):
             self.partial.mkdir(exist_ok=True)
-            self._lock = _lock(self.partial)
+            self._lock = _lock_patiently(self.partial)
             if self._lock is None:
                 raise CheckpointError(f"another process is saving to {self.target} just now. Give each run a folder of its own.")
             # Another process may have taken this folder for a leftover between the two lines above.
@@ -97,12 +100,15 @@ class CheckpointFolder:
         self._clear_replaced()
 
     def recover(self) -> None:
-        """Finish, or take back, a replacement that was interrupted."""
-        if not self.replaced.exists():
-            return
+        """Finish, or take back, a replacement that was interrupted; one that another process is in the middle of is left to it."""
+        if self.replaced.exists() and not _is_being_written(self.target):
+            self._recover()
+
+    def _recover(self) -> None:
         if self.target.exists():
             self._clear_replaced()
-        else:
+            return
+        with suppress(FileNotFoundError):  # there is none, or another process was quicker
             os.rename(self.replaced, self.target)
 
     @contextmanager
@@ -120,12 +126,13 @@ class CheckpointFolder:
             ) from error
 
     def _clear_replaced(self) -> None:
-        if not self.replaced.exists():
-            return
-        for entry in _foreign_entries(self.replaced):
-            if not (self.target / entry.name).exists():
-                os.rename(entry, self.target / entry.name)
-        delete(self.replaced, aside(self.target, DELETED))
+        # Another process may be doing the same: what is gone, it has moved or deleted.
+        with suppress(FileNotFoundError):
+            for entry in _foreign_entries(self.replaced):
+                if not (self.target / entry.name).exists():
+                    with suppress(FileNotFoundError):
+                        os.rename(entry, self.target / entry.name)
+            delete(self.replaced, aside(self.target, DELETED))
 
 
 def aside(target: Path, kind: str) -> Path:
@@ -141,18 +148,44 @@ def name_of(path: Path, kind: str) -> str | None:
 
 def delete(path: Path, temporary: Path) -> None:
     """Delete a checkpoint so that, if this is interrupted, what is left of it is not taken for one."""
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    _remove(temporary)
     os.rename(path, temporary)
-    shutil.rmtree(temporary)
+    _remove(temporary)
 
 
-def _lock(folder: Path) -> int | None:
-    """An open, locked folder; None if another process holds the lock. Where folders cannot be locked, it is open only."""
+def _remove(folder: Path) -> None:
+    """Remove a folder, if it is there; another process that clears up may be doing the same."""
+    while folder.exists():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+
+
+def _lock_patiently(folder: Path) -> int | None:
+    """As :func:`_lock`, but a lock that is held for a moment only is waited for."""
+    for _ in range(_LOOKS):
+        with suppress(FileNotFoundError):
+            descriptor = _lock(folder)
+            if descriptor is not None:
+                return descriptor
+        time.sleep(_PAUSE_SECONDS)
+        folder.mkdir(exist_ok=True)
+    return None
+
+
+def _lock(folder: Path, where_locks_work: bool = False) -> int | None:
+    """An open, locked folder; None if another process holds the lock.
+
+    Args:
+        folder: the folder.
+        where_locks_work: return None also where folders cannot be locked, rather than one that is open only.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        _lock_now(descriptor)
+        is_locked = _lock_now(descriptor)
     except BlockingIOError:
+        os.close(descriptor)
+        return None
+    if where_locks_work and not is_locked:
         os.close(descriptor)
         return None
     _drop_in_forked_processes()
@@ -160,8 +193,8 @@ def _lock(folder: Path) -> int | None:
     return descriptor
 
 
-def _lock_now(descriptor: int) -> None:
-    """Lock, where the system and the (network) file system have locks; BlockingIOError if another process holds this one."""
+def _lock_now(descriptor: int) -> bool:
+    """Lock, and say whether the system and the (network) file system have locks; BlockingIOError if another process holds this one."""
     try:
         import fcntl
 
@@ -169,6 +202,8 @@ def _lock_now(descriptor: int) -> None:
     except (ImportError, OSError) as error:
         if isinstance(error, BlockingIOError):
             raise
+        return False
+    return True
 
 
 def _unlock(descriptor: int) -> None:
@@ -197,19 +232,25 @@ def _drop_locks() -> None:
 
 def _is_locked_or_unknown(folder: Path) -> bool:
     """Whether a process may still be writing a folder."""
-    try:
-        import fcntl
-
-        descriptor = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):
+    descriptor = _lock_if_left(folder)
+    if descriptor is None:
         return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
+    # Also where a process has been forked meanwhile, which has the descriptor too: closing would leave it the lock.
+    _unlock(descriptor)
     return False
+
+
+def _lock_if_left(folder: Path) -> int | None:
+    """A lock on what a killed process has left, and None of what another one may be writing. Nobody writes there while it is held."""
+    try:
+        descriptor = _lock(folder, where_locks_work=True)
+    except OSError:
+        return None
+    # Before it was locked, another process may have cleared it away and begun to write under its name.
+    if descriptor is not None and not _is_at(descriptor, folder):
+        _unlock(descriptor)
+        return None
+    return descriptor
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -241,22 +282,40 @@ def remove_leftovers(parent: Path) -> list[Path]:
         What was removed.
     """
     entries = [entry for entry in parent.iterdir() if entry.is_dir()]
-    stale = [entry for entry in entries if name_of(entry, PARTIAL) and not _is_locked_or_unknown(entry)]
-    stale += [entry for entry in entries if name_of(entry, DELETED)]
-    for entry in stale:
-        # Not an error: another process may be clearing up too.
-        shutil.rmtree(entry, ignore_errors=True)
+    removed = [entry for entry in entries if name_of(entry, PARTIAL) and _set_aside(entry)]
+    for entry in parent.iterdir():
+        if name_of(entry, DELETED):
+            # Not an error: another process may be clearing up too.
+            shutil.rmtree(entry, ignore_errors=True)
+            removed.append(entry)
     recover_all(parent)
-    return stale
+    return removed
+
+
+def _set_aside(partial: Path) -> bool:
+    """Give what a killed process has left a name of what is deleted, and say whether it was that."""
+    temporary = aside(partial.parent / str(name_of(partial, PARTIAL)), DELETED)
+    if temporary.exists():
+        shutil.rmtree(temporary, ignore_errors=True)
+    descriptor = _lock_if_left(partial)
+    if descriptor is None:
+        return False
+    try:
+        # While it is locked: whoever begins to write to this place meanwhile finds it gone, and makes another.
+        os.rename(partial, temporary)
+    except OSError:
+        return False
+    finally:
+        _unlock(descriptor)
+    return True
 
 
 def recover_all(parent: Path) -> None:
     """Finish, or take back, every interrupted replacement in a folder."""
     for entry in list(parent.iterdir()):
         name = name_of(entry, REPLACED)
-        if name and not _is_being_written(parent / name):
-            with suppress(FileNotFoundError):  # another process may be doing the same
-                CheckpointFolder(parent / name).recover()
+        if name:
+            CheckpointFolder(parent / name).recover()
 
 
 def _is_being_written(target: Path) -> bool:

@@ -56,7 +56,7 @@ class Manifest:
             manifest = cls._parse(json.loads(text))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. Choose another checkpoint.") from error
         manifest._check(path, folder)
         # Its own digest finds what is still JSON: another number, say.

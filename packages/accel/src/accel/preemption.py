@@ -165,10 +165,22 @@ class Preemption:
         self._note(saved=None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        former = self._former.get(number)
+        if self._accelerator() is None:
+            self._hand_over(number, frame, former)
+            return
         # Only noted here: a signal comes at any moment, also in the middle of an optimizer step.
         self.received = signal.Signals(number)
-        former = self._former.get(number)
         if callable(former) and former is not signal.default_int_handler:
+            former(number, frame)
+
+    def _hand_over(self, number: int, frame: FrameType | None, former: Any) -> None:
+        """Let a signal do what it did before: the Accelerator was collected in a thread, where the handlers had to stay."""
+        is_ours = signal.getsignal(number) == self._handle
+        self.remove()
+        if is_ours:
+            signal.raise_signal(number)
+        elif callable(former):
             former(number, frame)
 
     def remove(self) -> None:

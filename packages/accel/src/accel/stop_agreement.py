@@ -24,6 +24,8 @@ INTERVAL_SECONDS = 0.25
 LONGEST_LEASE = 64
 """At most so many steps pass without asking, however quick they were: the ones that follow may be slow."""
 
+_MEETING_PAUSE_SECONDS = 0.02
+
 # An old verdict is deleted when rank 0 is this many open points ahead of it.
 _KEPT_VERDICTS = 4096
 
@@ -103,13 +105,15 @@ class StopAgreement:
         if self._lost:
             return [rank for rank in range(self._world_size) if rank != self._rank]
         self._store.set(f"stopped/{self._rank}", "1")
-        keys = {rank: f"stopped/{rank}" for rank in range(self._world_size)}
         deadline = time.monotonic() + seconds
-        missing = list(keys)
-        while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not self._store.check([keys[rank]])]
-            time.sleep(0.02 if missing else 0)
-        return missing
+        missing = list(range(self._world_size))
+        while True:
+            # Read before the store is: this process may have stood still, and the others come meanwhile.
+            is_late = time.monotonic() >= deadline
+            missing = [rank for rank in missing if not self._store.check([f"stopped/{rank}"])]
+            if not missing or is_late:
+                return missing
+            time.sleep(_MEETING_PAUSE_SECONDS)
 
 
 def _key(lease: int) -> str:

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator, ProjectConfiguration
 from accel_state import context
-from accel_state.net import get_free_port
+from accel_state.net import reserved_port
 
 OPERATIONS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "chmod")
 
@@ -162,17 +162,18 @@ def live(plan: Plan, channel: int, fatal: int | None, torn: bool) -> None:
     faults = Faults(fatal, torn)
     _tell(channel, {"resumed": reached})
     faults.arm()
+    begin = time.monotonic()
     trainee.save()
-    _tell(channel, {"saved": trainee.optimizer.steps_taken, "operations": faults.count})
+    _tell(channel, {"saved": trainee.optimizer.steps_taken, "operations": faults.count, "seconds": time.monotonic() - begin})
 
 
-def _tell(channel: int, message: dict[str, int]) -> None:
+def _tell(channel: int, message: dict[str, Any]) -> None:
     os.write(channel, (json.dumps(message) + "\n").encode())
 
 
 @dataclass
 class Life:
-    """What became of a run."""
+    """What became of a run; ``seconds`` is how long its save took, if that got through."""
 
     resumed: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
@@ -203,21 +204,20 @@ class Harness:
             victim: the rank that is killed; the others are killed when it is gone, as a launcher does.
             after: seconds after which all ranks are killed.
         """
-        port, life = get_free_port(), Life()
-        with _ranks(self.plan, lambda rank: fatal if rank == victim else None, torn, port) as ranks:
+        life = Life()
+        with reserved_port() as port, _ranks(self.plan, lambda rank: fatal if rank == victim else None, torn, port) as ranks:
             for rank in ranks:
                 life.resumed += [message["resumed"] for message in rank.read(1)]
-            begin = time.monotonic()
             if after is not None:
                 time.sleep(after)
                 for rank in ranks:
                     os.kill(rank.pid, signal.SIGKILL)
             life.codes = _wait(ranks, victim)
-            life.seconds = time.monotonic() - begin
             for rank in ranks:
                 for message in rank.read(2):
                     life.saved.append(message["saved"])
                     life.operations = max(life.operations, message["operations"])
+                    life.seconds = max(life.seconds, message["seconds"])
         self._judge(life)
         return life
 
@@ -253,7 +253,7 @@ class _Forked:
     _buffer: bytes = b""
     _code: int | None = None
 
-    def read(self, number: int) -> list[dict[str, int]]:
+    def read(self, number: int) -> list[dict[str, Any]]:
         """The messages after the first ``number - 1``, as soon as there is one, or the run has ended."""
         while b"\n" not in self._buffer:
             chunk = os.read(self.channel, 65536)
@@ -344,10 +344,11 @@ def kill_at_random_times(plan: Plan, count: int, seed: int) -> tuple[int, int, l
         The number of kills that came before the save had ended, and after that; and what is left lying about in the end.
     """
     harness, dice = Harness(plan), random.Random(seed)
-    longest = statistics.median(harness.run().seconds for _ in range(5))
+    taken = [harness.run().seconds for _ in range(5)]
     while harness.kills < count:
-        # A bit more than it takes, so that the last operations have their share too.
-        harness.run(after=dice.uniform(0, 1.1 * longest))
+        # A bit more than it takes now, so that the last operations have their share too.
+        life = harness.run(after=dice.uniform(0, 1.1 * statistics.median(taken[-5:])))
+        taken += [life.seconds] if life.saved else []
     killed, saved = harness.kills, harness.saves
     harness.run()
     return killed, saved, harness.leftovers()

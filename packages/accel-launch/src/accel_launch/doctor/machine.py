@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from accel_state.env import read_str
-from accel_state.net import get_free_port
+from accel_state.net import reserved_port
 
 from .finding import Check, Finding, fail, ok, warn
 
@@ -163,8 +163,11 @@ def check_limits() -> Iterator[Finding]:
 def check_network() -> Iterator[Finding]:
     """The machine's own name, and a port."""
     name = socket.gethostname()
-    port = get_free_port()
-    with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+    with (
+        reserved_port() as port,
+        socket.create_server(("127.0.0.1", port)) as server,
+        socket.create_connection(("127.0.0.1", port), timeout=5) as client,
+    ):
         connection, _ = server.accept()
         connection.sendall(b"accel")
         answer = client.recv(5)

@@ -86,9 +86,11 @@ class Ends:
         Args:
             monitor_seconds: how often the others look.
         """
-        begin = time.monotonic()
+        # Counted in looks: a machine that stood still for a while has not given the others that time.
+        left = monitor_seconds + _ANSWER_SECONDS
         try:
-            while time.monotonic() - begin < monitor_seconds + _ANSWER_SECONDS:
+            while left > 0:
+                left -= 2 * _POLL_SECONDS
                 # Who has succeeded waits for the others, and looks at how they ended from time to time.
                 time.sleep(2 * _POLL_SECONDS)
                 if self._store.check([f"{_STATE_KEY}{other}" for other in self._others]):

@@ -79,6 +79,14 @@ def run_job(job: Job) -> Outcome:
     Raises:
         ConfigurationError: the rendezvous failed, for a reason that the user can mend.
     """
+    try:
+        return _run_watched(job)
+    except SignalException as error:
+        # Before there was anything to end, or after everything had ended.
+        return Outcome(128 + error.sigval)
+
+
+def _run_watched(job: Job) -> Outcome:
     parameters = make_parameters(job.rendezvous, job.num_machines, job.run_id)
     show_logs = job.debug or "LOGLEVEL" in os.environ
     with (

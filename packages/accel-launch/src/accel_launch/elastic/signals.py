@@ -12,11 +12,11 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import api as torch_processes
 
 from .preemption import FORWARDED, send
 
@@ -25,8 +25,13 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 GRACE_SECONDS = 35.0
 """How long ranks may take to end after a signal: torch's agent kills those that ignore it after 30 s."""
 
-STUCK_SECONDS = 2.0
+STUCK_SECONDS = 5.0
 """How long the launcher itself may take to end once no rank is left."""
+
+# Both are counted in looks: a machine that stood still for a while has not given anybody that time.
+_LOOK_SECONDS = 0.1
+# What torch's agent installs whenever it starts processes.
+_TORCHS_HANDLER = "_terminate_process_handler"
 
 
 class SignalWatch:
@@ -49,7 +54,7 @@ class SignalWatch:
         """Tells the processes that signals are handed on to."""
         self.grace: Callable[[int], float] = lambda number: 0.0
         """Tells how long ranks may take to end after a signal, beyond what is usual."""
-        self._starting = False
+        self._postponed = False
         self._waiting: list[int] = []
         self._ended = threading.Event()
 
@@ -71,11 +76,15 @@ class SignalWatch:
         self._ended.set()
         if not self._active:
             return
+        self._postponed = True
         for number, handler in self._former.items():
             signal.signal(number, handler)
         if self._owns_process:
             signal.set_wakeup_fd(self._former_fd)
             os.close(self._writer)
+        while self._waiting:
+            # To whoever had it before.
+            signal.raise_signal(self._waiting.pop(0))
 
     def install(self) -> None:
         """Take the handlers; torch's agent sets its own whenever it starts processes, so it is called again after that."""
@@ -88,18 +97,26 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def starting_ranks(self) -> Iterator[None]:
-        """Keep signals for the ranks until all of them are known, and take the handlers back from torch's agent."""
-        self._starting = True
+        """Keep signals until all ranks are known: one that raised before would leave behind those that run already.
+
+        The handler that torch's agent installs raises at once; here it installs this one.
+        """
+        torchs = getattr(torch_processes, _TORCHS_HANDLER, None)
+        self._postponed = True
+        setattr(torch_processes, _TORCHS_HANDLER, self._handle)
         try:
             yield
         finally:
-            self._starting = False
+            self._postponed = False
+            setattr(torch_processes, _TORCHS_HANDLER, torchs)
             self.install()
         while self._waiting:
-            self._forward(self._waiting.pop(0), None)
+            number = self._waiting.pop(0)
+            if self._former[number] is not signal.SIG_IGN:  # torch's agent takes what was ignored, too
+                self._handler_of(number)(number, None)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        if self._starting:
+        if self._postponed:
             self._waiting.append(number)
         elif send(self.ranks(), number):
             self.forwarded = signal.Signals(number)
@@ -107,7 +124,9 @@ class SignalWatch:
             self._handle(number, frame)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None:
+        if self._postponed:
+            self._waiting.append(number)
+        elif self.received is None:
             self.received = signal.Signals(number)
             raise SignalException(f"received {self.received.name}", self.received)
 
@@ -133,12 +152,11 @@ class SignalWatch:
         """Leave when the main thread does not get to it."""
         import psutil
 
-        deadline = time.monotonic() + max(GRACE_SECONDS, self.grace(number) + STUCK_SECONDS)
-        alone_since: float | None = None
-        while not self._ended.wait(0.1):
-            now = time.monotonic()
-            alone_since = None if psutil.Process().children() else (alone_since or now)
-            if now > deadline or (alone_since is not None and now - alone_since > STUCK_SECONDS):
+        left, alone = max(GRACE_SECONDS, self.grace(number) + STUCK_SECONDS), 0.0
+        while not self._ended.wait(_LOOK_SECONDS):
+            left -= _LOOK_SECONDS
+            alone = 0.0 if psutil.Process().children() else alone + _LOOK_SECONDS
+            if left < 0 or alone > STUCK_SECONDS:
                 self._leave_now(number)
 
     def _leave_now(self, number: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from accel_state.env import convert_dict_to_env_variables
 from accel_state.errors import ConfigurationError, require
-from accel_state.net import get_free_port
+from accel_state.net import get_free_port, reserved_port
 
 from ..deepspeed_pool import Pool, read_pool
 from ..elastic.worker import ENCODED, RELAY_VARIABLE, encode
@@ -41,8 +41,8 @@ class DeepSpeedLauncher(Launcher):
     def run(self, plan: Plan) -> int:
         """Run the runner and wait for it."""
         require("deepspeed", purpose="starting processes with DeepSpeed's launcher", install="deepspeed")
-        start = self.starts(plan)[0]
-        with tempfile.TemporaryDirectory(prefix="accel_launch_") as folder:
+        with reserved_port() as port, tempfile.TemporaryDirectory(prefix="accel_launch_") as folder:
+            start = _runner(plan, read_pool(plan.settings), port)
             file = Path(folder) / _ENV_FILE
             ours = {**plan.environment, RELAY_VARIABLE: "1"}
             file.write_text("".join([*_users_lines(), *convert_dict_to_env_variables(ours)]))
@@ -52,20 +52,20 @@ class DeepSpeedLauncher(Launcher):
     def starts(self, plan: Plan) -> Sequence[Start]:
         """The runner on this machine, and what it starts on each."""
         pool = read_pool(plan.settings)
-        return [_runner(plan, pool), *_ranks(plan, pool, list(pool))]
+        return [_runner(plan, pool, get_free_port()), *_ranks(plan, pool, list(pool))]
 
 
 def _launcher(plan: Plan) -> str:
     return str(plan.settings["deepspeed_multinode_launcher"] or DEFAULT_LAUNCHER)
 
 
-def _runner(plan: Plan, pool: Pool) -> Start:
+def _runner(plan: Plan, pool: Pool, free_port: int) -> Start:
     settings, launcher = plan.settings, _launcher(plan)
     words = python_command("-m", "deepspeed.launcher.runner", "--no_local_rank")
     if settings["deepspeed_hostfile"]:
         words += ["--hostfile", str(Path(settings["deepspeed_hostfile"]).expanduser())]
     words += _selection(plan, pool)
-    words += ["--master_addr", _address(plan, pool), "--master_port", str(_port(plan, pool))]
+    words += ["--master_addr", _address(plan, pool), "--master_port", str(_port(plan, pool, free_port))]
     if launcher == WITHOUT_SSH:
         words += ["--no_ssh", "--node_rank", str(_node_rank(plan, pool))]
     else:
@@ -120,11 +120,11 @@ def _address(plan: Plan, pool: Pool) -> str:
     return plan.rendezvous.main_process_ip or next(iter(pool))
 
 
-def _port(plan: Plan, pool: Pool) -> int:
+def _port(plan: Plan, pool: Pool, free_port: int) -> int:
     if plan.rendezvous.main_process_port:
         return plan.rendezvous.main_process_port
     starts_all = _launcher(plan) != WITHOUT_SSH
-    return get_free_port() if starts_all and Host(next(iter(pool))).is_here else _DEFAULT_PORT
+    return free_port if starts_all and Host(next(iter(pool))).is_here else _DEFAULT_PORT
 
 
 def _node_rank(plan: Plan, pool: Pool) -> int:

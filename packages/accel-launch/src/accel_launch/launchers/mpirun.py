@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
-from accel_state.net import get_free_port
+from accel_state.net import get_free_port, reserved_port
 
 from ..cpus import usable_cores
 from ..elastic.worker import RELAY_VARIABLE
@@ -40,25 +40,26 @@ class MpirunLauncher(Launcher):
                 "on PATH. "
                 "Install one (apt install openmpi-bin), load its module, or leave the hostfile out."
             )
-        start = _start(plan, mpi)
-        return run_relayed(start.command, {**plan.full_environment(), **start.environment})
+        with reserved_port() as port:
+            start = _start(plan, mpi, port)
+            return run_relayed(start.command, {**plan.full_environment(), **start.environment})
 
     def starts(self, plan: Plan) -> Sequence[Start]:
         """The one call of mpirun."""
         mpi = find_mpi(plan.full_environment())
-        start = _start(plan, mpi or Hydra())
+        start = _start(plan, mpi or Hydra(), get_free_port())
         if mpi is None:
             note = "no mpirun is on PATH: the command is that of Intel MPI and MPICH; other families take other words"
             return [Start(start.machine, start.command, start.environment, start.ranks, [*start.notes, note])]
         return [start]
 
 
-def _start(plan: Plan, mpi: Mpi) -> Start:
+def _start(plan: Plan, mpi: Mpi, free_port: int) -> Start:
     path = plan.settings["mpirun_hostfile"]
     hosts = read_hostfile(path, plan.settings.where("mpirun_hostfile"))
     inherited = plan.full_environment()
     address = plan.rendezvous.main_process_ip or ("127.0.0.1" if len(hosts) == 1 and hosts[0].is_here else hosts[0].name)
-    own = {"MASTER_ADDR": address, "MASTER_PORT": _port(plan, hosts[0].is_here), **_threads(plan), **plan.environment}
+    own = {"MASTER_ADDR": address, "MASTER_PORT": _port(plan, hosts[0].is_here, free_port), **_threads(plan), **plan.environment}
     job = MpiJob(str(Path(path).expanduser()), plan.num_processes, plan.local_processes, int(own["OMP_NUM_THREADS"]), own)
     own = {**{name: value for name, value in mpi.variables(job).items() if name not in inherited}, **own}
     forwarded = {name: value for name, value in inherited.items() if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)}
@@ -75,11 +76,11 @@ def _start(plan: Plan, mpi: Mpi) -> Start:
     )
 
 
-def _port(plan: Plan, rank_0_is_here: bool) -> str:
+def _port(plan: Plan, rank_0_is_here: bool, free_port: int) -> str:
     if plan.rendezvous.main_process_port:
         return str(plan.rendezvous.main_process_port)
     # Two jobs on one host must not meet; what is free on another host cannot be known from here.
-    return str(get_free_port() if rank_0_is_here else DEFAULT_PORT)
+    return str(free_port if rank_0_is_here else DEFAULT_PORT)
 
 
 def _threads(plan: Plan) -> dict[str, str]:

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from ..errors import ConfigurationError
 
-# Below the range that Linux hands out for outgoing connections (32768 and up), above the well-known services.
-_DERIVED_PORTS = range(15000, 30000)
+# Above the well-known services, below the ports that get_free_port gives and those of outgoing connections.
+_DERIVED_PORTS = range(15000, 25000)
 
 
 class Variables:

@@ -211,7 +211,10 @@ def _check_offload(config: Mapping[str, Any], name: str, stage: int) -> None:
 
 def _check_plus_plus(config: Mapping[str, Any], name: str, stage: int) -> None:
     zero = config[ZERO]
-    used = [key for key in _ZERO_PLUS_PLUS if zero.get(key) is True]
+    for key in _ZERO_PLUS_PLUS:
+        if zero.get(key) not in (None, True, False, AUTO):
+            raise ConfigurationError(f"{name} has {ZERO}.{key}: {zero[key]!r}, which is neither true nor false.")
+    used = [key for key in _ZERO_PLUS_PLUS if zero.get(key) not in (None, False, AUTO)]
     group = zero.get("zero_hpz_partition_size", 1)
     if group != AUTO and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
         raise ConfigurationError(f"{name} has {ZERO}.zero_hpz_partition_size: {group!r}, which is not an integer of at least 1.")
