@@ -300,6 +300,14 @@ def test_notes_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     accelerator = parts(tmp_path)[0]
     note = read_note(tmp_path)
     assert note == Note(os.getpid(), [signal.SIGTERM, signal.SIGUSR1], 300.0)
+    worker = os.fork()
+    if worker == 0:
+        try:
+            accelerator.end_training()
+        finally:
+            os._exit(0)
+    os.waitpid(worker, 0)
+    assert read_note(tmp_path) == note, "a forked worker takes back no note but its own"
     accelerator.end_training()
     assert read_note(tmp_path) is None
     with pytest.raises(Preempted) as ended:

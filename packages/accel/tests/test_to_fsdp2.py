@@ -191,7 +191,7 @@ FORMS = strategies.tuples(strategies.sampled_from([None, False, True]), strategi
 
 
 @given(top=TOP, section=strategies.none() | SECTIONS, form=FORMS)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_is_written_loads_as_version_2_and_nothing_else_is_changed(tmp_path, capsys, top, section, form) -> None:
     flow, ending = form
     source, target = tmp_path / "one.yaml", tmp_path / f"two.{ending}"

@@ -140,6 +140,7 @@ class Preemption:
         self.received: signal.Signals | None = None
         self._accelerator = weakref.ref(accelerator, self._dropped)
         self._former: dict[int, Any] = {}
+        self._process = os.getpid()
         self._latest: tuple[weakref.ref[PreparedLoader], int] | None = None
         self._begun = 0
         self._loop_end: LoopEnd | None = None
@@ -193,7 +194,8 @@ class Preemption:
         if loop_watch.current() is self:
             loop_watch.set_current(None)
         folder = folder_of_launcher()
-        if folder is not None and folder.is_dir():
+        # The note of a process is not for a worker that it forked to take back.
+        if folder is not None and folder.is_dir() and self._process == os.getpid():
             take_note_back(folder)
 
     def _dropped(self, _: Any) -> None:
