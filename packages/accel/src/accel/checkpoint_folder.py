@@ -275,39 +275,33 @@ def _existing(folder: Path) -> Path:
     return folder if folder.exists() else _existing(folder.parent)
 
 
-def remove_leftovers(parent: Path) -> list[Path]:
-    """Remove what killed processes had begun to write in a folder, or to delete from it; and finish replacements they had begun.
-
-    Returns:
-        What was removed.
-    """
-    entries = [entry for entry in parent.iterdir() if entry.is_dir()]
-    removed = [entry for entry in entries if name_of(entry, PARTIAL) and _set_aside(entry)]
-    for entry in parent.iterdir():
+def remove_leftovers(parent: Path) -> None:
+    """Remove what killed processes had begun to write in a folder, or to delete from it; and finish replacements they had begun."""
+    for entry in list(parent.iterdir()):
+        if name_of(entry, PARTIAL) and entry.is_dir():
+            _set_aside(entry)
+    for entry in list(parent.iterdir()):
         if name_of(entry, DELETED):
             # Not an error: another process may be clearing up too.
             shutil.rmtree(entry, ignore_errors=True)
-            removed.append(entry)
     recover_all(parent)
-    return removed
 
 
-def _set_aside(partial: Path) -> bool:
-    """Give what a killed process has left a name of what is deleted, and say whether it was that."""
+def _set_aside(partial: Path) -> None:
+    """Give what a killed process has left a name of what is deleted; what another process may be writing stays."""
     temporary = aside(partial.parent / str(name_of(partial, PARTIAL)), DELETED)
     if temporary.exists():
         shutil.rmtree(temporary, ignore_errors=True)
     descriptor = _lock_if_left(partial)
     if descriptor is None:
-        return False
+        return
     try:
         # While it is locked: whoever begins to write to this place meanwhile finds it gone, and makes another.
-        os.rename(partial, temporary)
-    except OSError:
-        return False
+        # What cannot be renamed (another process has just set its own aside) is left for the next time.
+        with suppress(OSError):
+            os.rename(partial, temporary)
     finally:
         _unlock(descriptor)
-    return True
 
 
 def recover_all(parent: Path) -> None:
