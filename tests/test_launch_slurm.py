@@ -71,6 +71,8 @@ def batch(run, folder: Path, *options: str, words: tuple[str, ...] = CPU, script
 
 TWO_NODES = ["0 2.0 n1 0", "1 2.0 n2 0"]
 FOUR_RANKS = ["0 4.0 n1 0", "1 4.0 n1 1", "2 4.0 n2 0", "3 4.0 n2 1"]
+# SLURM chooses the node: n2 while n1 has not done away with the job before.
+ONE_NODE = [[f"{rank} 2.0 {node} {rank}" for rank in range(2)] for node in ("n1", "n2")]
 
 
 def test_a_launcher_on_each_node(run) -> None:
@@ -79,7 +81,7 @@ def test_a_launcher_on_each_node(run) -> None:
 
 
 def test_a_launcher_for_each_rank(run) -> None:
-    assert lines(run("srun", "-N1", "-n2", *CPU, "s.py")) == ["0 2.0 n1 0", "1 2.0 n1 1"]
+    assert lines(run("srun", "-N1", "-n2", *CPU, "s.py")) in ONE_NODE
     result = run("srun", "-N1", "-n2", *CPU, "s.py", "fail")
     assert result.returncode == 1
     assert "accel launch: rank 1 of 2 failed (local rank 1 on " in result.stderr
@@ -93,13 +95,13 @@ def test_a_launcher_for_each_rank(run) -> None:
 def test_a_batch_script_without_srun(run, tmp_path) -> None:
     assert lines(batch(run, tmp_path, "-N2")) == TWO_NODES
     assert lines(batch(run, tmp_path, "-N2", "--ntasks-per-node=2")) == FOUR_RANKS
-    assert lines(batch(run, tmp_path, "-N1", "-n2")) == ["0 2.0 n1 0", "1 2.0 n1 1"]
+    assert lines(batch(run, tmp_path, "-N1", "-n2")) in ONE_NODE
 
 
 def test_an_interactive_allocation(run) -> None:
     """Its shell need not run on any of its nodes."""
     assert lines(run("salloc", "-N2", *CPU, "s.py")) == TWO_NODES
-    assert lines(run("salloc", "-N1", *CPU, "--num_processes", 2, "s.py")) == ["0 2.0 n1 0", "1 2.0 n1 1"]
+    assert lines(run("salloc", "-N1", *CPU, "--num_processes", 2, "s.py")) in ONE_NODE
 
 
 def test_the_first_failure_of_all_nodes_comes_last(run) -> None:

@@ -38,6 +38,8 @@ ReturnToService=2
 SwitchType=switch/none
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1
+MessageTimeout=90
+TCPTimeout=30
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
