@@ -18,12 +18,15 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 # A machine that does something else for a second is no reason for a test to fail, and the same examples come each time: new ones are
 # looked for with --hypothesis-seed. Folders of tests add to this profile.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("suite", settings.get_profile("search"), derandomize=True)
 settings.load_profile("suite")
+# It would draw numbers and texts out of the source of our modules too: of those that are loaded, which are others in every order.
+providers._get_local_constants = lambda: providers._local_constants
 
 # Set by pytest itself around every phase, by libraries the first time they are used, and never by us.
 _VARIABLES_OF_OTHERS = {

@@ -15,6 +15,9 @@ CONSTRAINTS="${ACCEL_CONSTRAINTS:-constraints.txt}"
 STAMPS="$VENV/.stamps"
 cd "$ROOT"
 
+# A package index that does not answer for a minute is no reason to give up; the tests install packages too.
+export PIP_RETRIES="${PIP_RETRIES:-10}" PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEOUT:-60}"
+
 say() { printf '==> %s\n' "$*"; }
 
 die() {

@@ -75,7 +75,10 @@ class Launcher:
 
     def start(self, *words: object) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        return subprocess.Popen([*self.command, *map(str, words)], cwd=self.folder, env=self.env, stdout=pipe, stderr=pipe, text=True)
+        # Ranks of several hosts write through one pipe: a character may be cut.
+        return subprocess.Popen(
+            [*self.command, *map(str, words)], cwd=self.folder, env=self.env, stdout=pipe, stderr=pipe, text=True, errors="replace"
+        )
 
     def run(self, *words: object) -> tuple[int, str, str]:
         process = self.start(*words)
@@ -91,7 +94,7 @@ def launcher(server, tmp_path) -> Launcher:
     return Launcher(server, tmp_path)
 
 
-@pytest.mark.timeout(330)
+@pytest.mark.timeout(700)
 def test_over_pdsh(launcher) -> None:
     # What the user has DeepSpeed export stays exported beside what we do.
     (launcher.folder / ".deepspeed_env").write_text("MINE=kept\n")
@@ -100,7 +103,7 @@ def test_over_pdsh(launcher) -> None:
     assert launcher.ranks() == ["2.0 0 true 2 kept s.py a b  $HOME 'c'"] * 2
 
 
-@pytest.mark.timeout(330)
+@pytest.mark.timeout(700)
 def test_the_rank_that_failed_first_is_named_last(launcher) -> None:
     code, _, errors = launcher.run("s.py", "fail")
     end = errors[errors.rindex("accel launch: ") :]
@@ -110,7 +113,7 @@ def test_the_rank_that_failed_first_is_named_last(launcher) -> None:
     assert code == 1
 
 
-@pytest.mark.timeout(330)
+@pytest.mark.timeout(700)
 def test_without_ssh(launcher) -> None:
     with reserved_port() as port:
         words = ("--deepspeed_multinode_launcher=nossh", "--num_machines=2", f"--main_process_port={port}", "--quiet")
@@ -125,7 +128,7 @@ def test_without_ssh(launcher) -> None:
     assert launcher.ranks() == ["2.0 0 true - - s.py"] * 2
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(960)
 def test_a_signal_ends_the_ranks_of_all_machines(launcher) -> None:
     process = launcher.start("s.py", "sleep")
     try:
@@ -150,7 +153,7 @@ def test_a_signal_ends_the_ranks_of_all_machines(launcher) -> None:
 
 # DeepSpeed's launcher starts four interpreters before the two ranks import torch and scikit-learn.
 @pytest.mark.slow
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(960)
 def test_the_digits_example_learns_the_same(launcher) -> None:
     # Data-parallel, by torch: only who starts the ranks is DeepSpeed.
     path = repr(str(SCRIPT))

@@ -17,7 +17,7 @@ from components.digits import ARGUMENTS, LAUNCH, SCRIPT, check_loss, environment
 
 _MISSING = namespaces.missing()
 # Two launchers, and up to four ranks that import torch, perhaps twice.
-pytestmark = [pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "hosts can be made"), pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "hosts can be made"), pytest.mark.timeout(960)]
 
 RESUMING = """
 # Trains a number of steps over all ranks, from where the last start of it has come.
@@ -127,7 +127,7 @@ def test_a_killed_worker_is_started_again(hosts, tmp_path, backend, each: int, v
 
 
 def test_the_doctor_finds_both_hosts_well(hosts, tmp_path) -> None:
-    common = ["--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=10.77.0.1", "--main_process_port=29512", "--timeout=100"]
+    common = ["--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=10.77.0.1", "--main_process_port=29512", "--timeout=250"]
     command = [*LAUNCH[:-1], "doctor", *common]
     processes = [
         subprocess.Popen(
@@ -135,7 +135,7 @@ def test_the_doctor_finds_both_hosts_well(hosts, tmp_path) -> None:
         )
         for host in (0, 1)
     ]
-    outputs = [process.communicate(timeout=150)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     for output in outputs:
         assert "meeting        2 process(es) on host0, host1 over gloo" in output
@@ -150,7 +150,7 @@ def test_the_doctor_says_that_a_host_does_not_answer(hosts, tmp_path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 1

@@ -14,7 +14,7 @@ import pytest
 from components.digits import ARGUMENTS, LAUNCH, SCRIPT, check_loss, environment, is_alive
 
 # Each starts mpirun, and with it two ranks that import torch, once or twice.
-pytestmark = pytest.mark.timeout(360)
+pytestmark = pytest.mark.timeout(700)
 
 SUM = """
 import os, sys, time
@@ -63,7 +63,10 @@ def mpi(request, tmp_path) -> tuple[str, dict[str, str]]:
 
 
 def run(mpi, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(list(map(str, words)), cwd=folder, env=mpi[1], capture_output=True, text=True, timeout=170, check=False)
+    # mpirun may cut what ranks write within a character.
+    return subprocess.run(
+        list(map(str, words)), cwd=folder, env=mpi[1], capture_output=True, text=True, errors="replace", timeout=300, check=False
+    )
 
 
 MPIRUN = (*LAUNCH, "--cpu", "--num_processes", "2", "--mpirun_hostfile", "hosts")
@@ -102,7 +105,7 @@ def test_mpirun_starts_accel_launch(mpi, tmp_path) -> None:
     assert result.returncode and "--num_processes 5, but " in result.stderr
 
 
-@pytest.mark.timeout(360)
+@pytest.mark.timeout(700)
 def test_a_signal_ends_the_ranks(mpi, tmp_path) -> None:
     launcher = subprocess.Popen([*MPIRUN, "s.py", "sleep"], cwd=tmp_path, env=mpi[1], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -124,7 +127,7 @@ def test_a_signal_ends_the_ranks(mpi, tmp_path) -> None:
         launcher.wait()
 
 
-@pytest.mark.timeout(540)
+@pytest.mark.timeout(1000)
 def test_the_digits_example_learns_the_same(mpi, tmp_path) -> None:
     check_loss(run(mpi, tmp_path, *MPIRUN, SCRIPT, *ARGUMENTS).stdout)
     # Ranks that mpirun starts by itself need no launcher.

@@ -57,7 +57,7 @@ with mock_aws():
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize("sdk", ["sagemaker2", "sagemaker3"])
 def test_a_job_is_created(tmp_path, sdk) -> None:
     if missing(sdk):
@@ -72,7 +72,7 @@ def test_a_job_is_created(tmp_path, sdk) -> None:
         (tmp_path / name).write_text(text)
     secrets = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
     env = environment(HOME=str(tmp_path), SAGEMAKER_SUPPRESS_V2_WARNING="1", **secrets)
-    done = subprocess.run([str(find(sdk)), "job.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run([str(find(sdk)), "job.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     code, (job,) = json.loads(done.stdout[done.stdout.rindex("JOBS ") + 5 :])
     assert code == 0 and job["TrainingJobName"].startswith("accel-digits-")

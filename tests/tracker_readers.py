@@ -141,7 +141,7 @@ def aim(folder: Path, project: str) -> Stored:
 
     # A repository is readable when its runs are indexed; the server does it by itself.
     command = [str(Path(sys.executable).parent / "aim"), "storage", "--repo", str(folder), "reindex", "-y"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
     runs = [*Repo(str(folder)).iter_runs()]
     (run,) = runs
     assert run.name == project
@@ -241,4 +241,5 @@ def environment(folder: Path) -> dict[str, str]:
     """The environment of a script that tracks: libraries find no settings of whoever runs the tests, and ask nobody."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_", "WANDB", "MLFLOW"))}
     kept.update(HOME=str(folder), OMP_NUM_THREADS="1", AIM_UI_TELEMETRY_ENABLED="0", WANDB_SILENT="true", MLFLOW_DISABLE_TELEMETRY="true")
+    kept["WANDB__SERVICE_WAIT"] = "300"  # seconds that its service may take to come up
     return kept

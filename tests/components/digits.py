@@ -47,7 +47,7 @@ def loss_of_one_process() -> float:
     """The loss of the script run by Python alone."""
     pytest.importorskip("sklearn")
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *ARGUMENTS], env=environment(), capture_output=True, text=True, timeout=170, check=True
+        [sys.executable, str(SCRIPT), *ARGUMENTS], env=environment(), capture_output=True, text=True, timeout=300, check=True
     )
     (loss,) = losses_in(done.stdout)
     return loss

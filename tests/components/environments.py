@@ -15,4 +15,9 @@ def find(name: str) -> Path:
 
 def missing(name: str) -> str:
     """Why an environment cannot be used; empty where it can."""
-    return "" if find(name).is_file() else f"there is no .venv-{name}: scripts/components {name}"
+    python = find(name)
+    if not python.is_file():
+        return f"there is no .venv-{name}: scripts/components {name}"
+    # Written last: what goes before may have been broken off, by the network or by a time limit.
+    is_whole = f"ACCEL_{name.upper()}_PYTHON" in os.environ or python.parents[1].joinpath("installed").is_file()
+    return "" if is_whole else f"the packages of .venv-{name} are not installed: scripts/components {name}"

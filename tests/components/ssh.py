@@ -62,7 +62,8 @@ class SshServer:
             (self.folder / name).write_text(text.format(port=port, folder=self.folder))
         self.bin.mkdir()
         shim = self.bin / "ssh"
-        shim.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.folder}/ssh_config "$@"\n')
+        # The first value of an option wins: pdsh asks for an answer within ten seconds.
+        shim.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -o ConnectTimeout=100 -F {self.folder}/ssh_config "$@"\n')
         shim.chmod(0o755)
         # Debian's sshd wants this folder even where it does not use it.
         Path("/run/sshd").mkdir(exist_ok=True)

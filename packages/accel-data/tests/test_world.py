@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from accel_data import PreparedLoader, prepare_data_loader, skip_first_batches
 from accel_data.rows import count_rows, slice_rows
+from accel_state import testing
 from accel_state.state import PartialState
 from accel_state.testing import WorldError, run_world
 
@@ -327,6 +328,13 @@ class Failing(IterableDataset):
         yield from torch.arange(10)
 
 
+@pytest.fixture
+def all_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every rank raises is compared: the slowest gets all the time that it needs."""
+    monkeypatch.setattr(testing, "_GRACE_SECONDS", 200.0)
+
+
+@pytest.mark.usefixtures("all_ranks_end")
 def test_an_error_on_the_reading_rank_is_raised_on_every_rank() -> None:
     with pytest.raises(WorldError) as failure:
         run_world(read_failing, 2, True, False, timeout=280)
@@ -336,6 +344,7 @@ def test_an_error_on_the_reading_rank_is_raised_on_every_rank() -> None:
     assert "LookupError: no sample 9" in failure.value.reports[1]
 
 
+@pytest.mark.usefixtures("all_ranks_end")
 def test_an_error_in_one_ranks_source_stops_the_others() -> None:
     with pytest.raises(WorldError) as failure:
         run_world(read_failing, 2, False, True, timeout=280)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import resource
+import socket
 import sys
 
 import pytest
@@ -56,7 +57,8 @@ def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
     assert all(lines[index + 1].startswith("        -> ") for index in failed)
     assert "`ulimit -n 4096` before launching (this machine allows 256" in result.stdout
     assert "warn  variables      RANK=3: a process would take itself for a rank" in result.stdout
-    assert "did not end within 0.1 s: no process came as far as to say anything" in result.stdout
+    # How far ranks come in that time is the machine's affair.
+    assert re.search(r"did not end within 0\.1 s: (no process came as far as to say anything|rank \d: )", result.stdout)
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan"])
@@ -82,6 +84,15 @@ def test_what_a_machine_can_lack(monkeypatch) -> None:
     monkeypatch.setattr(machine, "OLDEST_TORCH", (99, 0))
     assert findings(machine.check_versions)["torch"].failed
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
+    resolve = socket.getaddrinfo
+
+    def know_no_such_host(host, *args, **options):
+        # What a name service says of it, and how soon, is not for this test.
+        if host == "no-such-host.invalid":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, *args, **options)
+
+    monkeypatch.setattr("socket.getaddrinfo", know_no_such_host)
     assert findings(machine.check_network)["host name"].state == "warn"
 
 

@@ -196,6 +196,32 @@ def test_tee_and_log_dir(shell) -> None:
     }
 
 
+def test_a_last_line_is_not_lost_between_two_looks(shell) -> None:
+    """The thread that copies the output finds no more of it, and is slow to look whether the rank has ended, as it has meanwhile."""
+    shell.write("s.py", "import time; time.sleep(1); print('last')")
+    result = shell.python("""
+        import sys, time
+        import torch.distributed.elastic.multiprocessing.tail_log as tail_log
+        from accel_launch.cli import main
+
+        class SlowAtTheEnd:
+            def __init__(self, *args, **options):
+                self.file = open(*args, **options)
+            def __enter__(self):
+                return self
+            def __exit__(self, *_):
+                self.file.close()
+            def readline(self):
+                line = self.file.readline()
+                time.sleep(0 if line else 6)
+                return line
+
+        tail_log.open = SlowAtTheEnd
+        sys.exit(main(["launch", "--cpu", "--num_processes", "2", "--tee", "1", "--log_dir", "logs", "s.py"]))
+    """)
+    assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["[default0]:last", "[default1]:last"]), result.stderr
+
+
 def test_the_output_of_a_single_process_is_kept_too(shell) -> None:
     shell.write("s.py", "import sys; print('out'); sys.exit('gone')")
     result = shell.accel("launch", "--cpu", "--num_processes", "1", "--tee", "3", "--log_dir", "logs", "s.py")

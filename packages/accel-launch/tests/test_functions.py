@@ -130,6 +130,28 @@ def test_a_rank_that_has_just_been_forked_can_be_ended(session) -> None:
     assert lines == ["ValueError: boom", "another fork keeps its handlers: True"]
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_a_rank_that_has_no_handlers_of_its_own_yet(session, name: str) -> None:
+    """Between the fork and the first thing that the rank does it has the launcher's handler, which would keep the signal for ever."""
+    lines = session(f"""
+        import os, signal, time
+        from multiprocessing.context import ForkProcess
+        from accel_launch import LaunchError, debug_launcher
+
+        ranks, start = [], ForkProcess.start
+        def start_one(process):
+            ranks.append(process)
+            start(process)
+        ForkProcess.start = start_one
+        os.register_at_fork(after_in_child=lambda: len(ranks) == 1 and os.kill(os.getpid(), signal.{name}))
+        try:
+            debug_launcher(lambda: time.sleep(20 if os.environ["RANK"] == "0" else 0))
+        except LaunchError as error:
+            print(str(error).split(" (")[0])
+    """)
+    assert lines == [f"accel launch: rank 0 of 2 was ended by {name}"]
+
+
 def test_an_interrupt_is_over_when_the_function_is(session) -> None:
     lines = session("""
         import os, pathlib, signal, threading, time

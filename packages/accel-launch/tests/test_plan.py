@@ -123,11 +123,9 @@ class TestCores:
         assert usable_cores(tmp_path / "none", tmp_path / "cpu.max") == expected
 
 
-def test_ports() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        port = server.getsockname()[1]
+def test_ports(free_port) -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
         assert not is_free(port) and not is_free(port, "127.0.0.1")
     assert is_free(port)
     with pytest.raises(OSError, match="assign"):

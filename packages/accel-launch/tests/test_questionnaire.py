@@ -310,6 +310,7 @@ class TestOnATerminal:
         terminal.expect("is not an integer of at least 1")
         terminal.sendcontrol("c")
         terminal.expect(pexpect.EOF)
+        terminal.wait()  # what is still about to end pexpect gives half a second, and raises
 
     def test_interrupted_nothing_is_written(self, shell, terminal: pexpect.spawn) -> None:
         path = shell.write("c.yaml", "num_processes: 3\n")

@@ -131,6 +131,29 @@ def test_nobody_waits_for_a_machine_that_has_ended(machines, state, message) -> 
         two.handlers[0].next_rendezvous()
 
 
+def test_a_store_that_goes_as_soon_as_its_machine_is_told(capsys) -> None:
+    """It has been told: to say that it could not be would depend on which of the two is faster."""
+    server = serve(0, forks=True)
+    store = server.client()
+    seen = server.client()
+
+    class LeavesWhenTold:
+        def compare_set(self, *args: str) -> bytes:
+            answer = store.compare_set(*args)
+            assert Ends(seen, 0, 2).failed() == 1
+            server.close()
+            return answer
+
+        def set(self, *args: str) -> None:
+            store.set(*args)
+            store.get(args[0])
+
+    Ends(LeavesWhenTold(), 1, 2).post(FAILED)
+    assert capsys.readouterr().err == ""
+    Ends(store, 1, 2).post(FAILED)
+    assert "machine rank 0 cannot be told that this machine failed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("forks", [False, True])
 def test_a_port_in_use_is_an_error(forks) -> None:
     server = serve(0, forks=forks)
@@ -157,7 +180,8 @@ STEPS = """
     rank, count, mode = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]), sys.argv[1]
     pathlib.Path(f"pid{rank}").write_text(str(os.getpid()))
     pathlib.Path(f"start{count}.{rank}").write_text(os.environ["MASTER_PORT"])
-    while not all(pathlib.Path(f"start{count}.{other}").exists() for other in range(int(os.environ["WORLD_SIZE"]))):
+    starts = [pathlib.Path(f"start{count}.{other}") for other in range(int(os.environ["WORLD_SIZE"]))]
+    while not all(start.exists() and start.read_text() for start in starts):  # not only made: who has written may be ended
         time.sleep(0.02)
     if rank == int(sys.argv[2]) and (mode == "always" or count == 0):
         if mode == "late":

@@ -165,6 +165,9 @@ SAVES = """
     if count == "1":
         sys.exit(0)
     def save(number, frame):
+        pathlib.Path("told" + rank).touch()
+        while not all(pathlib.Path(f"told{other}").exists() for other in range(int(os.environ["WORLD_SIZE"]))):
+            time.sleep(0.05)  # who has saved makes the launcher end the others
         time.sleep(2)  # longer than a launcher that knows nothing of it has patience for
         leave_note(folder_of_launcher(), Note(os.getpid(), [signal.SIGTERM, signal.SIGUSR1], 60.0, 75, "here"))
         os._exit(75)
@@ -176,14 +179,36 @@ SAVES = """
 """
 
 
+def ready(shell, ranks: int) -> list[int]:
+    """The ranks' processes, once they save on signals; none before."""
+    files = [shell.folder / f"ready{rank}" for rank in range(ranks)]
+    texts = [file.read_text() for file in files if file.exists()]
+    return [int(text) for text in texts] if len(texts) == ranks and all(texts) else []
+
+
 @pytest.mark.parametrize(("number", "ranks", "restarts"), [(signal.SIGTERM, 2, 0), (signal.SIGUSR1, 2, 1), (signal.SIGTERM, 1, 1)])
 def test_ranks_that_save_get_their_time(shell, started, wait_until, number: int, ranks: int, restarts: int) -> None:
     """And they are not started again: whoever signals the launcher means the machine."""
     shell.write("s.py", SAVES)
     launcher = started(shell.start("launch", "--cpu", "--num_processes", str(ranks), "--max_restarts", str(restarts), "s.py"))
-    wait_until(lambda: all((shell.folder / f"ready{rank}").exists() for rank in range(ranks)), "the ranks are ready")
+    wait_until(lambda: ready(shell, ranks), "the ranks are ready")
     launcher.send_signal(number)
     assert launcher.wait(60) == 75
+
+
+def test_ranks_that_save_are_not_forgotten_over_telling_the_other_machines(shell, started, wait_until, free_port) -> None:
+    """No rank is left while this launcher waits for the others to hear of it, for as long as they may take."""
+    shell.write("s.py", SAVES.replace('range(int(os.environ["WORLD_SIZE"]))', "[1]"))
+    words = ["--num_processes=2", "--num_machines=2", "--main_process_ip=127.0.0.1", f"--main_process_port={free_port()}"]
+    first, second = (
+        started(shell.start("launch", "--cpu", "--monitor_interval=4", *words, f"--machine_rank={rank}", "s.py")) for rank in (0, 1)
+    )
+    wait_until(lambda: ready(shell, 2), "the ranks are ready")
+    second.terminate()
+    assert second.wait(100) == 75
+    first.terminate()
+    assert first.wait(100) == 75
+    assert not os.listdir(shell.env["TMPDIR"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -191,7 +216,7 @@ def test_ranks_that_saved_are_started_again(shell, started, wait_until, ranks: i
     """Only they were told to end, so the machine stays."""
     shell.write("s.py", SAVES)
     launcher = started(shell.start("launch", "--cpu", "--num_processes", str(ranks), "--max_restarts", "1", "s.py"))
-    wait_until(lambda: all((shell.folder / f"ready{rank}").exists() for rank in range(ranks)), "the ranks are ready")
-    for rank in range(ranks):
-        os.kill(int((shell.folder / f"ready{rank}").read_text()), signal.SIGUSR1)
+    wait_until(lambda: ready(shell, ranks), "the ranks are ready")
+    for pid in ready(shell, ranks):
+        os.kill(pid, signal.SIGUSR1)
     assert launcher.wait(60) == 0

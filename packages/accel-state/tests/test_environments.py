@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -245,6 +248,17 @@ def test_real_mpi(name, program):
     assert len(ports) > 1, "two jobs must not meet at one port (there are ten thousand, so two of three jobs may)"
 
 
+def test_a_clock_that_is_set_while_ranks_start_does_not_part_them(monkeypatch):
+    """Each rank looks for itself at the process that started them."""
+    parent = psutil.Process().parent()
+    times = itertools.count()
+    monkeypatch.setattr(psutil.Process, "parents", lambda _: [parent])
+    monkeypatch.setattr(psutil.Process, "name", lambda _: "hydra_pmi_proxy")
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: next(times))
+    one_node = {**HYDRA, "PMI_SIZE": "8", "MPI_LOCALNRANKS": "8", "MPI_LOCALRANKID": "5"}
+    assert len({environments.detect(one_node).main_port for _ in range(3)}) == 1
+
+
 def test_reading_the_environment_needs_no_torch():
     code = "import sys; from accel_state import environments; environments.detect(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=110, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
@@ -266,6 +280,15 @@ def test_a_node_whose_name_is_no_address(tmp_path, monkeypatch):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\necho NodeName=$4 Arch=x86_64 NodeAddr=10.9.8.7 NodeHostName=x\n")
     scontrol.chmod(0o755)
+    resolve = socket.getaddrinfo
+
+    def know_no_nodes(host, *args, **options):
+        # What a name service says of them, and how soon, is not for this test.
+        if host.endswith(".invalid"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", know_no_nodes)
     assert find_address("localhost") == "localhost"
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert find_address("first-node.invalid") == "10.9.8.7"

@@ -13,8 +13,10 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +81,33 @@ def hang_on(rank: int, folder: str) -> None:
         time.sleep(600)
 
 
+def touch_when(path: Path, stands: Callable[[list[Any]], bool]) -> None:
+    """Make a file as soon as the stack of the main thread, innermost frame first, is what it is going to stay."""
+
+    def look() -> None:
+        while not stands([frame for frame, _ in traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])]):
+            time.sleep(0.01)
+        path.touch()
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def _stands_at(frame: Any, function: str, line: int) -> bool:
+    return frame.f_code.co_name == function and (line == 0 or frame.f_lineno == line)
+
+
 def wait_in_collective(absent: int, folder: str) -> None:
-    Path(folder, str(dist.get_rank())).touch()
+    ends = ("all_reduce", 0) if dist.get_rank() != absent else ("wait_in_collective", line_of_absence())
+    touch_when(Path(folder, str(dist.get_rank())), lambda stack: any(_stands_at(frame, *ends) for frame in stack))
     if dist.get_rank() == absent:
         time.sleep(600)
     dist.all_reduce(torch.ones(1))
+
+
+def line_of_absence() -> int:
+    """Where :func:`wait_in_collective` sleeps."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if "== absent" in line) + 1
 
 
 def die_on(rank: int, how: str, folder: str) -> None:
@@ -96,6 +120,17 @@ def die_on(rank: int, how: str, folder: str) -> None:
             os._exit(7)
         os.kill(os.getpid(), getattr(signal, how))
     time.sleep(600)
+
+
+def die_in_the_middle_of_the_result() -> bytes:
+    send = Connection._send
+
+    def send_half(connection: Connection, message: Any, *more: Any) -> None:
+        send(connection, message[: len(message) // 2], *more)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Connection._send = send_half
+    return b"what arrives in part"
 
 
 def leave_child_and(pid_file: str, rank: int, what: str) -> None:
@@ -248,8 +283,7 @@ def test_a_timeout_says_where_each_rank_stood(tmp_path, clock):
         run_world(wait_in_collective, 2, 1, str(tmp_path), timeout=2)
     assert time.monotonic() - began < 100
     waiting, absent = caught.value.reports
-    lines = Path(__file__).read_text().splitlines()
-    sleep_line = next(number for number, line in enumerate(lines, 1) if "== absent" in line) + 1
+    sleep_line = line_of_absence()
     assert f'File "{__file__}", line {sleep_line} in wait_in_collective' in absent
     assert f'File "{__file__}", line {sleep_line + 1} in wait_in_collective' in waiting
     assert "all_reduce" in waiting
@@ -295,6 +329,12 @@ def test_a_rank_that_dies_is_reported_with_its_exit_code(tmp_path, how, text):
         run_world(die_on, 2, 1, how, str(tmp_path))
     assert text in caught.value.reports[1]
     assert "in die_on" in caught.value.reports[0]
+
+
+def test_a_rank_that_dies_in_the_middle_of_its_result_is_reported_too():
+    with pytest.raises(WorldError, match="1 of 1 ranks failed: rank 0") as caught:
+        run_world(die_in_the_middle_of_the_result, 1)
+    assert "died of SIGKILL (exit code -9)" in caught.value.reports[0]
 
 
 @pytest.mark.parametrize("what", ["raise", "hang", "return"])

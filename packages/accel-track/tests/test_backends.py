@@ -20,7 +20,7 @@ NAMES = ["tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvcliv
 pytest.importorskip("numpy")
 
 # Loading takes libraries up to ten seconds, several times a test, on a machine that others use too.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 HEAD = """
 import json, sys, enum, math, pathlib, functools
@@ -36,7 +36,7 @@ settings = {
     "wandb": {"mode": "offline", "dir": str(folder)},
     "clearml": {"auto_resource_monitoring": False},
 }
-tracking = Tracking(name, folder, strict=True, delivery=Delivery(start_timeout=100, stall_timeout=100, finish_timeout=100))
+tracking = Tracking(name, folder, strict=True, delivery=Delivery(start_timeout=250, stall_timeout=250, finish_timeout=250))
 """
 
 
@@ -50,6 +50,7 @@ def environment(folder: Path) -> dict[str, str]:
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
         "OMP_NUM_THREADS": "1",
         "TRACKIO_DIR": folder / "trackio",
+        "WANDB__SERVICE_WAIT": "250",
     }
     return {**os.environ, **{name: str(value) for name, value in variables.items()}}
 
@@ -57,7 +58,7 @@ def environment(folder: Path) -> dict[str, str]:
 def run(code: str, name: str, folder: Path, *words: str) -> Any:
     """What the code prints last, as JSON."""
     command = [sys.executable, "-c", HEAD + textwrap.dedent(code), name, *words]
-    result = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=220)
+    result = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-5000:]
     return json.loads([line for line in result.stdout.splitlines() if line.startswith("RESULT ")][-1].removeprefix("RESULT "))
 

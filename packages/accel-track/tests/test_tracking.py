@@ -208,7 +208,8 @@ def test_a_constructor_that_raises(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_tracker_that_hangs_is_waited_for_within_bounds(hang: str, caplog: pytest.LogCaptureFixture) -> None:
     tracker = Recorder(hang=hang)
     # The thread gets all the time that it needs to come to the call that hangs.
-    tracking = Tracking(tracker, delivery=Delivery(finish_timeout=0.5) if hang == "finish" else QUICK)
+    delivery = {"start": QUICK, "log": Delivery(stall_timeout=0.5, finish_timeout=0.5), "finish": Delivery(finish_timeout=0.5)}[hang]
+    tracking = Tracking(tracker, delivery=delivery)
     tracking.init_trackers("project")
     for step in range(10):
         tracking.log({"a": 1}, step=step)

@@ -64,7 +64,7 @@ def test_answers(silent_server: str, closed_port: str) -> None:
     assert not answers("http://no-such-host.invalid", 5)
 
 
-@pytest.mark.timeout(240)  # libraries that take ten seconds to import, on a busy machine
+@pytest.mark.timeout(480)  # libraries that take ten seconds to import, on a busy machine
 @pytest.mark.parametrize("address", ["closed_port", "silent_server"])
 @pytest.mark.parametrize("name", SERVERS)
 def test_training_goes_on_without_the_server(name: str, address: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -76,9 +76,9 @@ def test_training_goes_on_without_the_server(name: str, address: str, tmp_path: 
     environment = kept | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"} | {key: value.format(at=at) for key, value in variables.items()}
     code = SCRIPT.format(name=name, arguments=arguments.format(at=at))
     begin = time.monotonic()
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
     took = time.monotonic() - begin
     assert result.returncode == 0, result.stderr
     assert "logged 100" in result.stdout
     assert f"The tracker '{name}'" in result.stderr and "is set aside" in result.stderr, result.stderr
-    assert took < 150, f"{took:.0f} s"
+    assert took < 300, f"{took:.0f} s"

@@ -158,9 +158,9 @@ def test_it_is_a_command_of_its_own_too_and_needs_no_torch(runs: Path, tmp_path:
     code = f"import sys; sys.argv = ['accel_track', 'show', {str(runs)!r}, '--width', '60']; import runpy\n"
     code += "try: runpy.run_module('accel_track', run_name='__main__')\nexcept SystemExit as end: assert not end.code, end.code\n"
     code += "print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={"PYTHONIOENCODING": "ascii"})
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env={"PYTHONIOENCODING": "ascii"})
     assert result.returncode == 0 and result.stdout.splitlines()[-1] == "False", result.stderr
     assert result.stdout.isascii()
     command = [sys.executable, "-m", "accel_track", "show", "missing"]
-    wrong = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    wrong = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert wrong.returncode == 2 and wrong.stderr.startswith("accel track: error: there is no folder 'missing'")

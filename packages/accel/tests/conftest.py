@@ -1,10 +1,13 @@
-"""Every test starts with states of its own."""
+"""Every test starts with states of its own, and a known seed: not with what the tests before it have left."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+import torch
 
 from accel_state import context
 from accel_state.testing import preload
@@ -21,5 +24,8 @@ preload(
 
 @pytest.fixture(autouse=True)
 def fresh_states() -> Iterator[None]:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     with context.isolated():
         yield

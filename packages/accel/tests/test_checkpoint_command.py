@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoint_runs import Run, as_of_another_library, project
 
-from accel.manifest import MANIFEST_NAME
+from accel.manifest import MANIFEST_NAME, Manifest
 from accel_launch.cli import main
 
 TORCH_FREE = "import sys; from accel_launch.cli import main; code = main(sys.argv[1:]); sys.exit(9 if 'torch' in sys.modules else code)"
@@ -43,13 +45,17 @@ def test_list_shows_every_checkpoint(folder: Path, capsys: pytest.CaptureFixture
         assert rows[".checkpoint_7.accel-partial"].endswith("incomplete: was never finished")
 
 
-def test_list_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_as_json(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     as_of_another_library(folder / "checkpoint_0")
+    manifest = Manifest.read(folder / "checkpoint_1")
+    assert manifest is not None
+    now = datetime.fromisoformat(manifest.saved_at).timestamp() + 90.04
+    monkeypatch.setattr("accel.commands.checkpoint.time", SimpleNamespace(time=lambda: now))
     assert main(["checkpoint", "list", "--json", str(folder)]) == 0
     found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert found["checkpoint_0"]["complete"] and found["checkpoint_0"]["optimizer_steps"] is None
     newest = found["checkpoint_1"]
-    assert newest["complete"] and newest["optimizer_steps"] == 8 and newest["world_size"] == 1 and 0 <= newest["age"] < 100
+    assert newest["complete"] and newest["optimizer_steps"] == 8 and newest["world_size"] == 1 and newest["age"] == 90.0
     assert newest["size"] == sum(path.stat().st_size for path in (folder / "checkpoint_1").iterdir())
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 from collections import OrderedDict
+from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_runs import (
@@ -23,7 +25,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.checkpoint_files import CheckpointError
+from accel.checkpoint_files import CheckpointError, read
 from accel.checkpoint_writing import write_manifest
 from accel.manifest import MANIFEST_NAME
 
@@ -76,6 +78,24 @@ def test_the_word_of_the_caller_that_a_file_may_run_code(saved: tuple[Run, Path]
     write_manifest(state, 1, {"iteration": 1})
     run.accelerator.load_state(state, load_kwargs={"weights_only": False})
     assert mark.exists(), "the word was not taken, or the tests above could not have failed"
+
+
+def test_what_the_user_has_allowed_is_never_refused_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save in the background reads its files back at any moment of the loop's own loading."""
+    own, state, clear = tmp_path / "own.pt", tmp_path / "state.pt", torch.serialization.clear_safe_globals
+    torch.save(timedelta(3), own)
+    torch.save({"rows": np.arange(3)}, state)
+
+    def clear_while_the_loop_loads() -> None:
+        clear()
+        assert torch.load(own, weights_only=True) == timedelta(3)
+
+    with torch.serialization.safe_globals([timedelta]):
+        monkeypatch.setattr(torch.serialization, "clear_safe_globals", clear_while_the_loop_loads)
+        assert read(state)["rows"].tolist() == [0, 1, 2]
+        assert torch.load(own, weights_only=True) == timedelta(3)
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(state, weights_only=True)
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST_NAME])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from datetime import datetime, timedelta
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,7 +129,11 @@ def test_latest_by_number(tmp_path: Path) -> None:
     assert run.counter.state["count"] == 1 and run.accelerator.save_iteration == 2
 
 
-def test_latest_by_time(tmp_path: Path) -> None:
+def test_latest_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The machine's clock may be put right, or back, between two saves.
+    seconds = count()
+    clock = SimpleNamespace(now=lambda zone: datetime(2026, 1, 1, tzinfo=zone) + timedelta(seconds=next(seconds)))
+    monkeypatch.setattr("accel.checkpoint_writing.datetime", clock)
     run = Run(project_dir=str(tmp_path))
     with pytest.raises(ConfigurationError, match="no folder in it is a complete checkpoint"):
         run.accelerator.load_state("latest")

@@ -85,7 +85,8 @@ def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> No
     (tmp_path / "fsdp2.yaml").write_text(config[1])
     begin = time.process_time()
     assert COMMAND.run(command.replace("fsdp2.yaml", str(tmp_path / "fsdp2.yaml"), 1).split()) == 0
-    assert time.process_time() - begin < 60 * slowness()
+    # The pipeline takes 30 s, and a processor whose caches others use longer; a loop like that of slowness() does not notice them.
+    assert time.process_time() - begin < 180 * slowness()
     assert capsys.readouterr().out == output
 
 

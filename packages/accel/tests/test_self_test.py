@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -60,6 +63,30 @@ def lost_samples() -> list[str]:
     return failures(accelerator, checks.check_loaders)
 
 
+def main_process_last() -> list[str]:
+    """A rank that goes before the main one is found out."""
+    accelerator = Accelerator(cpu=True)
+
+    @contextmanager
+    def wrong_way_round() -> Iterator[None]:
+        if accelerator.is_main_process:
+            accelerator.wait_for_everyone()
+        yield
+        if not accelerator.is_main_process:
+            accelerator.wait_for_everyone()
+
+    accelerator.main_process_first = wrong_way_round  # type: ignore[method-assign]
+    return failures(accelerator, checks.check_process_control)
+
+
+def clocks_apart() -> list[str]:
+    """The clock of rank 1 is an hour slow, as that of another machine may be."""
+    accelerator = Accelerator(cpu=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda real=time.time: real() - 3600 * accelerator.process_index)
+        return failures(accelerator, checks.check_process_control)
+
+
 def failures(accelerator: Accelerator, check) -> list[str]:
     try:
         check(accelerator)
@@ -70,11 +97,20 @@ def failures(accelerator: Accelerator, check) -> list[str]:
 
 @pytest.mark.parametrize(
     ("world", "says"),
-    [(broken_gradients, "are off by"), (changed_weights, "weights after load_state"), (lost_samples, "samples of epoch 0")],
+    [
+        (broken_gradients, "are off by"),
+        (changed_weights, "weights after load_state"),
+        (lost_samples, "samples of epoch 0"),
+        (main_process_last, "let rank 1 in before rank 0"),
+    ],
 )
 def test_what_is_wrong_is_found(world, says) -> None:
     for found in run_world(world, 2):
         assert len(found) == 1 and says in found[0]
+
+
+def test_clocks_that_differ_are_no_failure() -> None:
+    assert run_world(clocks_apart, 2) == [[], []]
 
 
 def test_the_right_answers() -> None:

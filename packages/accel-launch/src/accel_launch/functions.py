@@ -27,6 +27,8 @@ from .tpu_function import is_on_tpu, run_on_tpu
 
 DEFAULT_PORT = "29500"
 
+_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+
 # What the options of a rendezvous are called as arguments; the others have the names of their flags.
 _ARGUMENTS = {
     "--main_process_ip": "master_addr",
@@ -179,6 +181,7 @@ class Rank:
             torch.set_num_threads(1)
         try:
             with isolated():
+                _FORKS.begin_function()
                 self.function(*args)
             _leave_process_group()
             if _FORKS.was_interrupted:
@@ -217,11 +220,12 @@ class _Forks:
 
     A fork has the launching process's handlers, and the pipe that wakes its event loop: neither is meant for it. This must come before
     all else there: torch's handler, which it would have, makes an exception of the SIGTERM for a rank that has just been forked, and
-    what torch does first in it swallows the exception, so that the launcher would wait half a minute for that rank.
+    what torch does first in it swallows the exception, so that the launcher would wait half a minute for that rank. What comes earlier
+    still has been held back, by the launching process, until here.
     """
 
     def __init__(self) -> None:
-        self._are_ranks = self._is_registered = False
+        self._are_ranks = self._is_registered = self._calls_function = False
         self.was_interrupted = False
         """Whether this rank was interrupted."""
 
@@ -237,19 +241,27 @@ class _Forks:
         finally:
             self._are_ranks = False
 
+    def begin_function(self) -> None:
+        """From here on an interrupt raises; one that came before does so now."""
+        self._calls_function = True
+        if self.was_interrupted:
+            raise KeyboardInterrupt
+
     def _begin(self) -> None:
         if not self._are_ranks:
             return
         self._are_ranks = False  # what the rank itself forks later may well keep its handlers
-        for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), signal.SIG_DFL)
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, self._interrupt)
         signal.set_wakeup_fd(-1)
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *_ENDING))
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.was_interrupted = True
-        signal.default_int_handler(number, frame)
+        if self._calls_function:  # else it could be swallowed by what comes before the function
+            signal.default_int_handler(number, frame)
 
 
 _FORKS = _Forks()

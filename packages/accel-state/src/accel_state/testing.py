@@ -34,6 +34,8 @@ _server_has_started = False
 _GRACE_SECONDS = 3.0
 # To leave the process group, when all have finished.
 _LEAVE_SECONDS = 30.0
+# Until the server says how a rank has ended that has closed its connection.
+_END_SECONDS = 30.0
 # What a rank that is asked where it stands may take between two lines of its answer, and after the last one.
 _DUMP_SECONDS = 10.0
 _QUIET_SECONDS = 0.1
@@ -75,7 +77,7 @@ def run_world(
     fn: Callable[..., Any],
     n: int,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 100,
     env: Mapping[str, str | None] | None = None,
     state: bool = True,
 ) -> list[Any]:
@@ -127,8 +129,8 @@ class _Rank:
         """Take the rank's message, or its death."""
         try:
             self.outcome = pickle.loads(self.results.recv_bytes())
-        except EOFError:
-            self.process.join(5)
+        except (EOFError, OSError):  # the latter in the middle of its message
+            self.process.join(_END_SECONDS)
             self.outcome = ("death", _describe_exit(self.process.exitcode))
 
     def kill(self) -> None:

@@ -9,7 +9,8 @@ import threading
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,7 +74,7 @@ class _Allowed:
 
     _lock: ClassVar = threading.Lock()
     _blocks: ClassVar = 0
-    _added: ClassVar[list[Any]] = []
+    _outermost: ClassVar[AbstractContextManager[Any]] = nullcontext()
 
     def __enter__(self) -> None:
         cls = type(self)
@@ -81,17 +82,33 @@ class _Allowed:
             cls._blocks += 1
             if cls._blocks == 1:
                 known = torch.serialization.get_safe_globals()
-                cls._added = [value for value in _plain_values() if value not in known]
-                torch.serialization.add_safe_globals(cls._added)
+                cls._outermost = _allowing([value for value in _plain_values() if value not in known])
+                cls._outermost.__enter__()
 
     def __exit__(self, *_: object) -> None:
         cls = type(self)
         with cls._lock:
             cls._blocks -= 1
             if cls._blocks == 0:
-                kept = [value for value in torch.serialization.get_safe_globals() if value not in cls._added]
-                torch.serialization.clear_safe_globals()
-                torch.serialization.add_safe_globals(kept)
+                cls._outermost.__exit__(None, None, None)
+
+
+def _allowing(values: list[Any]) -> AbstractContextManager[Any]:
+    """A block in which torch takes some values for harmless."""
+    # It takes away what it has added, and nothing else for any moment: another thread may be loading what the user has allowed.
+    allowing = getattr(torch.serialization, "safe_globals", None)
+    return allowing(values) if allowing is not None else _allowing_before_torch_2_5(values)
+
+
+@contextmanager
+def _allowing_before_torch_2_5(values: list[Any]) -> Iterator[None]:
+    torch.serialization.add_safe_globals(values)
+    try:
+        yield
+    finally:
+        kept = [value for value in torch.serialization.get_safe_globals() if value not in values]
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(kept)
 
 
 def read(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None, mapped: bool = False) -> Any:

@@ -16,10 +16,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from accel_state.preemption import Note
 
-from .ends import ENDED, EXIT_BARRIER_SECONDS, FAILED, SUCCEEDED, Ends
+from .ends import ENDED, EXIT_BARRIER_SECONDS, FAILED, SUCCEEDED, Ends, farewell_seconds
 from .preemption import grace_seconds, let_save, notes, saved_by_all
 from .rounds import RoundsRendezvous
 from .signals import SignalWatch
+from .tailing import whole_output
 
 _AGENT_LOGS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
@@ -68,13 +69,14 @@ class Agent(LocalElasticAgent):
         self._watch = watch
         watch.ranks = self.pids
         watch.grace = lambda number: grace_seconds(logs.folders, number)
+        watch.farewell = lambda: farewell_seconds(spec.monitor_interval) if self._ends() is not None else 0.0
         self.failed_elsewhere: list[int] = []
         """Ranks of machines whose processes failed while those of this one did not."""
         self.last_failure: RunResult | None = None
         """How processes of this machine failed, the last time that they did."""
 
     def _start_workers(self, worker_group: Any) -> Any:
-        with self._watch.starting_ranks():
+        with self._watch.starting_ranks(forks=self._start_method == "fork"), whole_output():
             pids = super()._start_workers(worker_group)
             for worker in worker_group.workers:
                 worker.id = pids[worker.local_rank]

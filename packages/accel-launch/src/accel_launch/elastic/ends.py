@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 
@@ -38,11 +39,14 @@ class Ends:
         """Tell how this machine ended."""
         try:
             self._store.compare_set(_FIRST_KEYS[state], "", str(self._rank))
-            self._store.set(f"{_STATE_KEY}{self._rank}", state)
         except RuntimeError as error:
             # The store lives on the machine of rank 0, which may have ended before.
             reason = str(error).split("\n", 1)[0]
             print(f"accel launch: machine rank 0 cannot be told that this machine {state}: {reason}", file=sys.stderr)
+            return
+        # By now it may have read that, and have left with the store.
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{_STATE_KEY}{self._rank}", state)
 
     def failed(self) -> int | None:
         """The rank of the machine that failed first, if one did."""
@@ -87,7 +91,7 @@ class Ends:
             monitor_seconds: how often the others look.
         """
         # Counted in looks: a machine that stood still for a while has not given the others that time.
-        left = monitor_seconds + _ANSWER_SECONDS
+        left = farewell_seconds(monitor_seconds)
         try:
             while left > 0:
                 left -= 2 * _POLL_SECONDS
@@ -98,3 +102,12 @@ class Ends:
         except RuntimeError:
             # The store is another machine's, and gone: so it has ended.
             return
+
+
+def farewell_seconds(monitor_seconds: float) -> float:
+    """How long a machine that ends waits for the others to hear of it.
+
+    Args:
+        monitor_seconds: how often they look.
+    """
+    return monitor_seconds + _ANSWER_SECONDS

@@ -54,6 +54,8 @@ class SignalWatch:
         """Tells the processes that signals are handed on to."""
         self.grace: Callable[[int], float] = lambda number: 0.0
         """Tells how long ranks may take to end after a signal, beyond what is usual."""
+        self.farewell: Callable[[], float] = lambda: 0.0
+        """Tells how long the launcher may take to tell other machines that its ranks have ended."""
         self._postponed = False
         self._waiting: list[int] = []
         self._ended = threading.Event()
@@ -96,16 +98,21 @@ class SignalWatch:
         return self._forward if number in FORWARDED else self._handle
 
     @contextlib.contextmanager
-    def starting_ranks(self) -> Iterator[None]:
+    def starting_ranks(self, forks: bool = False) -> Iterator[None]:
         """Keep signals until all ranks are known: one that raised before would leave behind those that run already.
 
         The handler that torch's agent installs raises at once; here it installs this one.
+
+        Args:
+            forks: whether ranks are forks of this process. A signal to one of them is then held back, in it too, until it has handlers
+                of its own: with this process's it would keep the signal, and do nothing.
         """
         torchs = getattr(torch_processes, _TORCHS_HANDLER, None)
         self._postponed = True
         setattr(torch_processes, _TORCHS_HANDLER, self._handle)
         try:
-            yield
+            with _held_back() if forks else contextlib.nullcontext():
+                yield
         finally:
             self._postponed = False
             setattr(torch_processes, _TORCHS_HANDLER, torchs)
@@ -152,16 +159,30 @@ class SignalWatch:
         """Leave when the main thread does not get to it."""
         import psutil
 
-        left, alone = max(GRACE_SECONDS, self.grace(number) + STUCK_SECONDS), 0.0
+        farewell = self.farewell()
+        left, alone = max(GRACE_SECONDS, self.grace(number) + STUCK_SECONDS) + farewell, 0.0
         while not self._ended.wait(_LOOK_SECONDS):
             left -= _LOOK_SECONDS
             alone = 0.0 if psutil.Process().children() else alone + _LOOK_SECONDS
-            if left < 0 or alone > STUCK_SECONDS:
+            if left < 0 or alone > STUCK_SECONDS + farewell:
                 self._leave_now(number)
 
     def _leave_now(self, number: int) -> None:
         kill_descendants()
         os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Signals to this thread, and to what it forks, wait until the context is left, and in a fork until it asks for them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def kill_descendants() -> None:

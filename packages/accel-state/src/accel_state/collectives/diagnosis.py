@@ -74,11 +74,13 @@ def _exchange(operation: str, location: str, rank: int, world_size: int) -> dict
     try:
         store = dist.PrefixStore("accel/stuck", dist.distributed_c10d._get_default_store())
         store.set(str(rank), json.dumps(f"{operation} at {location}"))
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < deadline and len(found) < world_size:
+        # Counted in looks: a machine that stood still for a while has not given the others that time.
+        left = _GRACE_SECONDS
+        while left > 0 and len(found) < world_size:
             for other in range(world_size):
                 if other not in found and store.check([str(other)]):
                     found[other] = json.loads(store.get(str(other)))
+            left -= _POLL_SECONDS
             time.sleep(_POLL_SECONDS)
     except (RuntimeError, ValueError) as error:
         # The host of the store is a rank too, and may have ended first. What was read so far is still worth reporting.

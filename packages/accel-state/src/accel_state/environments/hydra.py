@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from ..errors import ConfigurationError
@@ -45,5 +46,18 @@ def _proxy() -> str | None:
         # A process may end, or belong to somebody who hides it, while we look.
         with contextlib.suppress(psutil.Error):
             if ancestor.name().startswith("hydra_pmi_proxy"):
-                return f"{ancestor.pid}@{ancestor.create_time()}"
+                return f"{ancestor.pid}@{_ticks_at_start(ancestor.pid) or ancestor.create_time()}"
     return None
+
+
+def _ticks_at_start(pid: int) -> str | None:
+    """When a process began, in ticks since the machine did; None where the system does not tell.
+
+    As a time of day it would be another one after the clock has been set: to a rank that asks for it later, another job.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The second field is the name of the program, in parentheses, with whatever is in it.
+    return stat.rpartition(")")[2].split()[19]
