@@ -116,6 +116,24 @@ def environment() -> dict[str, str]:
     return kept
 
 
+def run_command(command: Sequence[str], environment: Mapping[str, str], folder: str | Path | None = None, timeout: float = 120) -> None:
+    """Run a command without its output, and return when it has ended.
+
+    Raises:
+        subprocess.CalledProcessError: it failed, or was killed since it took longer than ``timeout`` seconds.
+    """
+    with subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        # To wait with a timeout of subprocess is to look every 50 ms, which is a quarter of what some commands take.
+        watch = threading.Timer(timeout, process.kill)
+        watch.start()
+        try:
+            code = process.wait()
+        finally:
+            watch.cancel()
+    if code != 0:
+        raise subprocess.CalledProcessError(code, command)
+
+
 def worker(python: str, script: str, *words: str, processes: int = 1, timeout: float = 300) -> Any:
     """Run a script in an interpreter, on one process or over torchrun, and return what it (its rank 0) reported last.
 

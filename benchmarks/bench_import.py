@@ -9,7 +9,6 @@ import argparse
 import compileall
 import importlib.util
 import resource
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 
@@ -35,7 +34,7 @@ def child_seconds() -> float:
 
 def runner(command: Sequence[str]) -> Callable[[], object]:
     environment = _measure.environment()
-    return lambda: subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=120)
+    return lambda: _measure.run_command(command, environment)
 
 
 def commands(python: str, module: str, cli: str) -> dict[str, Callable[[], object]]:

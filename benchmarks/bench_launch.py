@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import _measure
 
 PACKAGES = [Path(__file__).parents[1] / "packages" / name / "src" for name in ("accel-state", "accel-launch")]
 ACCEL = [sys.executable, "-m", "accel_launch"]
@@ -24,7 +25,7 @@ ACCEL = [sys.executable, "-m", "accel_launch"]
 def seconds(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> float:
     """Wall-clock seconds of one run, which must succeed."""
     begin = time.perf_counter()
-    subprocess.run(command, check=True, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120)
+    _measure.run_command(command, environment, folder)
     return time.perf_counter() - begin
 
 
