@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -116,22 +117,41 @@ def environment() -> dict[str, str]:
     return kept
 
 
+@contextmanager
+def _started(command: Sequence[str], environment: Mapping[str, str], timeout: float, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that must succeed, and whose end is waited for.
+
+    Raises:
+        RuntimeError: it failed, or took more than ``timeout`` seconds and was ended.
+    """
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, env=environment, stderr=errors, text=True, **options)
+        # To wait with a timeout of subprocess is to look every 50 ms, which is a quarter of what some commands take.
+        watch = threading.Timer(timeout, process.terminate)
+        watch.start()
+        try:
+            yield process
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            code = process.wait()
+            late = watch.finished.is_set()
+            watch.cancel()
+        if code != 0:
+            errors.seek(0)
+            ended = f"did not end in {timeout:g} s" if late else f"failed with exit code {code}"
+            raise RuntimeError(f"{' '.join(command)} {ended}:\n{errors.read()[-3000:]}")
+
+
 def run_command(command: Sequence[str], environment: Mapping[str, str], folder: str | Path | None = None, timeout: float = 120) -> None:
     """Run a command without its output, and return when it has ended.
 
     Raises:
-        subprocess.CalledProcessError: it failed, or was killed since it took longer than ``timeout`` seconds.
+        RuntimeError: it failed, or took more than ``timeout`` seconds.
     """
-    with subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        # To wait with a timeout of subprocess is to look every 50 ms, which is a quarter of what some commands take.
-        watch = threading.Timer(timeout, process.kill)
-        watch.start()
-        try:
-            code = process.wait()
-        finally:
-            watch.cancel()
-    if code != 0:
-        raise subprocess.CalledProcessError(code, command)
+    with _started(command, environment, timeout, stdout=subprocess.DEVNULL, cwd=folder):
+        pass
 
 
 def worker(python: str, script: str, *words: str, processes: int = 1, timeout: float = 300) -> Any:
@@ -161,23 +181,10 @@ def reports(python: str, script: str, *words: str, processes: int = 1, timeout: 
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
     command = [python, *launcher, str(Path(script).resolve()), *words]
     found = 0
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
-        watch = threading.Timer(timeout, process.terminate)
-        watch.start()
-        try:
-            for line in process.stdout or ():
-                if line.startswith(_MARK):
-                    found += 1
-                    yield json.loads(line[len(_MARK) :])
-        except BaseException:
-            process.terminate()
-            raise
-        finally:
-            late = watch.finished.is_set()
-            watch.cancel()
-            code = process.wait()
-        if code != 0 or not found:
-            errors.seek(0)
-            ended = f"did not end in {timeout:g} s" if late else f"failed with exit code {code}"
-            raise RuntimeError(f"{' '.join(command)} {ended}:\n{errors.read()[-3000:]}")
+    with _started(command, environment(), timeout, stdout=subprocess.PIPE) as process:
+        for line in process.stdout or ():
+            if line.startswith(_MARK):
+                found += 1
+                yield json.loads(line[len(_MARK) :])
+    if not found:
+        raise RuntimeError(f"{' '.join(command)} reported nothing")
