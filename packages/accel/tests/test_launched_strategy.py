@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel import Accelerator
-from accel.setup import LAUNCHED, asked_strategies
+from accel.core.config_resolution import LAUNCHED, asked_strategies
 from accel.strategies.registry import PLUGINS, STRATEGIES
 from accel_state.errors import ConfigurationError
 from accel_state.options import ParadigmOptions, load_groups, resolve

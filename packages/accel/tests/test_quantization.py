@@ -36,7 +36,7 @@ def test_without_the_extra_the_error_names_it() -> None:
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    from accel import quantization
+    from accel.core import quantization
 
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         quantization.nothing  # noqa: B018

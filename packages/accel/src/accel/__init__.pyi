@@ -25,7 +25,7 @@ from accel_state.random import synchronize_rng_states as synchronize_rng_states
 
 from .accelerator import Accelerator as Accelerator
 from .checkpoint_files import CheckpointError as CheckpointError
-from .compilation import TorchDynamoPlugin as TorchDynamoPlugin
+from .core.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from .deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from .kwargs.autocast import AutocastKwargs as AutocastKwargs
 from .kwargs.base import KwargsHandler as KwargsHandler

@@ -24,9 +24,12 @@ from accel_state import (
 from accel_state.memory import release_memory
 from accel_state.state.process_control import ProcessControl
 
-from . import lomo, setup
+from . import lomo
 from .accumulation import Accumulation, ItemReduction
-from .compilation import TorchDynamoPlugin
+from .core import config_resolution
+from .core.compile import TorchDynamoPlugin
+from .core.prepare import Preparation
+from .core.unwrap import extract_model_from_parallel
 from .gathering import Gathering
 from .joining import join_uneven_inputs
 from .kwargs.autocast import AutocastKwargs
@@ -36,7 +39,6 @@ from .kwargs.tracking import TrackingKwargs
 from .optimizer import AcceleratedOptimizer
 from .precision.scaler import SharedGradScaler
 from .preemption import Resuming, SaveOnSignal
-from .preparation import Preparation
 from .project import ProjectConfiguration
 from .properties import SettingsView
 from .saving_methods import Saving
@@ -44,7 +46,6 @@ from .scheduler import AcceleratedScheduler
 from .state_saving import StateSaving
 from .strategies.base import OwnsBackward, no_sync_context
 from .strategies.ddp import sync_in_backward
-from .unwrapping import extract_model_from_parallel
 
 
 class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, ProcessControl):
@@ -83,7 +84,7 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
     def __init__(
         self,
         device_placement: bool = True,
-        split_batches: bool = setup.UNSET,
+        split_batches: bool = config_resolution.UNSET,
         mixed_precision: PrecisionType | str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
@@ -105,20 +106,20 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         parallelism_config: Any = None,
         save_on_signal: SaveOnSignal | bool | str | Sequence[str] | None = None,
     ) -> None:
-        self.project_configuration = setup.project_settings(project_dir, project_config)
-        self.dataloader_config = setup.loader_settings(dataloader_config, split_batches)
+        self.project_configuration = config_resolution.project_settings(project_dir, project_config)
+        self.dataloader_config = config_resolution.loader_settings(dataloader_config, split_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = setup.rng_settings(rng_types)
+        self.rng_types = config_resolution.rng_settings(rng_types)
         self.handlers = Handlers(kwargs_handlers)
         self._init_tracking(log_with, self.project_configuration.logging_dir, self.handlers.get(TrackingKwargs))
-        parts = setup.build(
+        parts = config_resolution.build(
             self.handlers,
             owner=self,
             mixed_precision=mixed_precision,
             cpu=cpu,
-            accumulation_plugin=setup.accumulation_settings(gradient_accumulation_steps, gradient_accumulation_plugin),
-            dynamo=setup.dynamo_settings(dynamo_backend, dynamo_plugin),
+            accumulation_plugin=config_resolution.accumulation_settings(gradient_accumulation_steps, gradient_accumulation_plugin),
+            dynamo=config_resolution.dynamo_settings(dynamo_backend, dynamo_plugin),
             engines={
                 "deepspeed": deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins,
                 "fsdp": fsdp_plugin,
@@ -415,7 +416,7 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
             finally:
                 self.free_memory()
                 self.strategy.close()
-                setup.release_state(self)
+                config_resolution.release_state(self)
                 self.process_state.destroy_process_group()
 
     def verify_device_map(self, model: nn.Module) -> bool:

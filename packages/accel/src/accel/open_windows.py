@@ -18,7 +18,7 @@ from accel_state import get_logger
 
 from .accumulation import Accumulation, Window
 from .checkpoint_files import CheckpointError
-from .unwrapping import clean_name, extract_model_from_parallel
+from .core.unwrap import clean_name, extract_model_from_parallel
 
 if TYPE_CHECKING:
     from .strategies.base import Strategy

@@ -10,8 +10,8 @@ from accel_data import DataLoaderConfiguration
 from accel_state import AcceleratorState, GradientState, PartialState
 
 from .accumulation import Accumulation
+from .core.prepare import Preparation
 from .precision.full import Precision
-from .preparation import Preparation
 from .project import ProjectConfiguration
 from .strategies.base import Strategy
 

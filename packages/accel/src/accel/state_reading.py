@@ -36,12 +36,12 @@ from .checkpoint_files import (
     start_checking_sums,
 )
 from .checkpoint_names import SHARD_SUFFIX, SHARD_TABLE_NAME, holds_engines, holds_shards
+from .core.unwrap import clean_name, extract_model_from_parallel, id_tensor_storage
 from .digests import Workers
 from .manifest import MANIFEST_NAME, Manifest, Verification
 from .open_windows import check, combine, gradients_file, gradients_files
 from .saving import MODEL_NAME, SAFE_MODEL_NAME
 from .strategies.base import ReadsItsOwnState, Strategy
-from .unwrapping import clean_name, extract_model_from_parallel, id_tensor_storage
 
 if TYPE_CHECKING:
     from .sharding.states import Layout

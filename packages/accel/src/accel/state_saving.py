@@ -24,9 +24,9 @@ from .checkpoint_folder import CheckpointFolder
 from .checkpoint_list import checkpoint_number, newest_complete, newest_saved
 from .checkpoint_names import MANIFEST_NAME, CheckpointError
 from .checkpoint_parts import Part, collect, copied, custom_part, of_this_rank
+from .core.prepare import Preparation
 from .digests import Workers
 from .host_copies import HostCopies
-from .preparation import Preparation
 from .project import ProjectConfiguration
 from .state_reading import StateReader
 from .state_writing import StateWriter

@@ -15,7 +15,7 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.operations import recursively_apply
 
-from ..compilation import compile_model, compile_regions
+from ..core.compile import compile_model, compile_regions
 from ..optimizer import AcceleratedOptimizer
 from ..scheduler import AcceleratedScheduler
 from . import nested
@@ -26,7 +26,7 @@ from .optimizer import check_ownership, for_engine, groups_of, parameters_of, wa
 from .wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 
 if TYPE_CHECKING:
-    from ..preparation import Preparation
+    from ..core.prepare import Preparation
 
 _NEEDS_A_GPU = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
@@ -218,7 +218,7 @@ def _is_floating(value: object) -> bool:
 
 
 def _torch_scheduler_of(group: Group, objects: Sequence[Any]) -> Any:
-    from ..preparation import is_scheduler
+    from ..core.prepare import is_scheduler
 
     found = (obj for obj in objects if is_scheduler(obj) and not isinstance(obj, (DummyScheduler, AcceleratedScheduler)))
     return next((obj for obj in found if obj.optimizer is group.optimizer), None)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from accel_state.errors import ConfigurationError
 
-from ..unwrapping import extract_model_from_parallel
+from ..core.unwrap import extract_model_from_parallel
 from .layers import Columns, Heads, Rows, Style, VocabularyRows, is_linear
 
 _WORDS: Mapping[str, Callable[[], Style | None]] = {

@@ -238,7 +238,7 @@ def _inputs(model: nn.Module, task: Task, samples: int) -> dict[str, torch.Tenso
 
 
 def _innermost(model: nn.Module) -> Any:
-    from ..unwrapping import extract_model_from_parallel
+    from ..core.unwrap import extract_model_from_parallel
     from .replica import Replica
 
     inner = extract_model_from_parallel(model, keep_fp32_wrapper=False)

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
-from ..compilation import compile_regions
+from ..core.compile import compile_regions
+from ..core.unwrap import clean_name
 from ..precision.scaler import SharedGradScaler
-from ..unwrapping import clean_name
 from .activations import checkpoint_units
 from .materialise import places_of
 from .parameters import Replacements

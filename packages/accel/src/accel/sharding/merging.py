@@ -14,8 +14,8 @@ from accel_state.errors import ConfigurationError
 
 from ..checkpoint_names import FSDP_MODEL_NAME as MODEL_FOLDER
 from ..checkpoint_names import SHARD_TABLE_NAME as METADATA_NAME
+from ..core.unwrap import clean_name
 from ..saving import save_model_weights
-from ..unwrapping import clean_name
 from .shard_reading import read_shards, tensors_in
 
 

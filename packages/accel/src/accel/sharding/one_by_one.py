@@ -19,9 +19,8 @@ from ..checkpoint_files import read
 from ..checkpoint_folder import sync
 from ..checkpoint_names import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError
 from ..checkpoint_writing import sync_folders, write_parts
-from ..peft import is_peft_model
+from ..core.unwrap import clean_name, extract_model_from_parallel, is_peft_model
 from ..state_reading import read_safetensors
-from ..unwrapping import clean_name, extract_model_from_parallel
 from . import states
 from .state_files import Gathered, ShardedReader, gather_one, plan_optimizer
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accel_state.collectives.single import Collectives
 
-from ..unwrapping import clean_name
+from ..core.unwrap import clean_name
 from .packed import pack, packed_shapes, whole
 
 Gradients = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..unwrapping import clean_name
+from ..core.unwrap import clean_name
 from .gradients import local
 
 _MARK = "_accel_packed_shapes"

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from accel_state.errors import ConfigurationError
 
 from ..checkpoint_names import CheckpointError
-from ..unwrapping import clean_name
+from ..core.unwrap import clean_name
 from .packed import pack, pack_state, packed_shapes, unpack, whole
 from .shard_reading import read_shards
 from .stage_states import keep_empty_groups, own_optimizer_state

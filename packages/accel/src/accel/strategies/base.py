@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from accel_state import DistributedType, GradientAccumulationPlugin, PartialState
 from accel_state.collectives.single import Collectives
 
-from ..unwrapping import clean_name, extract_model_from_parallel, parameter_state_dict
+from ..core.unwrap import clean_name, extract_model_from_parallel, parameter_state_dict
 
 if TYPE_CHECKING:
+    from ..core.prepare import Preparation
     from ..kwargs.base import Handlers
     from ..precision.scaler import SharedGradScaler
-    from ..preparation import Preparation
     from ..sharding.state_files import Gathered
     from ..sharding.states import Layout
     from ..state_reading import StateReader

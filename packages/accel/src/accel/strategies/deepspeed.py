@@ -21,8 +21,8 @@ from ..deepspeed.wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapp
 from .base import Strategy
 
 if TYPE_CHECKING:
+    from ..core.prepare import Preparation
     from ..kwargs.base import Handlers
-    from ..preparation import Preparation
     from ..sharding.state_files import Gathered
     from ..state_reading import StateReader
 

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_state import PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
+from ..core.unwrap import clean_name
 from ..sharding.activations import checkpoint_units
 from ..sharding.gradients import Groups
 from ..sharding.materialise import allocate_and_fill, start_from_rank_0
@@ -27,7 +28,6 @@ from ..sharding.open_gradients import clear_handle, gather_handles, handle_shape
 from ..sharding.plugin import FullyShardedDataParallelPlugin
 from ..sharding.states import tied_names
 from ..sharding.units import find_units
-from ..unwrapping import clean_name
 from .sharded import ShardedStrategy
 
 if TYPE_CHECKING:

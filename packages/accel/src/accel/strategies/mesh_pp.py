@@ -21,6 +21,7 @@ from accel_state.errors import ConfigurationError
 
 from ..checkpoint_names import FSDP_MODEL_NAME as MODEL_STEM
 from ..checkpoint_names import OPTIMIZER_NAME
+from ..core.unwrap import clean_name
 from ..parallel.config import ParallelismConfig
 from ..parallel.mesh import collectives_over
 from ..parallel.pipeline import Pipeline
@@ -31,7 +32,6 @@ from ..sharding.plugin import FullyShardedDataParallelPlugin
 from ..sharding.stage_states import collect, rename_optimizer_state
 from ..sharding.state_files import Gathered, gather_one, on_disk
 from ..sharding.states import Layout, model_state, optimizer_state, owner_of
-from ..unwrapping import clean_name
 from .mesh import MeshStrategy
 
 if TYPE_CHECKING:

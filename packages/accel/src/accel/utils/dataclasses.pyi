@@ -13,7 +13,8 @@ from accel_state import SageMakerDistributedType as SageMakerDistributedType
 from accel_state.operations import TensorInformation as TensorInformation
 from accel_track import LoggerType as LoggerType
 
-from ..compilation import TorchDynamoPlugin as TorchDynamoPlugin
+from ..core.compile import TorchDynamoPlugin as TorchDynamoPlugin
+from ..core.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from ..kwargs.autocast import AutocastKwargs as AutocastKwargs
 from ..kwargs.base import KwargsHandler as KwargsHandler
@@ -31,5 +32,4 @@ from ..kwargs.tracking import TrackingKwargs as TrackingKwargs
 from ..parallel.config import ParallelismConfig as ParallelismConfig
 from ..parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from ..project import ProjectConfiguration as ProjectConfiguration
-from ..quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..sharding.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin

@@ -36,5 +36,5 @@ from accel_state.dtypes import dtype_byte_size as dtype_byte_size
 from accel_state.imports import is_tqdm_available as is_tqdm_available
 from accel_state.units import convert_file_size_to_int as convert_file_size_to_int
 
-from ..peft import is_peft_model as is_peft_model
-from ..unwrapping import id_tensor_storage as id_tensor_storage
+from ..core.unwrap import id_tensor_storage as id_tensor_storage
+from ..core.unwrap import is_peft_model as is_peft_model

@@ -12,8 +12,8 @@ from accel_state.enums import DynamoBackend
 from accel_state.errors import ConfigurationError
 from accel_state.options import DynamoOptions
 
-from .kwargs.base import KwargsHandler
-from .unwrapping import is_compiled_module
+from ..kwargs.base import KwargsHandler
+from .unwrap import is_compiled_module
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 

@@ -137,3 +137,9 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     """What tensors that share memory have in common: device, storage address, and size in bytes."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether a model, wrapped or not, is one of peft's. Where peft has not been imported there can be none."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)

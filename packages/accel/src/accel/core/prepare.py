@@ -14,12 +14,12 @@ from accel_data import DataLoaderConfiguration, prepare_data_loader
 from accel_state import RNGType
 from accel_state.errors import ConfigurationError
 
-from .compilation import compile_model, compile_regions
-from .optimizer import AcceleratedOptimizer
-from .scheduler import AcceleratedScheduler
-from .setup import Setup
-from .strategies.base import PreparesTogether
-from .unwrapping import extract_model_from_parallel
+from ..optimizer import AcceleratedOptimizer
+from ..scheduler import AcceleratedScheduler
+from ..strategies.base import PreparesTogether
+from .compile import compile_model, compile_regions
+from .config_resolution import Setup
+from .unwrap import extract_model_from_parallel
 
 
 class Preparation:
