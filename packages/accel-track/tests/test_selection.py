@@ -80,11 +80,11 @@ def test_a_library_that_is_missing_is_named_with_its_command(monkeypatch: pytest
 
 def test_other_packages_register_theirs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     entries = [
-        EntryPoint("theirs", "accel_track.trackers.jsonl:JSONLinesTracker", "accel.trackers"),
-        EntryPoint("broken", "no_such_package:Tracker", "accel.trackers"),
+        EntryPoint("theirs", "accel_track.trackers.jsonl:JSONLinesTracker", "accel.training.experiment_tracking"),
+        EntryPoint("broken", "no_such_package:Tracker", "accel.training.experiment_tracking"),
     ]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries if group == "accel.trackers" else [])
-    monkeypatch.setattr(selection, "TRACKERS", Registry("tracker", {"jsonl": TRACKERS.target("jsonl")}, "accel.trackers"))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries if group == "accel.training.experiment_tracking" else [])
+    monkeypatch.setattr(selection, "TRACKERS", Registry("tracker", {"jsonl": TRACKERS.target("jsonl")}, "accel.training.experiment_tracking"))
     monkeypatch.setattr(selection, "_registered", {})
     assert get_available_trackers() == ["jsonl", "theirs"]
     assert filter_trackers("theirs", "runs") == [JSONLinesTracker]

@@ -24,14 +24,10 @@ from accel_state import (
 from accel_state.memory import release_memory
 from accel_state.state.process_control import ProcessControl
 
-from . import lomo
-from .accumulation import Accumulation, ItemReduction
 from .core import config_resolution
 from .core.compile import TorchDynamoPlugin
 from .core.prepare import Preparation
 from .core.unwrap import extract_model_from_parallel
-from .gathering import Gathering
-from .joining import join_uneven_inputs
 from .kwargs.autocast import AutocastKwargs
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.profile import ProfileKwargs
@@ -46,6 +42,10 @@ from .scheduler import AcceleratedScheduler
 from .state_saving import StateSaving
 from .strategies.base import OwnsBackward, no_sync_context
 from .strategies.ddp import sync_in_backward
+from .training import lomo
+from .training.gather_for_metrics import Gathering
+from .training.gradient_accumulation import Accumulation, ItemReduction
+from .training.uneven_inputs import join_uneven_inputs
 
 
 class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, ProcessControl):

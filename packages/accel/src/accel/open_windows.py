@@ -16,9 +16,9 @@ from torch import nn
 
 from accel_state import get_logger
 
-from .accumulation import Accumulation, Window
 from .checkpoint_files import CheckpointError
 from .core.unwrap import clean_name, extract_model_from_parallel
+from .training.gradient_accumulation import Accumulation, Window
 
 if TYPE_CHECKING:
     from .strategies.base import Strategy

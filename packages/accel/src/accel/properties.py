@@ -9,11 +9,11 @@ import torch
 from accel_data import DataLoaderConfiguration
 from accel_state import AcceleratorState, GradientState, PartialState
 
-from .accumulation import Accumulation
 from .core.prepare import Preparation
 from .precision.full import Precision
 from .project import ProjectConfiguration
 from .strategies.base import Strategy
+from .training.gradient_accumulation import Accumulation
 
 
 class SettingsView:

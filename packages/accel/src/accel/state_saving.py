@@ -17,7 +17,6 @@ from accel_state import GradientState, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
 from . import open_windows, saving
-from .accumulation import Accumulation
 from .agreement import Alone, CollectiveAgreement, StoreAgreement, background_agreement, on_all_ranks
 from .background_save import BackgroundSave
 from .checkpoint_folder import CheckpointFolder
@@ -31,7 +30,8 @@ from .project import ProjectConfiguration
 from .state_reading import StateReader
 from .state_writing import StateWriter
 from .strategies.base import ReadsItsOwnState, Strategy
-from .trackers import Tracking
+from .training.experiment_tracking import Tracking
+from .training.gradient_accumulation import Accumulation
 
 if TYPE_CHECKING:
     from .sharding.state_files import Gathered

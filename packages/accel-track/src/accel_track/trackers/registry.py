@@ -1,4 +1,4 @@
-"""Every tracker; other distributions add theirs through the entry point group ``accel.trackers`` (a :class:`GeneralTracker` class)."""
+"""Every tracker; other distributions add theirs through the entry point group ``accel.training.experiment_tracking`` (a :class:`GeneralTracker` class)."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ TRACKERS: Registry[type[GeneralTracker]] = Registry(
         "swanlab": "accel_track.trackers.swanlab:SwanLabTracker",
         "trackio": "accel_track.trackers.trackio:TrackioTracker",
     },
-    "accel.trackers",
+    "accel.training.experiment_tracking",
 )

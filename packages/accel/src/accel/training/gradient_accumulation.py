@@ -20,7 +20,7 @@ from torch import nn
 from accel_state import GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.errors import ConfigurationError
 
-from .strategies.base import SkipsGradientSync, Strategy
+from ..strategies.base import SkipsGradientSync, Strategy
 
 ItemReduction = Literal["mean", "sum"]
 Models = tuple[nn.Module, ...]

@@ -1,0 +1,1 @@
+"""What happens inside the training loop: gradient accumulation, metrics, uneven inputs, trackers."""
