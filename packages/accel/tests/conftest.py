@@ -14,7 +14,7 @@ from accel_state.testing import preload
 
 # What most ranks of these tests import, which takes each of them seconds: a server imports it once, and ranks are forked from it.
 preload(
-    *("accel.accelerator", "accel.checkpointing", "accel.open_windows", "accel.kwargs.base", "accel_data"),
+    *("accel.accelerator", "accel.checkpointing", "accel.checkpoint.accumulation_state", "accel.kwargs.base", "accel_data"),
     *(f"accel.strategies.{name}" for name in ("ddp", "fsdp1", "fsdp2", "mesh", "mesh_ddp", "mesh_pp")),
     *(f"accel.sharding.{name}" for name in ("state_files", "merging", "by_hand", "one_by_one")),
     *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining", "torch.nn.parallel"),

@@ -18,11 +18,11 @@ from checkpoint_runs import Run, checkpoints, project, same
 from torch import nn
 
 from accel import Accelerator
-from accel.agreement import StoreAgreement, agree, background_agreement
-from accel.checkpoint_list import is_complete
-from accel.checkpoint_names import CheckpointError
-from accel.digests import Workers
-from accel.manifest import MANIFEST_NAME
+from accel.checkpoint.catalog import is_complete
+from accel.checkpoint.digests import Workers
+from accel.checkpoint.manifest import MANIFEST_NAME
+from accel.checkpoint.names import CheckpointError
+from accel.checkpoint.rank_consensus import StoreAgreement, agree, background_agreement
 from accel_state import ConfigurationError
 from accel_state.collectives.single import Collectives
 from accel_state.testing import run_world
@@ -206,7 +206,7 @@ def test_a_rank_that_stood_still_looks_once_more(monkeypatch: pytest.MonkeyPatch
                 store.set(f"1/{rank}", "null")
         return begin
 
-    monkeypatch.setattr("accel.agreement.time", SimpleNamespace(monotonic=others_answer_and_time_flies))
+    monkeypatch.setattr("accel.checkpoint.rank_consensus.time", SimpleNamespace(monotonic=others_answer_and_time_flies))
     assert StoreAgreement(store, 0, 3, patience=60).outcomes(None) == [None] * 3
 
 

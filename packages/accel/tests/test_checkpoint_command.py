@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from checkpoint_runs import Run, as_of_another_library, project
 
-from accel.manifest import MANIFEST_NAME, Manifest
+from accel.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_launch.cli import main
 
 TORCH_FREE = "import sys; from accel_launch.cli import main; code = main(sys.argv[1:]); sys.exit(9 if 'torch' in sys.modules else code)"

@@ -22,7 +22,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.checkpoint_files import CheckpointError
+from accel.checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel.checkpoint.safe_load import CheckpointError
 from accel.checkpointing import (
     get_pretty_name,
     load_accelerator_state,
@@ -30,7 +31,6 @@ from accel.checkpointing import (
     save_accelerator_state,
     save_custom_state,
 )
-from accel.manifest import MANIFEST_NAME, Manifest
 from accel_state import context
 
 

@@ -25,9 +25,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.checkpoint_files import CheckpointError, read
-from accel.checkpoint_writing import write_manifest
-from accel.manifest import MANIFEST_NAME
+from accel.checkpoint.manifest import MANIFEST_NAME
+from accel.checkpoint.safe_load import CheckpointError, read
+from accel.checkpoint.writer import write_manifest
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from checkpoint_runs import (
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.checkpoint_files import CheckpointError
-from accel.checkpoint_folder import CheckpointFolder
-from accel.manifest import Manifest
+from accel.checkpoint.atomic_dir import CheckpointFolder
+from accel.checkpoint.manifest import Manifest
+from accel.checkpoint.safe_load import CheckpointError
 from accel_state import ConfigurationError
 from accel_state.testing import run_world
 

@@ -14,8 +14,8 @@ import torch
 from checkpoint_runs import Run, as_of_another_library, same
 
 from accel import DataLoaderConfiguration
-from accel.checkpoint_names import CheckpointError
-from accel.manifest import MANIFEST_NAME, Manifest
+from accel.checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel.checkpoint.names import CheckpointError
 
 CORRUPTIONS = 500
 OF_ANOTHER_LIBRARY = 200

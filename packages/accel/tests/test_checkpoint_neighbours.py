@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from checkpoint_runs import Run, same
 
-from accel import checkpoint_folder
-from accel.checkpoint_folder import CheckpointFolder, recover_all, remove_leftovers
+from accel.checkpoint import atomic_dir
+from accel.checkpoint.atomic_dir import CheckpointFolder, recover_all, remove_leftovers
 
 
 def before_first(function: Callable[..., Any], action: Callable[[], Any]) -> Callable[..., Any]:
@@ -32,8 +32,8 @@ def test_a_glance_at_the_folder_is_not_a_save(tmp_path: Path, monkeypatch: pytes
     """Whoever looks for leftovers locks each for a moment."""
     folder = CheckpointFolder(tmp_path / "state")
     folder.partial.mkdir()
-    glance = checkpoint_folder._lock(folder.partial)
-    monkeypatch.setattr(checkpoint_folder, "time", SimpleNamespace(sleep=lambda _: checkpoint_folder._unlock(glance)))
+    glance = atomic_dir._lock(folder.partial)
+    monkeypatch.setattr(atomic_dir, "time", SimpleNamespace(sleep=lambda _: atomic_dir._unlock(glance)))
     folder.begin()
     folder.abandon()
     assert os.listdir(tmp_path) == []
@@ -71,8 +71,8 @@ def test_what_a_save_replaces_another_process_clears_up_too(tmp_path: Path, monk
     run.accelerator.save_state(tmp_path / "state")
     (tmp_path / "state" / "notes.txt").write_text("mine")
     (tmp_path / "state" / "logs").mkdir()
-    entries = before_first(checkpoint_folder._foreign_entries, lambda: recover_all(tmp_path))
-    monkeypatch.setattr(checkpoint_folder, "_foreign_entries", entries)
+    entries = before_first(atomic_dir._foreign_entries, lambda: recover_all(tmp_path))
+    monkeypatch.setattr(atomic_dir, "_foreign_entries", entries)
     run.accelerator.save_state(tmp_path / "state")
     assert (tmp_path / "state" / "notes.txt").read_text() == "mine" and (tmp_path / "state" / "logs").is_dir()
     assert os.listdir(tmp_path) == ["state"]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from accel import Accelerator, GradScalerKwargs
-from accel.checkpoint_names import CheckpointError
+from accel.checkpoint.names import CheckpointError
 from accel.sharding.plugin import FullyShardedDataParallelPlugin
 from accel.utils import (
     compile_regions_fsdp2,

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
-from accel import Accelerator, ProjectConfiguration, checkpoint_writing
-from accel.checkpoint_names import CheckpointError
-from accel.digests import record_files
+from accel import Accelerator, ProjectConfiguration
+from accel.checkpoint import writer
+from accel.checkpoint.digests import record_files
+from accel.checkpoint.names import CheckpointError
 from accel.sharding.merging import merge_fsdp_weights
 from accel.sharding.plugin import FullyShardedDataParallelPlugin
 from accel.sharding.shard_reading import read_metadata
@@ -117,7 +118,7 @@ def digested_late(run: Run, folder: str) -> set[str]:
         return record_files(chosen, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_writing, "record_files", record)
+        patch.setattr(writer, "record_files", record)
         run.accelerator.save_state(folder)
     return names
 

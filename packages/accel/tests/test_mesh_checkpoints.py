@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.checkpoint_names import CheckpointError
+from accel.checkpoint.names import CheckpointError
 from accel.sharding.merging import merge_fsdp_weights
 from accel.sharding.plugin import FullyShardedDataParallelPlugin
 from accel_state.random import set_seed

@@ -13,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from accel import Accelerator, ProjectConfiguration, saving
-from accel.saving import clean_state_dict_for_safetensors
+from accel import Accelerator, ProjectConfiguration
+from accel.checkpoint import weights_io
+from accel.checkpoint.weights_io import clean_state_dict_for_safetensors
 from accel.utils import extract_model_from_parallel, id_tensor_storage, is_compiled_module, load, save
 from accel_state import ConfigurationError
 from accel_state.testing import run_world
@@ -140,7 +141,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        saving.write_atomically(target, breaks)
+        weights_io.write_atomically(target, breaks)
     assert load(target)["a"] == 1 and os.listdir(tmp_path) == ["object.pt"]
 
 

@@ -24,7 +24,8 @@ from accel_state.memory import find_executable_batch_size as find_executable_bat
 from accel_state.random import synchronize_rng_states as synchronize_rng_states
 
 from .accelerator import Accelerator as Accelerator
-from .checkpoint_files import CheckpointError as CheckpointError
+from .checkpoint.project import ProjectConfiguration as ProjectConfiguration
+from .checkpoint.safe_load import CheckpointError as CheckpointError
 from .core.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from .deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from .kwargs.autocast import AutocastKwargs as AutocastKwargs
@@ -39,5 +40,4 @@ from .local_sgd import LocalSGD as LocalSGD
 from .parallel.config import ParallelismConfig as ParallelismConfig
 from .preemption import Preempted as Preempted
 from .preemption import SaveOnSignal as SaveOnSignal
-from .project import ProjectConfiguration as ProjectConfiguration
 from .sharding.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin

@@ -24,6 +24,9 @@ from accel_state import (
 from accel_state.memory import release_memory
 from accel_state.state.process_control import ProcessControl
 
+from .checkpoint.checkpointer import StateSaving
+from .checkpoint.project import ProjectConfiguration
+from .checkpoint.weights_methods import Saving
 from .core import config_resolution
 from .core.compile import TorchDynamoPlugin
 from .core.prepare import Preparation
@@ -35,11 +38,8 @@ from .kwargs.tracking import TrackingKwargs
 from .optimizer import AcceleratedOptimizer
 from .precision.scaler import SharedGradScaler
 from .preemption import Resuming, SaveOnSignal
-from .project import ProjectConfiguration
 from .properties import SettingsView
-from .saving_methods import Saving
 from .scheduler import AcceleratedScheduler
-from .state_saving import StateSaving
 from .strategies.base import OwnsBackward, no_sync_context
 from .strategies.ddp import sync_in_backward
 from .training import lomo

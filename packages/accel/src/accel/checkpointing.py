@@ -10,13 +10,13 @@ import torch
 
 from accel_state import PartialState
 
-from . import saving
-from .checkpoint_files import custom_file, read
-from .checkpoint_parts import Part, collect, custom_part, of_this_rank
-from .checkpoint_parts import get_pretty_name as get_pretty_name
-from .saving import load as load
-from .saving import save as save
-from .state_reading import StateReader
+from .checkpoint import weights_io
+from .checkpoint.contents import Part, collect, custom_part, of_this_rank
+from .checkpoint.contents import get_pretty_name as get_pretty_name
+from .checkpoint.loader import StateReader
+from .checkpoint.safe_load import custom_file, read
+from .checkpoint.weights_io import load as load
+from .checkpoint.weights_io import save as save
 
 
 def save_accelerator_state(
@@ -66,7 +66,7 @@ def _writes(save_on_each_node: bool) -> bool:
 
 
 def _write(part: Part, folder: Path) -> None:
-    saving.write_atomically(folder / part.name, part.write)
+    weights_io.write_atomically(folder / part.name, part.write)
     part.check(folder / part.name)
 
 

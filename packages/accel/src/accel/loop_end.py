@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import rng_state
+from .checkpoint import contents
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -29,7 +29,7 @@ class LoopEnd:
     def __init__(self, accelerator: Accelerator) -> None:
         prepared = accelerator.prepared
         self._steps = _steps_taken(accelerator)
-        self._generators = rng_state.capture(accelerator.process_state.device_backend)
+        self._generators = contents.capture(accelerator.process_state.device_backend)
         self._settings = [[_settings(group) for group in optimizer.param_groups] for optimizer in prepared.optimizers]
         holders = [*prepared.dataloaders, *prepared.schedulers, *accelerator._custom_objects]
         self._states = [(holder, copy.deepcopy(holder.state_dict())) for holder in holders if hasattr(holder, "load_state_dict")]
@@ -45,7 +45,7 @@ class LoopEnd:
         for optimizer, groups in zip(accelerator.prepared.optimizers, self._settings, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 _restore_settings(group, settings)
-        rng_state.restore(self._generators, accelerator.process_state.device_backend, Path("memory"))
+        contents.restore(self._generators, accelerator.process_state.device_backend, Path("memory"))
 
 
 def _steps_taken(accelerator: Accelerator) -> list[int]:

@@ -19,8 +19,8 @@ from accel_data import PreparedLoader, loop_watch
 from accel_state.errors import ConfigurationError
 from accel_state.preemption import PREEMPTED_EXIT_CODE, Note, folder_of_launcher, leave_note, take_note_back
 
-from .checkpoint_folder import CheckpointFolder, recover_all
-from .checkpoint_list import list_checkpoints, newest_complete, newest_saved
+from .checkpoint.atomic_dir import CheckpointFolder, recover_all
+from .checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
 from .loop_end import LoopEnd
 from .stop_agreement import agreement_of_world
 

@@ -9,9 +9,9 @@ import torch
 from accel_data import DataLoaderConfiguration
 from accel_state import AcceleratorState, GradientState, PartialState
 
+from .checkpoint.project import ProjectConfiguration
 from .core.prepare import Preparation
 from .precision.full import Precision
-from .project import ProjectConfiguration
 from .strategies.base import Strategy
 from .training.gradient_accumulation import Accumulation
 

@@ -14,9 +14,9 @@ from accel_launch.commands.base import Command
 from accel_state.errors import ConfigurationError
 from accel_state.units import convert_bytes
 
-from ..checkpoint_list import CheckpointInfo, list_checkpoints
-from ..checkpoint_names import MANIFEST_NAME, CheckpointError
-from ..manifest import Manifest, damaged_files
+from ..checkpoint.catalog import CheckpointInfo, list_checkpoints
+from ..checkpoint.manifest import Manifest, damaged_files
+from ..checkpoint.names import MANIFEST_NAME, CheckpointError
 
 DAMAGED = 1
 _AGES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))

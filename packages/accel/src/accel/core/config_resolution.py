@@ -12,13 +12,13 @@ from accel_data import DataLoaderConfiguration
 from accel_state import AcceleratorState, ConfigurationError, GradientAccumulationPlugin, GradientState, PartialState, RNGType, get_logger
 from accel_state.options import CoreOptions, ParadigmOptions
 
+from ..checkpoint.project import ProjectConfiguration
 from ..kwargs.base import Handlers
 from ..kwargs.fp8 import FP8Kwargs
 from ..kwargs.init_process_group import InitProcessGroupKwargs
 from ..precision.full import Precision
 from ..precision.registry import PRECISIONS
 from ..precision.scaler import SharedGradScaler
-from ..project import ProjectConfiguration
 from ..strategies.base import Strategy
 from ..strategies.registry import PLUGINS, STRATEGIES
 from .compile import TorchDynamoPlugin

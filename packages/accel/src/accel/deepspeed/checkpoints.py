@@ -23,9 +23,9 @@ from torch import nn
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
-from ..checkpoint_files import read, require_count
-from ..checkpoint_names import MODEL_FOLDER, CheckpointError, engine_folders
-from ..checkpoint_parts import Part
+from ..checkpoint.contents import Part
+from ..checkpoint.names import MODEL_FOLDER, CheckpointError, engine_folders
+from ..checkpoint.safe_load import read, require_count
 from . import universal
 from .library import is_engine
 

@@ -19,7 +19,7 @@ import torch
 from accel_state import PartialState, get_logger
 from accel_state.errors import AccelError, ConfigurationError
 
-from ..checkpoint_names import CheckpointError
+from ..checkpoint.names import CheckpointError
 
 logger = get_logger(__name__)
 

@@ -12,10 +12,10 @@ import torch
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
-from ..checkpoint_names import FSDP_MODEL_NAME as MODEL_FOLDER
-from ..checkpoint_names import SHARD_TABLE_NAME as METADATA_NAME
+from ..checkpoint.names import FSDP_MODEL_NAME as MODEL_FOLDER
+from ..checkpoint.names import SHARD_TABLE_NAME as METADATA_NAME
+from ..checkpoint.weights_io import save_model_weights
 from ..core.unwrap import clean_name
-from ..saving import save_model_weights
 from .shard_reading import read_shards, tensors_in
 
 

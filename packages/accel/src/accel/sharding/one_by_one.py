@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from accel_state.errors import ConfigurationError, require
 
-from ..agreement import on_all_ranks
-from ..checkpoint_files import read
-from ..checkpoint_folder import sync
-from ..checkpoint_names import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError
-from ..checkpoint_writing import sync_folders, write_parts
+from ..checkpoint.atomic_dir import sync
+from ..checkpoint.loader import read_safetensors
+from ..checkpoint.names import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError
+from ..checkpoint.rank_consensus import on_all_ranks
+from ..checkpoint.safe_load import read
+from ..checkpoint.writer import sync_folders, write_parts
 from ..core.unwrap import clean_name, extract_model_from_parallel, is_peft_model
-from ..state_reading import read_safetensors
 from . import states
 from .state_files import Gathered, ShardedReader, gather_one, plan_optimizer
 

@@ -29,12 +29,12 @@ from torch.optim import Optimizer
 
 from accel_state.collectives.single import Collectives
 
-from ..checkpoint_files import require_count
-from ..checkpoint_names import FSDP_MODEL_NAME as MODEL_STEM
-from ..checkpoint_names import OPTIMIZER_NAME, CheckpointError, numbered
-from ..checkpoint_names import SHARD_TABLE_NAME as METADATA_NAME
-from ..checkpoint_parts import Part
-from ..saving import MODEL_NAME, SAFE_MODEL_NAME
+from ..checkpoint.contents import Part
+from ..checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
+from ..checkpoint.names import OPTIMIZER_NAME, CheckpointError, numbered
+from ..checkpoint.names import SHARD_TABLE_NAME as METADATA_NAME
+from ..checkpoint.safe_load import require_count
+from ..checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME
 from . import states
 from .gradients import local
 from .shard_writing import shard_state

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from accel_state.errors import ConfigurationError
 
-from ..checkpoint_names import CheckpointError
+from ..checkpoint.names import CheckpointError
 from ..core.unwrap import clean_name
 from .packed import pack, pack_state, packed_shapes, unpack, whole
 from .shard_reading import read_shards

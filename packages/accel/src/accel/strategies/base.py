@@ -19,12 +19,12 @@ from accel_state.collectives.single import Collectives
 from ..core.unwrap import clean_name, extract_model_from_parallel, parameter_state_dict
 
 if TYPE_CHECKING:
+    from ..checkpoint.loader import StateReader
     from ..core.prepare import Preparation
     from ..kwargs.base import Handlers
     from ..precision.scaler import SharedGradScaler
     from ..sharding.state_files import Gathered
     from ..sharding.states import Layout
-    from ..state_reading import StateReader
 
 
 @runtime_checkable

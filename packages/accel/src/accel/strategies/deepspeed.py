@@ -21,10 +21,10 @@ from ..deepspeed.wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapp
 from .base import Strategy
 
 if TYPE_CHECKING:
+    from ..checkpoint.loader import StateReader
     from ..core.prepare import Preparation
     from ..kwargs.base import Handlers
     from ..sharding.state_files import Gathered
-    from ..state_reading import StateReader
 
 
 class DeepSpeedStrategy(Strategy):

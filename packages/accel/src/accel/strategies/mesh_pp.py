@@ -19,8 +19,8 @@ from accel_state.collectives.single import Collectives
 from accel_state.collectives.torch import TorchCollectives
 from accel_state.errors import ConfigurationError
 
-from ..checkpoint_names import FSDP_MODEL_NAME as MODEL_STEM
-from ..checkpoint_names import OPTIMIZER_NAME
+from ..checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
+from ..checkpoint.names import OPTIMIZER_NAME
 from ..core.unwrap import clean_name
 from ..parallel.config import ParallelismConfig
 from ..parallel.mesh import collectives_over

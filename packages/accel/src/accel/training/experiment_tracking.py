@@ -13,8 +13,8 @@ from accel_state import PartialState, get_logger
 from accel_track.tracking import Settings
 from accel_track.tracking import Tracking as Run
 
+from ..checkpoint.weights_io import write_atomically
 from ..kwargs.tracking import TrackingKwargs
-from ..saving import write_atomically
 
 logger = get_logger(__name__)
 

@@ -13,6 +13,7 @@ from accel_state import SageMakerDistributedType as SageMakerDistributedType
 from accel_state.operations import TensorInformation as TensorInformation
 from accel_track import LoggerType as LoggerType
 
+from ..checkpoint.project import ProjectConfiguration as ProjectConfiguration
 from ..core.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from ..core.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
@@ -31,5 +32,4 @@ from ..kwargs.profile import ProfileKwargs as ProfileKwargs
 from ..kwargs.tracking import TrackingKwargs as TrackingKwargs
 from ..parallel.config import ParallelismConfig as ParallelismConfig
 from ..parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from ..project import ProjectConfiguration as ProjectConfiguration
 from ..sharding.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin

@@ -14,12 +14,12 @@ from accel_state.net import is_port_in_use as is_port_in_use
 from accel_state.state.functions import wait_for_everyone as wait_for_everyone
 from accel_state.units import convert_bytes as convert_bytes
 
+from ..checkpoint.weights_io import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
+from ..checkpoint.weights_io import load as load
+from ..checkpoint.weights_io import save as save
 from ..core.compile import compile_regions as compile_regions
 from ..core.compile import has_compiled_regions as has_compiled_regions
 from ..core.compile import has_repeated_blocks as has_repeated_blocks
 from ..core.compile import is_repeated_blocks as is_repeated_blocks
 from ..core.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from ..core.unwrap import is_compiled_module as is_compiled_module
-from ..saving import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
-from ..saving import load as load
-from ..saving import save as save

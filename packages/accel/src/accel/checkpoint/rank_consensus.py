@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from accel_state.collectives.single import Collectives
 from accel_state.errors import AccelError, ConfigurationError
 
-from .checkpoint_names import CheckpointError
+from .names import CheckpointError
 
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.1

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Mapping
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_folder import sync
-from .checkpoint_parts import Part
+from accel_state import get_logger
+
+from .atomic_dir import CheckpointFolder, sync
+from .catalog import rotate
+from .contents import Part
 from .digests import BLOCK_BYTES, Digests, FileRecord, Workers, record_files
-from .host_copies import on_host
 from .manifest import MANIFEST_FORMAT, MANIFEST_NAME, Manifest
+from .rank_consensus import Agreement, Alone, StoreAgreement, agree
+from .staging import on_host
 
 _SMALL_BYTES = 1 << 16
 
@@ -127,7 +135,7 @@ def write_manifest(
     Args:
         folder: the checkpoint.
         world_size: how many processes have saved it.
-        counters: see :class:`~accel.manifest.Manifest`.
+        counters: see :class:`~accel.checkpoint.manifest.Manifest`.
         known: records of files, by name, that are on the disk already.
         workers: threads.
     """
@@ -178,3 +186,135 @@ def sync_folders(folder: Path) -> None:
     """Wait until the names in a folder, and in those in it, are on the disk."""
     for parent, _, _ in os.walk(folder, topdown=False):
         sync(Path(parent))
+
+
+logger = get_logger(__name__)
+
+_RECORDS_NAME = ".records_{}.json"
+"""In a folder that is being written: what a rank has written into it. Gone before the checkpoint is in its place."""
+
+
+@dataclass
+class StateWriter:
+    """One save on one rank.
+
+    Attributes:
+        folder: where to; its partial folder has been made.
+        is_writer: whether this process makes the folder whole: the main process (of each node, if nodes save on their own).
+        parts: what this rank writes.
+        world_size: number of processes.
+        counters: for the manifest.
+        total_limit: how many automatically named checkpoints to keep; None keeps all.
+        closings: called on the writer, with the folder that is being written, when all ranks have written their parts.
+        workers: threads for digests; by default as many as there are processors.
+        committed: whether the checkpoint is in its place.
+    """
+
+    folder: CheckpointFolder
+    is_writer: bool
+    parts: Sequence[Part]
+    world_size: int
+    counters: Mapping[str, int]
+    total_limit: int | None = None
+    closings: Sequence[Callable[[Path], None]] = ()
+    workers: int | None = None
+    committed: bool = False
+    _records: Mapping[str, FileRecord] = field(default_factory=dict)
+
+    def finish(self, agreement: Agreement) -> None:
+        """Write the files, put the checkpoint in its place, delete old ones. Every rank must call it.
+
+        Raises:
+            CheckpointError: one of these failed on some rank; but for the last of them, what was there before is unchanged.
+        """
+        target = self.folder.target
+        try:
+            agree(agreement, f"saving {target}", self._write)
+            agree(agreement, f"saving {target}", self._commit)
+        except BaseException:
+            if self.is_writer:
+                self.folder.abandon()
+            raise
+        self.committed = True
+        if self.total_limit is not None:
+            agree(agreement, f"deleting old checkpoints beside {target}", self._rotate)
+
+    def _write(self) -> None:
+        with self.folder.explaining_write_errors():
+            self._records = write_parts(self.folder.partial, self.parts, self.workers)
+            if not self.is_writer:
+                # Otherwise the writer would have to read what all the others have written.
+                path = self.folder.partial / _RECORDS_NAME.format(uuid.uuid4().hex)
+                path.write_text(json.dumps({name: asdict(record) for name, record in self._records.items()}))
+        self.parts = ()
+
+    def _commit(self) -> None:
+        if self.is_writer:
+            with self.folder.explaining_write_errors():
+                for close in self.closings:
+                    close(self.folder.partial)
+                records = {**self._records_of_others(), **self._records}
+                write_manifest(self.folder.partial, self.world_size, self.counters, records, self.workers)
+                self.folder.commit()
+
+    def _records_of_others(self) -> dict[str, FileRecord]:
+        """What other ranks have written and brought to the disk, as far as it is still there and of its size."""
+        found: dict[str, FileRecord] = {}
+        for path in self.folder.partial.glob(_RECORDS_NAME.format("*")):
+            for name, record in json.loads(path.read_bytes()).items():
+                file = self.folder.partial / name
+                if file.is_file() and file.stat().st_size == record["size"]:
+                    found[name] = FileRecord(record["size"], tuple(record["digests"]))
+            path.unlink()
+        return found
+
+    def _rotate(self) -> None:
+        target, limit = self.folder.target, self.total_limit
+        if self.is_writer and limit is not None:
+            deleted = rotate(target.parent, limit, target)
+            if deleted:
+                logger.info("Deleted %s: total_limit=%d.", ", ".join(path.name for path in deleted), limit)
+
+
+class BackgroundSave:
+    """One save in a thread of its own.
+
+    The interpreter waits for the thread before it ends. An error is logged at once, and raised by the first :meth:`wait`.
+
+    Args:
+        writer: what is to be written.
+        agreement: how the ranks agree.
+        number: the checkpoint's.
+    """
+
+    def __init__(self, writer: StateWriter, agreement: StoreAgreement | Alone, number: int) -> None:
+        self.writer = writer
+        self.number = number
+        self._agreement = agreement
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"accel-save-{number}", daemon=False)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when it has ended.
+
+        Raises:
+            CheckpointError: it failed on some rank.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self.writer.finish(self._agreement)
+        except BaseException as error:
+            self._error = error
+            logger.error("the state could not be saved to %s: %s", self.writer.folder.target, error, main_process_only=False)
+        finally:
+            self._agreement.leave()

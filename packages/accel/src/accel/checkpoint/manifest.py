@@ -13,9 +13,9 @@ from typing import Any
 
 import xxhash
 
-from .checkpoint_names import MANIFEST_NAME as MANIFEST_NAME
-from .checkpoint_names import CheckpointError, require_files
 from .digests import BLOCK_BYTES, Digests, FileRecord, Workers, block_starts
+from .names import MANIFEST_NAME as MANIFEST_NAME
+from .names import CheckpointError, require_files
 
 MANIFEST_FORMAT = 1
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from accel_state.errors import ConfigurationError
 
-from .checkpoint_names import CheckpointError, is_file_of_a_state
 from .manifest import Manifest
+from .names import CheckpointError, is_file_of_a_state
 
 # Names that nobody else gives: what has them is deleted.
 PARTIAL, REPLACED, DELETED = "accel-partial", "accel-replaced", "accel-deleted"

@@ -16,26 +16,25 @@ from torch.utils.hooks import RemovableHandle
 from accel_state import GradientState, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
-from . import open_windows, saving
-from .agreement import Alone, CollectiveAgreement, StoreAgreement, background_agreement, on_all_ranks
-from .background_save import BackgroundSave
-from .checkpoint_folder import CheckpointFolder
-from .checkpoint_list import checkpoint_number, newest_complete, newest_saved
-from .checkpoint_names import MANIFEST_NAME, CheckpointError
-from .checkpoint_parts import Part, collect, copied, custom_part, of_this_rank
-from .core.prepare import Preparation
+from ..core.prepare import Preparation
+from ..strategies.base import ReadsItsOwnState, Strategy
+from ..training.experiment_tracking import Tracking
+from ..training.gradient_accumulation import Accumulation
+from . import accumulation_state, weights_io
+from .atomic_dir import CheckpointFolder
+from .catalog import checkpoint_number, newest_complete, newest_saved
+from .contents import Part, collect, copied, custom_part, of_this_rank
 from .digests import Workers
-from .host_copies import HostCopies
+from .loader import StateReader
+from .names import MANIFEST_NAME, CheckpointError
 from .project import ProjectConfiguration
-from .state_reading import StateReader
-from .state_writing import StateWriter
-from .strategies.base import ReadsItsOwnState, Strategy
-from .training.experiment_tracking import Tracking
-from .training.gradient_accumulation import Accumulation
+from .rank_consensus import Alone, CollectiveAgreement, StoreAgreement, background_agreement, on_all_ranks
+from .staging import HostCopies
+from .writer import BackgroundSave, StateWriter
 
 if TYPE_CHECKING:
-    from .sharding.state_files import Gathered
-    from .sharding.states import Layout
+    from ..sharding.state_files import Gathered
+    from ..sharding.states import Layout
 
 logger = get_logger(__name__)
 
@@ -131,7 +130,7 @@ class StateSaving(Tracking):
                 f"save_state got {', '.join(save_model_func_kwargs)}, which {type(self.strategy).__name__} has no use for. Leave it out."
             )
         if self.strategy.divides_models or isinstance(self.strategy, ReadsItsOwnState):
-            saving.refuse_each_node(self.process_state, self.project_configuration.save_on_each_node)
+            weights_io.refuse_each_node(self.process_state, self.project_configuration.save_on_each_node)
         self.wait_for_save()
         # A path made of the time, say, may differ between ranks.
         chosen = str(self._save_target(output_dir)), f"{time.time_ns()}.{os.getpid()}"
@@ -192,7 +191,7 @@ class StateSaving(Tracking):
                 self.prepared.models, weights, [prepared.optimizer for prepared in self.prepared.optimizers]
             )
             # Ranks may talk for it too, so it is no part of what can fail on one of them.
-            windows = open_windows.capture(self._accumulation, self.prepared.dataloaders, self.prepared.models)
+            windows = accumulation_state.capture(self._accumulation, self.prepared.dataloaders, self.prepared.models)
             self._on_all_ranks(
                 f"saving {target}", lambda: parts.extend(self._collect(weights, gathered, windows, safe_serialization, copies))
             )
@@ -263,7 +262,7 @@ class StateSaving(Tracking):
                 "nodes share, or set ProjectConfiguration(save_on_each_node=True)."
             )
         for model, state in zip(models, weights, strict=True):
-            saving.refuse_unsavable(model, state)
+            weights_io.refuse_unsavable(model, state)
         with folder.explaining_write_errors():
             for hook in list(self._save_state_hooks.values()):
                 hook(models, weights, str(partial))
@@ -302,7 +301,7 @@ class StateSaving(Tracking):
         )
         parts += gathered.parts if gathered is not None else []
         if windows is not None:
-            parts.append(Part(open_windows.gradients_file(self.process_state.process_index), windows, each_rank=True))
+            parts.append(Part(accumulation_state.gradients_file(self.process_state.process_index), windows, each_rank=True))
         return parts + [custom_part(index, obj) for index, obj in enumerate(self._custom_objects)]
 
     # -- loading -----------------------------------------------------------------------------------------------------
@@ -400,7 +399,7 @@ class StateSaving(Tracking):
     def _apply(self, folder: Path, reader: StateReader) -> None:
         reader.apply()
         self._load_runs(folder)
-        open_windows.restore(self._accumulation, reader.windows, self.prepared.dataloaders, self.prepared.models)
+        accumulation_state.restore(self._accumulation, reader.windows, self.prepared.dataloaders, self.prepared.models)
         self._continue_numbering(folder, reader)
         reader.restore_rng()
         self.strategy.share_generators()

@@ -16,12 +16,12 @@ from torch import nn
 
 from accel_state import get_logger
 
-from .checkpoint_files import CheckpointError
-from .core.unwrap import clean_name, extract_model_from_parallel
-from .training.gradient_accumulation import Accumulation, Window
+from ..core.unwrap import clean_name, extract_model_from_parallel
+from ..training.gradient_accumulation import Accumulation, Window
+from .safe_load import CheckpointError
 
 if TYPE_CHECKING:
-    from .strategies.base import Strategy
+    from ..strategies.base import Strategy
 
 logger = get_logger(__name__)
 

@@ -15,7 +15,7 @@ from torch import nn
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
-from .core.unwrap import id_tensor_storage
+from ..core.unwrap import id_tensor_storage
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"

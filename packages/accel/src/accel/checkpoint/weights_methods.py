@@ -10,9 +10,9 @@ from torch import nn
 
 from accel_state import ConfigurationError, PartialState
 
-from . import saving
+from ..strategies.base import Strategy
+from . import weights_io
 from .project import ProjectConfiguration
-from .strategies.base import Strategy
 
 
 class Saving:
@@ -25,11 +25,11 @@ class Saving:
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save an object once, on the main process; see :func:`accel.utils.save`."""
-        saving.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+        weights_io.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def load(self, f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         """Load what :meth:`save` wrote, without running code from the file; see :func:`accel.utils.load`."""
-        return saving.load(f, map_location, **kwargs)
+        return weights_io.load(f, map_location, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The weights of a prepared model, under the names of the model that was prepared.
@@ -62,14 +62,14 @@ class Saving:
         if folder.is_file():
             raise ConfigurationError(f"save_directory={str(folder)!r} is a file. Give a folder to put the weights into.")
         if self.strategy.divides_models:
-            saving.refuse_each_node(self.process_state, self.project_configuration.save_on_each_node)
+            weights_io.refuse_each_node(self.process_state, self.project_configuration.save_on_each_node)
         state_dict = self.get_state_dict(model)
-        saving.refuse_unsavable(model, state_dict)
+        weights_io.refuse_unsavable(model, state_dict)
         process = self.process_state
         each_node = self.project_configuration.save_on_each_node
         if process.is_local_main_process if each_node else process.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
-            saving.save_model_weights(state_dict, folder, max_shard_size, safe_serialization)
+            weights_io.save_model_weights(state_dict, folder, max_shard_size, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include objects in saved states.

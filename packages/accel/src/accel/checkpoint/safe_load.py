@@ -20,21 +20,21 @@ import torch
 
 from accel_state import is_torch_version
 
-from .checkpoint_names import LOADER_NAME as LOADER_NAME
-from .checkpoint_names import OPTIMIZER_NAME as OPTIMIZER_NAME
-from .checkpoint_names import RNG_STATE_NAME as RNG_STATE_NAME
-from .checkpoint_names import SAMPLER_NAME as SAMPLER_NAME
-from .checkpoint_names import SCALER_NAME as SCALER_NAME
-from .checkpoint_names import SCHEDULER_NAME as SCHEDULER_NAME
-from .checkpoint_names import CheckpointError as CheckpointError
-from .checkpoint_names import custom_file as custom_file
-from .checkpoint_names import custom_files as custom_files
-from .checkpoint_names import is_file_of_a_state as is_file_of_a_state
-from .checkpoint_names import numbered as numbered
-from .checkpoint_names import numbered_files as numbered_files
-from .checkpoint_names import require_files as require_files
-from .checkpoint_names import rng_file as rng_file
 from .digests import Workers
+from .names import LOADER_NAME as LOADER_NAME
+from .names import OPTIMIZER_NAME as OPTIMIZER_NAME
+from .names import RNG_STATE_NAME as RNG_STATE_NAME
+from .names import SAMPLER_NAME as SAMPLER_NAME
+from .names import SCALER_NAME as SCALER_NAME
+from .names import SCHEDULER_NAME as SCHEDULER_NAME
+from .names import CheckpointError as CheckpointError
+from .names import custom_file as custom_file
+from .names import custom_files as custom_files
+from .names import is_file_of_a_state as is_file_of_a_state
+from .names import numbered as numbered
+from .names import numbered_files as numbered_files
+from .names import require_files as require_files
+from .names import rng_file as rng_file
 
 # In the file of each rank: tells a checkpoint that has lost its manifest from one of a library that writes none.
 MANIFEST_MARK = "accel_manifest"

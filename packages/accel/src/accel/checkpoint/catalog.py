@@ -10,9 +10,9 @@ from pathlib import Path
 
 from accel_state.errors import ConfigurationError
 
-from .checkpoint_folder import DELETED, PARTIAL, aside, delete, name_of, recover_all, remove_leftovers
-from .checkpoint_names import CheckpointError, is_file_of_a_state, rng_file
+from .atomic_dir import DELETED, PARTIAL, aside, delete, name_of, recover_all, remove_leftovers
 from .manifest import Manifest
+from .names import CheckpointError, is_file_of_a_state, rng_file
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
 
@@ -73,7 +73,7 @@ def _is_of_another_library(folder: Path) -> bool:
     if not (folder / rng_file(0)).is_file():
         return False
     # Only now: reading the file needs torch.
-    from .checkpoint_files import was_saved_with_manifest
+    from .safe_load import was_saved_with_manifest
 
     return not was_saved_with_manifest(folder / rng_file(0))
 

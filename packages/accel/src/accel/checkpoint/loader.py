@@ -14,8 +14,14 @@ from accel_data import SeedableRandomSampler, get_sampler
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
-from . import rng_state
-from .checkpoint_files import (
+from ..core.unwrap import clean_name, extract_model_from_parallel, id_tensor_storage
+from ..strategies.base import ReadsItsOwnState, Strategy
+from . import contents
+from .accumulation_state import check, combine, gradients_file, gradients_files
+from .digests import Workers
+from .manifest import MANIFEST_NAME, Manifest, Verification
+from .names import SHARD_SUFFIX, SHARD_TABLE_NAME, holds_engines, holds_shards
+from .safe_load import (
     LOADER_NAME,
     MANIFEST_MARK,
     OPTIMIZER_NAME,
@@ -35,16 +41,10 @@ from .checkpoint_files import (
     rng_file,
     start_checking_sums,
 )
-from .checkpoint_names import SHARD_SUFFIX, SHARD_TABLE_NAME, holds_engines, holds_shards
-from .core.unwrap import clean_name, extract_model_from_parallel, id_tensor_storage
-from .digests import Workers
-from .manifest import MANIFEST_NAME, Manifest, Verification
-from .open_windows import check, combine, gradients_file, gradients_files
-from .saving import MODEL_NAME, SAFE_MODEL_NAME
-from .strategies.base import ReadsItsOwnState, Strategy
+from .weights_io import MODEL_NAME, SAFE_MODEL_NAME
 
 if TYPE_CHECKING:
-    from .sharding.states import Layout
+    from ..sharding.states import Layout
 
 
 class StateReader:
@@ -218,9 +218,9 @@ class StateReader:
         """Put the random number generators back; last, because what came before may have drawn from them."""
         path, device = self.folder / self._own_file(), self._process.device_backend
         if self.is_new_rank:
-            rng_state.seed_new_rank(self._own, self.rank, device, path)
+            contents.seed_new_rank(self._own, self.rank, device, path)
         else:
-            rng_state.restore(self._own, device, path)
+            contents.restore(self._own, device, path)
 
     def read_windows(self, loaders: list[Any], models: list[Any], strategy: Strategy) -> None:
         """Read the accumulation windows that were open, as far as they are this rank's.
@@ -286,8 +286,8 @@ class StateReader:
         layouts: list[Layout] | None,
     ) -> None:
         """Read models and optimizers that are divided among ranks, or were when they were saved."""
-        from .sharding.state_files import ShardedReader, plan
-        from .sharding.states import owner_of
+        from ..sharding.state_files import ShardedReader, plan
+        from ..sharding.states import owner_of
 
         options = dict(load_model_kwargs)
         strict = bool(options.pop("strict", True))
