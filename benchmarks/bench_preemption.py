@@ -16,10 +16,10 @@ from typing import Any
 
 import _measure
 import torch
+from accel.preemption.handler.handler import Preemption, SaveOnSignal
 from torch.utils.data import DataLoader, Dataset
 
 from accel import Accelerator
-from accel.preemption import Preemption, SaveOnSignal
 
 TARGET_MICROSECONDS = 20.0
 STEPS = 2000

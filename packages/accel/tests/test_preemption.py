@@ -18,15 +18,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from accel.preemption.handler.handler import resolve
+from accel.preemption.handler.stop_consensus import StopAgreement
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from accel import Accelerator, Preempted, ProjectConfiguration, SaveOnSignal, stop_agreement
-from accel.preemption import resolve
-from accel.stop_agreement import StopAgreement
+from accel import Accelerator, Preempted, ProjectConfiguration, SaveOnSignal
+from accel.preemption.handler import stop_consensus
 from accel_data import loop_watch
 from accel_state import AcceleratorState, ConfigurationError, PartialState
 from accel_state.preemption import Note, leave_note, read_note, take_note_back
@@ -366,7 +367,7 @@ def test_a_rank_that_stood_still_looks_once_more(monkeypatch: pytest.MonkeyPatch
     for rank in (1, 2):
         StopAgreement(store, rank, 3).meet(0.01)
     last, clock = StopAgreement(store, 0, 3), iter([0.0, 1000.0])
-    monkeypatch.setattr(stop_agreement, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(stop_consensus, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert last.meet(60.0) == []
 
 

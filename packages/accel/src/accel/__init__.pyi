@@ -38,6 +38,6 @@ from .kwargs.profile import ProfileKwargs as ProfileKwargs
 from .kwargs.tracking import TrackingKwargs as TrackingKwargs
 from .local_sgd import LocalSGD as LocalSGD
 from .parallel.config import ParallelismConfig as ParallelismConfig
-from .preemption import Preempted as Preempted
-from .preemption import SaveOnSignal as SaveOnSignal
+from .preemption.handler import Preempted as Preempted
+from .preemption.handler import SaveOnSignal as SaveOnSignal
 from .sharding.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin

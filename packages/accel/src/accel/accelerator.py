@@ -37,7 +37,7 @@ from .kwargs.profile import ProfileKwargs
 from .kwargs.tracking import TrackingKwargs
 from .optimizer import AcceleratedOptimizer
 from .precision.scaler import SharedGradScaler
-from .preemption import Resuming, SaveOnSignal
+from .preemption.handler import Resuming, SaveOnSignal
 from .properties import SettingsView
 from .scheduler import AcceleratedScheduler
 from .strategies.base import OwnsBackward, no_sync_context

@@ -19,13 +19,13 @@ from accel_data import PreparedLoader, loop_watch
 from accel_state.errors import ConfigurationError
 from accel_state.preemption import PREEMPTED_EXIT_CODE, Note, folder_of_launcher, leave_note, take_note_back
 
-from .checkpoint.atomic_dir import CheckpointFolder, recover_all
-from .checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
-from .loop_end import LoopEnd
-from .stop_agreement import agreement_of_world
+from ..checkpoint.atomic_dir import CheckpointFolder, recover_all
+from ..checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
+from .eval_rollback import LoopEnd
+from .stop_consensus import agreement_of_world
 
 if TYPE_CHECKING:
-    from .accelerator import Accelerator
+    from ..accelerator import Accelerator
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 DEFAULT_FOLDER = "preempted"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checkpoint import contents
+from ..checkpoint import contents
 
 if TYPE_CHECKING:
-    from .accelerator import Accelerator
+    from ..accelerator import Accelerator
 
 
 class LoopEnd:
