@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from accel import Accelerator, GradScalerKwargs
 from accel.checkpoint.names import CheckpointError
-from accel.sharding.plugin import FullyShardedDataParallelPlugin
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.utils import (
     compile_regions_fsdp2,
     ensure_weights_retied,
@@ -379,7 +379,7 @@ def adapters(folder: str) -> dict[str, Any]:
 
 def test_an_adapter_is_saved_on_its_own(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    from accel.sharding.shard_reading import tensors_in
+    from accel.fsdp.checkpoint.dcp_reader import tensors_in
 
     found = run_world(adapters, 2, str(tmp_path), timeout=250)[0]
     for version, (saved, loaded) in found.items():

@@ -18,9 +18,9 @@ from accel import Accelerator, ProjectConfiguration
 from accel.checkpoint import writer
 from accel.checkpoint.digests import record_files
 from accel.checkpoint.names import CheckpointError
-from accel.sharding.merging import merge_fsdp_weights
-from accel.sharding.plugin import FullyShardedDataParallelPlugin
-from accel.sharding.shard_reading import read_metadata
+from accel.fsdp.checkpoint.dcp_reader import read_metadata
+from accel.fsdp.merge import merge_fsdp_weights
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_launch.cli import main
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError

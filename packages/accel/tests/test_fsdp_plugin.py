@@ -19,12 +19,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from accel.sharding.plugin import (
+from accel.fsdp.plugin import (
     FullyShardedDataParallelPlugin,
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
 )
-from accel.sharding.units import find_units, owned_by
+from accel.fsdp.wrap_policy import find_units, owned_by
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 from accel_state.options import FsdpOptions

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, GradScalerKwargs
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.kwargs.base import KwargsHandler
-from accel.sharding.plugin import FullyShardedDataParallelPlugin
 from accel.utils import AORecipeKwargs, NativeRecipeKwargs
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError

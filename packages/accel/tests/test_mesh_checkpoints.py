@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.checkpoint.names import CheckpointError
-from accel.sharding.merging import merge_fsdp_weights
-from accel.sharding.plugin import FullyShardedDataParallelPlugin
+from accel.fsdp.merge import merge_fsdp_weights
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_state.random import set_seed
 from accel_state.testing import run_world
 

@@ -27,10 +27,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, GradScalerKwargs
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.kwargs.base import Handlers
 from accel.parallel.config import ParallelismConfig
 from accel.parallel.schedules import PipelineParallelConfig
-from accel.sharding.plugin import FullyShardedDataParallelPlugin
 from accel.strategies.mesh_pp import PipelineStrategy
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError

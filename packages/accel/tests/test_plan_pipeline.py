@@ -14,6 +14,7 @@ from torch.distributed import pipelining
 
 from accel import Accelerator
 from accel.commands.plan import COMMAND
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig
 from accel.parallel.schedules import PipelineParallelConfig
 from accel.planning.models import build_model, model_config
@@ -21,7 +22,6 @@ from accel.planning.plan import RankPlan, Request, plan
 from accel.planning.record import POINT_TO_POINT, Recorder, local, storages_in, stored
 from accel.planning.report import as_text
 from accel.planning.stages import whole_memory
-from accel.sharding.plugin import FullyShardedDataParallelPlugin
 from accel_launch.config import load_settings
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel.sharding import saved_tensors
-from accel.sharding.saved_tensors import SavedTensors
+from accel.fsdp.checkpoint import saved_tensors
+from accel.fsdp.checkpoint.saved_tensors import SavedTensors
 
 DTYPES = (
     torch.float32,

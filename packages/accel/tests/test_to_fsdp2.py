@@ -11,7 +11,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings, strategies
 
 from accel.commands.to_fsdp2 import COMMAND
-from accel.sharding.plugin import FullyShardedDataParallelPlugin
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_launch.config import load_settings
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError

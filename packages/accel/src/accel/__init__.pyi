@@ -28,6 +28,7 @@ from .checkpoint.project import ProjectConfiguration as ProjectConfiguration
 from .checkpoint.safe_load import CheckpointError as CheckpointError
 from .core.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from .deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from .fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from .kwargs.autocast import AutocastKwargs as AutocastKwargs
 from .kwargs.base import KwargsHandler as KwargsHandler
 from .kwargs.ddp import DDPCommunicationHookType as DDPCommunicationHookType
@@ -40,4 +41,3 @@ from .local_sgd import LocalSGD as LocalSGD
 from .parallel.config import ParallelismConfig as ParallelismConfig
 from .preemption.handler import Preempted as Preempted
 from .preemption.handler import SaveOnSignal as SaveOnSignal
-from .sharding.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from accel.sharding.plugin import FullyShardedDataParallelPlugin
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 
 VOCABULARY, LENGTH, BATCH = 16, 16, 8
 # fp32 on several ranks adds the same numbers in another order.

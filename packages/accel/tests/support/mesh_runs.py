@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig, TorchTensorParallelConfig
-from accel.sharding.plugin import FullyShardedDataParallelPlugin
 
 VOCABULARY, BATCH, LENGTH = 13, 8, 6
 # fp32 on several ranks adds the same numbers in another order.

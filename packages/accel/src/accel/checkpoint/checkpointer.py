@@ -33,8 +33,8 @@ from .staging import HostCopies
 from .writer import BackgroundSave, StateWriter
 
 if TYPE_CHECKING:
-    from ..sharding.state_files import Gathered
-    from ..sharding.states import Layout
+    from ..fsdp.checkpoint.files import Gathered
+    from ..fsdp.checkpoint.state_dicts import Layout
 
 logger = get_logger(__name__)
 

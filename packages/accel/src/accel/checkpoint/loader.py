@@ -44,7 +44,7 @@ from .safe_load import (
 from .weights_io import MODEL_NAME, SAFE_MODEL_NAME
 
 if TYPE_CHECKING:
-    from ..sharding.states import Layout
+    from ..fsdp.checkpoint.state_dicts import Layout
 
 
 class StateReader:
@@ -286,8 +286,8 @@ class StateReader:
         layouts: list[Layout] | None,
     ) -> None:
         """Read models and optimizers that are divided among ranks, or were when they were saved."""
-        from ..sharding.state_files import ShardedReader, plan
-        from ..sharding.states import owner_of
+        from ..fsdp.checkpoint.files import ShardedReader, plan
+        from ..fsdp.checkpoint.state_dicts import owner_of
 
         options = dict(load_model_kwargs)
         strict = bool(options.pop("strict", True))

@@ -18,7 +18,7 @@ def run(argv: list[str]) -> int:
         CheckpointError: they are damaged.
     """
     options = _parser().parse_args(argv)
-    from ..sharding.merging import merge_fsdp_weights
+    from ..fsdp.merge import merge_fsdp_weights
 
     written = merge_fsdp_weights(
         options.checkpoint_directory,

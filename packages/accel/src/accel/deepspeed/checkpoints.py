@@ -30,7 +30,7 @@ from . import universal
 from .library import is_engine
 
 if TYPE_CHECKING:
-    from ..sharding.state_files import Gathered
+    from ..fsdp.checkpoint.files import Gathered
 
 LATEST, RECOVERY = "latest", "zero_to_fp32.py"
 # What DeepSpeed's files hold besides tensors and plain values: settings, and how the loss is scaled. Nothing of it runs when it is read.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..sharding.gradients import distinct
+from ..fsdp.grad_norm import distinct
 
 
 def held(engine: Any) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from accel_state.errors import ConfigurationError
 
 from ..core.unwrap import clean_name
-from ..sharding.gradients import local
+from ..fsdp.grad_norm import local
 from .causal import IGNORED, shift_labels
 from .schedules import SCHEDULES, PipelineParallelConfig
 from .stages import Stages, plan_cut

@@ -21,10 +21,10 @@ from ..core.unwrap import clean_name, extract_model_from_parallel, parameter_sta
 if TYPE_CHECKING:
     from ..checkpoint.loader import StateReader
     from ..core.prepare import Preparation
+    from ..fsdp.checkpoint.files import Gathered
+    from ..fsdp.checkpoint.state_dicts import Layout
     from ..kwargs.base import Handlers
     from ..precision.scaler import SharedGradScaler
-    from ..sharding.state_files import Gathered
-    from ..sharding.states import Layout
 
 
 @runtime_checkable
@@ -227,7 +227,7 @@ class Strategy:
 
     def layout(self, model: nn.Module) -> Layout:
         """How a model's tensors lie on the ranks, for reading them from files of any strategy. Every rank must call it."""
-        from ..sharding.states import Layout, tied_names
+        from ..fsdp.checkpoint.state_dicts import Layout, tied_names
 
         whole = extract_model_from_parallel(model, keep_torch_compile=False)
         tensors = {name: value for name, value in parameter_state_dict(whole).items() if isinstance(value, torch.Tensor)}
@@ -235,7 +235,7 @@ class Strategy:
 
     def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
         """The names of an optimizer's parameters, in the order in which its state counts them."""
-        from ..sharding.states import names_in_order
+        from ..fsdp.checkpoint.state_dicts import names_in_order
 
         return names_in_order(extract_model_from_parallel(model, keep_torch_compile=False), optimizer)
 

@@ -23,8 +23,8 @@ from .base import Strategy
 if TYPE_CHECKING:
     from ..checkpoint.loader import StateReader
     from ..core.prepare import Preparation
+    from ..fsdp.checkpoint.files import Gathered
     from ..kwargs.base import Handlers
-    from ..sharding.state_files import Gathered
 
 
 class DeepSpeedStrategy(Strategy):
@@ -280,7 +280,7 @@ class DeepSpeedStrategy(Strategy):
         self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> Gathered | None:
         from ..deepspeed.checkpoints import gather_engines
-        from ..sharding.state_files import Gathered
+        from ..fsdp.checkpoint.files import Gathered
 
         gathered = Gathered()
         gather_engines(models, gathered)

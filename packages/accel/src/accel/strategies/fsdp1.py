@@ -21,13 +21,13 @@ from accel_state import PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
 from ..core.unwrap import clean_name
-from ..sharding.activations import checkpoint_units
-from ..sharding.gradients import Groups
-from ..sharding.materialise import allocate_and_fill, start_from_rank_0
-from ..sharding.open_gradients import clear_handle, gather_handles, handle_shapes, handles_of, put_handles
-from ..sharding.plugin import FullyShardedDataParallelPlugin
-from ..sharding.states import tied_names
-from ..sharding.units import find_units
+from ..fsdp.accumulated_grads import clear_handle, gather_handles, handle_shapes, handles_of, put_handles
+from ..fsdp.activation_checkpointing import checkpoint_units
+from ..fsdp.checkpoint.state_dicts import tied_names
+from ..fsdp.grad_norm import Groups
+from ..fsdp.meta_init import allocate_and_fill, start_from_rank_0
+from ..fsdp.plugin import FullyShardedDataParallelPlugin
+from ..fsdp.wrap_policy import find_units
 from .sharded import ShardedStrategy
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from accel_state import PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-from ..sharding.activations import checkpoint_units, checkpoints_in
-from ..sharding.gradients import Groups, groups_over, local
-from ..sharding.materialise import Materialiser
-from ..sharding.open_gradients import gather_parameters, put_parameters, shapes_of
-from ..sharding.plugin import FullyShardedDataParallelPlugin
-from ..sharding.states import tied_names
-from ..sharding.units import find_units, owned_by
+from ..fsdp.accumulated_grads import gather_parameters, put_parameters, shapes_of
+from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
+from ..fsdp.checkpoint.state_dicts import tied_names
+from ..fsdp.grad_norm import Groups, groups_over, local
+from ..fsdp.meta_init import Materialiser
+from ..fsdp.plugin import FullyShardedDataParallelPlugin
+from ..fsdp.wrap_policy import find_units, owned_by
 from .sharded import ShardedStrategy
 
 if TYPE_CHECKING:

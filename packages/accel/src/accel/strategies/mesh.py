@@ -33,16 +33,16 @@ from accel_state import DistributedType, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
+from ..fsdp.checkpoint.fused_dtensor import whole
+from ..fsdp.checkpoint.state_dicts import model_state
+from ..fsdp.meta_init import Materialiser
+from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..parallel.config import SHARDING_AXES, ParallelismConfig
 from ..parallel.generators import share_generators
 from ..parallel.layers import Columns, Cut, Style, apply_torch_style
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
 from ..parallel.plans import Plan, count_parts, plan_of
 from ..parallel.sharing import SharesSequences
-from ..sharding.materialise import Materialiser
-from ..sharding.packed import whole
-from ..sharding.plugin import FullyShardedDataParallelPlugin
-from ..sharding.states import model_state
 from .fsdp2 import FSDP2Strategy
 
 if TYPE_CHECKING:

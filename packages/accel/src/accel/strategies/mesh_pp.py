@@ -22,16 +22,16 @@ from accel_state.errors import ConfigurationError
 from ..checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
 from ..checkpoint.names import OPTIMIZER_NAME
 from ..core.unwrap import clean_name
+from ..fsdp.checkpoint.files import Gathered, gather_one, on_disk
+from ..fsdp.checkpoint.pipeline_state import collect, rename_optimizer_state
+from ..fsdp.checkpoint.state_dicts import Layout, model_state, optimizer_state, owner_of
+from ..fsdp.grad_norm import local, scale_to_norm
+from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..parallel.config import ParallelismConfig
 from ..parallel.mesh import collectives_over
 from ..parallel.pipeline import Pipeline
 from ..parallel.plans import Plan
 from ..parallel.schedules import PipelineParallelConfig
-from ..sharding.gradients import local, scale_to_norm
-from ..sharding.plugin import FullyShardedDataParallelPlugin
-from ..sharding.stage_states import collect, rename_optimizer_state
-from ..sharding.state_files import Gathered, gather_one, on_disk
-from ..sharding.states import Layout, model_state, optimizer_state, owner_of
 from .mesh import MeshStrategy
 
 if TYPE_CHECKING:

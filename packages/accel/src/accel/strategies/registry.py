@@ -26,7 +26,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
 PLUGINS: Registry[type[Any]] = Registry(
     "strategy plugin",
     {
-        "fsdp": "accel.sharding.plugin:FullyShardedDataParallelPlugin",
+        "fsdp": "accel.fsdp.plugin:FullyShardedDataParallelPlugin",
         "deepspeed": "accel.deepspeed.plugin:DeepSpeedPlugin",
         "mesh": "accel.parallel.config:ParallelismConfig",
         "torch_tp": "accel.parallel.config:TorchTensorParallelPlugin",

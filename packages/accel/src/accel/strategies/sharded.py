@@ -13,11 +13,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_state import AcceleratorState, DistributedType, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
-from ..sharding.gradients import Groups, distinct, local, norm_of, power_sum, scale_to_norm
-from ..sharding.parameters import Replacements
-from ..sharding.plugin import FullyShardedDataParallelPlugin
-from ..sharding.state_files import Gathered, gather
-from ..sharding.states import Layout, layout_of, model_state, names_in_order, owner_of
+from ..fsdp.checkpoint.files import Gathered, gather
+from ..fsdp.checkpoint.state_dicts import Layout, layout_of, model_state, names_in_order, owner_of
+from ..fsdp.grad_norm import Groups, distinct, local, norm_of, power_sum, scale_to_norm
+from ..fsdp.param_remap import Replacements
+from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from .base import Strategy
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from ..checkpoint.project import ProjectConfiguration as ProjectConfiguration
 from ..core.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from ..core.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from ..fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from ..kwargs.autocast import AutocastKwargs as AutocastKwargs
 from ..kwargs.base import KwargsHandler as KwargsHandler
 from ..kwargs.ddp import DDPCommunicationHookType as DDPCommunicationHookType
@@ -32,4 +33,3 @@ from ..kwargs.profile import ProfileKwargs as ProfileKwargs
 from ..kwargs.tracking import TrackingKwargs as TrackingKwargs
 from ..parallel.config import ParallelismConfig as ParallelismConfig
 from ..parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from ..sharding.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin

@@ -16,7 +16,7 @@ from ..checkpoint.names import FSDP_MODEL_NAME as MODEL_FOLDER
 from ..checkpoint.names import SHARD_TABLE_NAME as METADATA_NAME
 from ..checkpoint.weights_io import save_model_weights
 from ..core.unwrap import clean_name
-from .shard_reading import read_shards, tensors_in
+from .checkpoint.dcp_reader import read_shards, tensors_in
 
 
 def merge_fsdp_weights(

@@ -1,4 +1,4 @@
-"""The settings of fully sharded data parallelism, for both versions of it."""
+"""Settings given by name, by number, or as torch's own objects."""
 
 from __future__ import annotations
 
@@ -11,16 +11,71 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_state import env
+from accel_state import devices, env
 from accel_state.env import str_to_bool
 from accel_state.errors import ConfigurationError
 from accel_state.options import FsdpOptions
+from accel_state.options.fsdp import SHARDING_STRATEGIES
 
-from . import units
-from .choices import by_number, offload_1, offload_2, one_of, precision_class, sharding_strategy
+from . import wrap_policy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+
+def sharding_strategy(value: Any) -> Any:
+    """Torch's ``ShardingStrategy`` by name, number or itself.
+
+    Raises:
+        ConfigurationError: there is none such.
+    """
+    from torch.distributed.fsdp import ShardingStrategy
+
+    if isinstance(value, ShardingStrategy):
+        return value
+    name = one_of("sharding_strategy", by_number(value, SHARDING_STRATEGIES), SHARDING_STRATEGIES)
+    return ShardingStrategy._HYBRID_SHARD_ZERO2 if name == "HYBRID_SHARD_ZERO2" else ShardingStrategy[name]
+
+
+def by_number(value: Any, names: Iterable[str]) -> str:
+    """A name, from itself or from its place in the list, counted from 1."""
+    numbered = dict(enumerate(names, start=1))
+    text = str(getattr(value, "name", value)).strip().upper()
+    return numbered.get(int(text), text) if text.isdigit() else text
+
+
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """The value as text.
+
+    Raises:
+        ConfigurationError: it is not one of those allowed; the message names the setting.
+    """
+    if str(value) not in set(allowed):
+        raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(allowed)}.")
+    return str(value)
+
+
+def offload_1(offloads: bool) -> Any:
+    """Torch's settings of offloading for version 1."""
+    from torch.distributed.fsdp import CPUOffload
+
+    return CPUOffload(offload_params=offloads)
+
+
+def offload_2(offloads: bool) -> Any:
+    """Torch's settings of offloading for version 2."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    # Pinned memory belongs to an accelerator; without one there is none to be had.
+    return CPUOffloadPolicy(pin_memory=devices.detect().name != "cpu") if offloads else OffloadPolicy()
+
+
+def precision_class(version: int) -> Any:
+    """Torch's settings of mixed precision."""
+    from torch.distributed import fsdp
+
+    return fsdp.MixedPrecision if version == 1 else fsdp.MixedPrecisionPolicy
+
 
 logger = logging.getLogger(__name__)
 
@@ -176,10 +231,10 @@ class FullyShardedDataParallelPlugin:
         if self.auto_wrap_policy is None:
             self.auto_wrap_policy = launched.auto_wrap_policy
         if isinstance(self.auto_wrap_policy, str):
-            self.auto_wrap_policy = one_of("auto_wrap_policy", self.auto_wrap_policy.lower(), units.POLICIES)
+            self.auto_wrap_policy = one_of("auto_wrap_policy", self.auto_wrap_policy.lower(), wrap_policy.POLICIES)
         elif self.auto_wrap_policy is not None and not callable(self.auto_wrap_policy):
             raise ConfigurationError(
-                f"auto_wrap_policy={self.auto_wrap_policy!r} is neither a policy of torch nor {', '.join(units.POLICIES)}."
+                f"auto_wrap_policy={self.auto_wrap_policy!r} is neither a policy of torch nor {', '.join(wrap_policy.POLICIES)}."
             )
         names = self.transformer_cls_names_to_wrap
         if names is None and launched.transformer_layer_cls_to_wrap:
@@ -284,18 +339,18 @@ class FullyShardedDataParallelPlugin:
             ConfigurationError: the model has no module of a class that was named, or no classes were named.
         """
         if self.auto_wrap_policy == "transformer_based_wrap":
-            self.auto_wrap_policy = units.transformer_policy(model, self.transformer_cls_names_to_wrap)
+            self.auto_wrap_policy = wrap_policy.transformer_policy(model, self.transformer_cls_names_to_wrap)
         elif self.auto_wrap_policy == "size_based_wrap":
-            self.auto_wrap_policy = units.size_policy(int(self.min_num_params or 0))
+            self.auto_wrap_policy = wrap_policy.size_policy(int(self.min_num_params or 0))
         elif self.auto_wrap_policy == "no_wrap":
             self.auto_wrap_policy = None
 
     def policy_for(self, model: nn.Module) -> Any:
         """Torch's policy for a model, leaving the settings as they are for the next model."""
         if self.auto_wrap_policy == "transformer_based_wrap":
-            return units.transformer_policy(model, self.transformer_cls_names_to_wrap)
+            return wrap_policy.transformer_policy(model, self.transformer_cls_names_to_wrap)
         if self.auto_wrap_policy == "size_based_wrap":
-            return units.size_policy(int(self.min_num_params or 0))
+            return wrap_policy.size_policy(int(self.min_num_params or 0))
         return None if self.auto_wrap_policy == "no_wrap" else self.auto_wrap_policy
 
     def ignored_in(self, model: nn.Module) -> list[nn.Module]:

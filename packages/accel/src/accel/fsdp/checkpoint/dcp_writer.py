@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from accel_state.collectives.single import Collectives
 
-from ..checkpoint.contents import Part
-from ..checkpoint.names import SHARD_SUFFIX
+from ...checkpoint.contents import Part
+from ...checkpoint.names import SHARD_SUFFIX
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from ..checkpoint.names import SHARD_TABLE_NAME as METADATA_NAME
-from ..checkpoint.names import CheckpointError
+from ...checkpoint.names import SHARD_TABLE_NAME as METADATA_NAME
+from ...checkpoint.names import CheckpointError
 from .saved_tensors import Kind, SavedTensors
 
 Like = Callable[[tuple[Any, ...], torch.Size, torch.dtype], "torch.Tensor | None"]

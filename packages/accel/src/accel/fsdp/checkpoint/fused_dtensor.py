@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..core.unwrap import clean_name
-from .gradients import local
+from ...core.unwrap import clean_name
+from ..grad_norm import local
 
 _MARK = "_accel_packed_shapes"
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from accel_state.collectives.single import Collectives
 
 from ..core.unwrap import clean_name
-from .packed import pack, packed_shapes, whole
+from .checkpoint.fused_dtensor import pack, packed_shapes, whole
 
 Gradients = dict[str, torch.Tensor]
 _REDUCED = "_saved_grad_shard"

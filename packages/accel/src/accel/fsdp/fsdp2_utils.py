@@ -16,10 +16,10 @@ from accel_state.errors import ConfigurationError
 from ..core.compile import compile_regions
 from ..core.unwrap import clean_name
 from ..precision.scaler import SharedGradScaler
-from .activations import checkpoint_units
-from .materialise import places_of
-from .parameters import Replacements
-from .units import find_units
+from .activation_checkpointing import checkpoint_units
+from .meta_init import places_of
+from .param_remap import Replacements
+from .wrap_policy import find_units
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator

@@ -29,16 +29,16 @@ from torch.optim import Optimizer
 
 from accel_state.collectives.single import Collectives
 
-from ..checkpoint.contents import Part
-from ..checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
-from ..checkpoint.names import OPTIMIZER_NAME, CheckpointError, numbered
-from ..checkpoint.names import SHARD_TABLE_NAME as METADATA_NAME
-from ..checkpoint.safe_load import require_count
-from ..checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME
-from . import states
-from .gradients import local
-from .shard_writing import shard_state
-from .states import Layout, State
+from ...checkpoint.contents import Part
+from ...checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
+from ...checkpoint.names import OPTIMIZER_NAME, CheckpointError, numbered
+from ...checkpoint.names import SHARD_TABLE_NAME as METADATA_NAME
+from ...checkpoint.safe_load import require_count
+from ...checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME
+from ..grad_norm import local
+from . import state_dicts
+from .dcp_writer import shard_state
+from .state_dicts import Layout, State
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def gather(
         collectives: of all ranks.
     """
     # Of optimizers, the sharded state is all that a rank holds at a time.
-    named = [(OPTIMIZER_NAME, index, states.optimizer_state(model, optimizer)) for index, (model, optimizer) in enumerate(optimizers)]
+    named = [(OPTIMIZER_NAME, index, state_dicts.optimizer_state(model, optimizer)) for index, (model, optimizer) in enumerate(optimizers)]
     gathered = Gathered()
     for stem, index, state in [*((MODEL_STEM, index, state) for index, state in enumerate(weights)), *named]:
         _WRITERS[kind](gathered, stem, index, state, collectives)
@@ -104,7 +104,7 @@ def _gather_shards(gathered: Gathered, stem: str, index: int, state: State, coll
 
 def _gather_whole(gathered: Gathered, stem: str, index: int, state: State, collectives: Collectives) -> None:
     if stem == OPTIMIZER_NAME:
-        state = states.whole_optimizer_state(state, on_disk if collectives.rank == 0 else None)
+        state = state_dicts.whole_optimizer_state(state, on_disk if collectives.rank == 0 else None)
     gathered.parts.append(Part(numbered(stem, index, "bin"), state, f"{stem} {index}"))
 
 
@@ -193,7 +193,7 @@ class ShardedReader:
             CheckpointError: there is none, or it cannot be read, or does not fit.
         """
         if self._has_folder(MODEL_STEM, index):
-            return states.read_model(self._folder(MODEL_STEM, index), layout)
+            return state_dicts.read_model(self._folder(MODEL_STEM, index), layout)
         local = self._local(MODEL_STEM, index)
         if local is not None:
             return {name: self._own_part(layout, name, value) for name, value in local.items()}
@@ -202,7 +202,7 @@ class ShardedReader:
             if name in self.names:
                 self.used.add(name)
                 whole = self.read_safetensors(name) if suffix == "safetensors" else self.read(name)
-                return states.model_from_whole(whole, layout, self.folder / name)
+                return state_dicts.model_from_whole(whole, layout, self.folder / name)
         raise CheckpointError(f"{self.folder} has no weights of model {index}. Choose another checkpoint.")
 
     def optimizer(self, index: int, layout: Layout, names: Sequence[str]) -> State:
@@ -212,7 +212,7 @@ class ShardedReader:
             CheckpointError: there is none, or it cannot be read, or does not fit.
         """
         if self._has_folder(OPTIMIZER_NAME, index):
-            return states.read_optimizer(self._folder(OPTIMIZER_NAME, index), layout)
+            return state_dicts.read_optimizer(self._folder(OPTIMIZER_NAME, index), layout)
         local = self._local(OPTIMIZER_NAME, index)
         if local is not None:
             kept = {name: {key: _into(layout, name, value) for key, value in entry.items()} for name, entry in local["state"].items()}
@@ -221,7 +221,7 @@ class ShardedReader:
         if name not in self.names:
             raise CheckpointError(f"{self.folder} has no state of optimizer {index}. Choose another checkpoint.")
         self.used.add(name)
-        return states.optimizer_from_whole(self.read(name), layout, names, self.folder / name)
+        return state_dicts.optimizer_from_whole(self.read(name), layout, names, self.folder / name)
 
     def _own_part(self, layout: Layout, name: str, value: Any) -> Any:
         made = _into(layout, name, value)
@@ -288,7 +288,7 @@ def plan(
     changes: list[Callable[[], Any]] = []
     for index, layout in enumerate(layouts):
         state = reader.model(index, layout)
-        changes.append(states.plan_model(layout, state, strict, reader.folder))
+        changes.append(state_dicts.plan_model(layout, state, strict, reader.folder))
     for index, (layout, optimizer, names) in enumerate(optimizers):
         changes.append(plan_optimizer(reader, index, layout, optimizer, names))
     return changes
@@ -302,5 +302,5 @@ def plan_optimizer(reader: ShardedReader, index: int, layout: Layout, optimizer:
     """
     state = reader.optimizer(index, layout, names)
     if layout.elsewhere or any(isinstance(tensor, DTensor) for tensor in layout.tensors.values()):
-        return states.plan_optimizer(layout, optimizer, state, reader.folder)
-    return partial(optimizer.load_state_dict, states.numbered(state, names, reader.folder))
+        return state_dicts.plan_optimizer(layout, optimizer, state, reader.folder)
+    return partial(optimizer.load_state_dict, state_dicts.numbered(state, names, reader.folder))

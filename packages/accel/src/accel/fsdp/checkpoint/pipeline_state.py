@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from .packed import whole
+from .fused_dtensor import whole
 
 State = dict[str, Any]
 

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from accel_state.errors import ConfigurationError
 
-from ..checkpoint.names import CheckpointError
-from ..core.unwrap import clean_name
-from .packed import pack, pack_state, packed_shapes, unpack, whole
-from .shard_reading import read_shards
-from .stage_states import keep_empty_groups, own_optimizer_state
+from ...checkpoint.names import CheckpointError
+from ...core.unwrap import clean_name
+from .dcp_reader import read_shards
+from .fused_dtensor import pack, pack_state, packed_shapes, unpack, whole
+from .pipeline_state import keep_empty_groups, own_optimizer_state
 
 State = dict[str, Any]
 

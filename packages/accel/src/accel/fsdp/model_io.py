@@ -21,8 +21,8 @@ from ..checkpoint.rank_consensus import on_all_ranks
 from ..checkpoint.safe_load import read
 from ..checkpoint.writer import sync_folders, write_parts
 from ..core.unwrap import clean_name, extract_model_from_parallel, is_peft_model
-from . import states
-from .state_files import Gathered, ShardedReader, gather_one, plan_optimizer
+from .checkpoint import state_dicts
+from .checkpoint.files import Gathered, ShardedReader, gather_one, plan_optimizer
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -59,7 +59,7 @@ def save_fsdp_model(
     """
     _require_sharded(accelerator, model, "save_fsdp_model")
     whole = fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT"
-    weights = accelerator.strategy.state_dict(model) if whole else states.model_state(model)
+    weights = accelerator.strategy.state_dict(model) if whole else state_dicts.model_state(model)
     if adapter_only:
         names = _adapter_names(model)
         weights = {names[name]: value for name, value in weights.items() if name in names}
@@ -102,13 +102,13 @@ def load_fsdp_model(
 
     def plan() -> Callable[[], Any]:
         if names is None:
-            return states.plan_model(layout, reader.model(model_index, layout), True, reader.folder)
-        short = states.Layout(layout.model, {name: layout.tensors[full] for name, full in names.items()})
+            return state_dicts.plan_model(layout, reader.model(model_index, layout), True, reader.folder)
+        short = state_dicts.Layout(layout.model, {name: layout.tensors[full] for name, full in names.items()})
         found = reader.model(model_index, short)
         missing = sorted(set(names) - set(found))
         if missing:
             raise CheckpointError(f"{reader.folder} lacks {missing[0]} of the adapter. Load it into the model that was saved.")
-        return states.plan_model(layout, {full: found[name] for name, full in names.items()}, False, reader.folder)
+        return state_dicts.plan_model(layout, {full: found[name] for name, full in names.items()}, False, reader.folder)
 
     _plan_and_apply(accelerator, f"loading model {model_index} from {input_dir}", plan)
 
@@ -139,8 +139,8 @@ def save_fsdp_optimizer(
     """
     _require_sharded(accelerator, model, "save_fsdp_optimizer")
     inner = getattr(optimizer, "optimizer", optimizer)
-    states.owner_of(inner, [model], f"optimizer {optimizer_index}")
-    state = states.optimizer_state(model, inner)
+    state_dicts.owner_of(inner, [model], f"optimizer {optimizer_index}")
+    state = state_dicts.optimizer_state(model, inner)
     kind, collectives = fsdp_plugin.state_dict_type, accelerator.process_state.collectives
     _write(accelerator, Path(output_dir), gather_one(kind, OPTIMIZER_NAME, optimizer_index, state, collectives, use_dcp))
 
@@ -176,7 +176,7 @@ def load_fsdp_optimizer(
     if adapter_only:
         _adapter_names(model)
     inner = getattr(optimizer, "optimizer", optimizer)
-    states.owner_of(inner, [model], f"optimizer {optimizer_index}")
+    state_dicts.owner_of(inner, [model], f"optimizer {optimizer_index}")
     layout, names = accelerator.strategy.layout(model), accelerator.strategy.parameter_names(model, inner)
     reader = _reader(accelerator, Path(input_dir), use_dcp)
     what = f"loading optimizer {optimizer_index} from {input_dir}"

@@ -1,0 +1,1 @@
+"""Sharded state dicts: in memory and as files of torch.distributed.checkpoint."""
