@@ -13,8 +13,8 @@ from mesh_runs import build, llama
 from torch import nn
 
 from accel import Accelerator, ParallelismConfig
-from accel.parallel.layers import Columns, Heads, Rows, VocabularyRows
-from accel.parallel.plans import get_model_tp_size, plan_of
+from accel.parallel.tp_layers import Columns, Heads, Rows, VocabularyRows
+from accel.parallel.tp_plan import get_model_tp_size, plan_of
 from accel.parallelism_config import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig
 from accel.strategies.registry import PLUGINS, STRATEGIES
 from accel.utils import TorchTensorParallelPlugin

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.parallel.config import ParallelismConfig, TorchContextParallelConfig
-from accel.parallel.context import ROTATIONS, ContextParallel, positions_of
+from accel.parallel.context_parallel import ROTATIONS, ContextParallel, positions_of
 from accel.utils import shift_labels
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world

@@ -30,7 +30,7 @@ from accel import Accelerator, GradScalerKwargs
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.kwargs.base import Handlers
 from accel.parallel.config import ParallelismConfig
-from accel.parallel.schedules import PipelineParallelConfig
+from accel.parallel.pipeline import PipelineParallelConfig
 from accel.strategies.mesh_pp import PipelineStrategy
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError

@@ -31,11 +31,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel import Accelerator, LocalSGD
-from accel.parallel import passing
+from accel.parallel import tp_collectives
 from accel.parallel.config import ParallelismConfig, TorchTensorParallelPlugin
-from accel.parallel.layers import Columns
 from accel.parallel.mesh import is_alive
-from accel.parallel.plans import get_model_tp_size
+from accel.parallel.tp_layers import Columns
+from accel.parallel.tp_plan import get_model_tp_size
 from accel_state import AcceleratorState
 from accel_state.errors import ConfigurationError
 from accel_state.random import set_seed
@@ -101,8 +101,8 @@ def all_reduces() -> dict[str, int]:
         model = accelerator_for({"tp_size": 2}, None).prepare(build(kind))
         with pytest.MonkeyPatch.context() as patch:
             calls: list[Any] = []
-            original = passing._all_reduced
-            patch.setattr(passing, "_all_reduced", lambda *args, original=original, calls=calls: calls.append(args) or original(*args))
+            original = tp_collectives._all_reduced
+            patch.setattr(tp_collectives, "_all_reduced", lambda *args, original=original, calls=calls: calls.append(args) or original(*args))
             loss_of(model, batches(1)).backward()
         found[kind] = len(calls)
         with torch.inference_mode():

@@ -16,7 +16,7 @@ from accel import Accelerator
 from accel.commands.plan import COMMAND
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig
-from accel.parallel.schedules import PipelineParallelConfig
+from accel.parallel.pipeline import PipelineParallelConfig
 from accel.planning.models import build_model, model_config
 from accel.planning.plan import RankPlan, Request, plan
 from accel.planning.record import POINT_TO_POINT, Recorder, local, storages_in, stored

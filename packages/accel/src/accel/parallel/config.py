@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state.errors import ConfigurationError
 from accel_state.options import ParallelismOptions
 
-from .schedules import PipelineParallelConfig
+from .pipeline import PipelineParallelConfig
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh

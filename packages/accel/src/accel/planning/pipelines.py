@@ -8,8 +8,8 @@ from typing import Any
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
-from ..parallel.schedules import PipelineParallelConfig
-from ..parallel.stages import plan_cut
+from ..parallel.pipeline import PipelineParallelConfig
+from ..parallel.pipeline_split import plan_cut
 from .models import build_model
 from .stages import Passed
 from .trace import TRACED_BLOCKS, Batch, Measured, Task, extended, trace, with_blocks

@@ -33,7 +33,7 @@ class Request:
         split_batches: the loader's batch is that of all ranks together.
         all_blocks: take every one of many equal blocks, rather than three.
         trust_remote_code: run model code that comes with the model.
-        schedule: of a pipeline, one of ``accel.parallel.schedules.SCHEDULES``; None: as PipelineParallelConfig has it, like the next two.
+        schedule: of a pipeline, one of ``accel.parallel.pipeline.SCHEDULES``; None: as PipelineParallelConfig has it, like the next two.
         num_microbatches: parts that a pipeline divides each rank's batch into.
         stages_per_rank: stages of a pipeline on each of its ranks.
     """

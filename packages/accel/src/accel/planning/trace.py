@@ -18,7 +18,7 @@ from accel_data import DataLoaderConfiguration
 from accel_state.errors import ConfigurationError
 
 from ..fsdp.meta_init import allocate, places_of
-from ..parallel.schedules import PipelineParallelConfig
+from ..parallel.pipeline import PipelineParallelConfig
 from .models import build_model
 from .record import Collective, Layout, Recorder, stored
 from .stages import Kept, Passed, make_schedule, one_pass, seen, watching

@@ -114,7 +114,7 @@ def _stand_ins() -> Iterator[None]:
     """What needs memory or other ranks, replaced by what sends the same and needs neither."""
     from torch.distributed import pipelining
 
-    from ..parallel import mesh, pipeline, stages
+    from ..parallel import mesh, pipeline, pipeline_split
     from ..strategies import ddp, mesh_pp
     from .replica import Replica
     from .stages import share_loss, watched_stage
@@ -125,7 +125,7 @@ def _stand_ins() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [(ddp, "DistributedDataParallel", Replica)]
     replaced += [(module, "TorchCollectives", along) for module in (mesh, mesh_pp)]
     # A comparison of stages with the whole needs values.
-    replaced += [(pipelining, "PipelineStage", watched_stage()), (stages.Stages, "check", lambda stages, example: None)]
+    replaced += [(pipelining, "PipelineStage", watched_stage()), (pipeline_split.Stages, "check", lambda stages, example: None)]
     replaced += [(pipeline.Pipeline, "_share", share_loss), *_mask_stand_ins()]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     for module, name, value in replaced:

@@ -38,11 +38,11 @@ from ..fsdp.checkpoint.state_dicts import model_state
 from ..fsdp.meta_init import Materialiser
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..parallel.config import SHARDING_AXES, ParallelismConfig
-from ..parallel.generators import share_generators
-from ..parallel.layers import Columns, Cut, Style, apply_torch_style
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
-from ..parallel.plans import Plan, count_parts, plan_of
-from ..parallel.sharing import SharesSequences
+from ..parallel.rng_sync import share_generators
+from ..parallel.sequence_sharding import SharesSequences
+from ..parallel.tp_layers import Columns, Cut, Style, apply_torch_style
+from ..parallel.tp_plan import Plan, count_parts, plan_of
 from .fsdp2 import FSDP2Strategy
 
 if TYPE_CHECKING:

@@ -29,9 +29,8 @@ from ..fsdp.grad_norm import local, scale_to_norm
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..parallel.config import ParallelismConfig
 from ..parallel.mesh import collectives_over
-from ..parallel.pipeline import Pipeline
-from ..parallel.plans import Plan
-from ..parallel.schedules import PipelineParallelConfig
+from ..parallel.pipeline import Pipeline, PipelineParallelConfig
+from ..parallel.tp_plan import Plan
 from .mesh import MeshStrategy
 
 if TYPE_CHECKING:

@@ -242,9 +242,9 @@ from ..kwargs.grad_scaler import GradScalerKwargs as GradScalerKwargs
 from ..kwargs.init_process_group import InitProcessGroupKwargs as InitProcessGroupKwargs
 from ..kwargs.profile import ProfileKwargs as ProfileKwargs
 from ..kwargs.tracking import TrackingKwargs as TrackingKwargs
-from ..parallel.causal import shift_labels as shift_labels
 from ..parallel.config import ParallelismConfig as ParallelismConfig
 from ..parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from ..parallel.plans import get_model_tp_size as get_model_tp_size
+from ..parallel.sequence_inputs import shift_labels as shift_labels
+from ..parallel.tp_plan import get_model_tp_size as get_model_tp_size
 from ..precision.functions import get_grad_scaler as get_grad_scaler
 from ..precision.functions import get_mixed_precision_context_manager as get_mixed_precision_context_manager

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, p
 from accel_state.errors import ConfigurationError
 
 from ..fsdp.checkpoint.fused_dtensor import remember_packed
-from .passing import SharedInput, joined, part, share_of, shared, summed
+from .tp_collectives import SharedInput, joined, part, share_of, shared, summed
 
 Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 

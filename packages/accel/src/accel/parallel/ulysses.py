@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from accel_state.errors import ConfigurationError
 
-from .causal import Call, Part, shift_labels
 from .config import DeepSpeedSequenceParallelConfig
+from .sequence_inputs import Call, Part, shift_labels
 
 ATTENTION = "accel_ulysses"
 """The name of this attention among those of Transformers."""

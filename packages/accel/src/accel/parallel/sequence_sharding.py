@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .config import ParallelismConfig
-from .context import ContextParallel
-from .sequence import SequenceParallel
+from .context_parallel import ContextParallel
+from .ulysses import SequenceParallel
 
 
 class SharesSequences:

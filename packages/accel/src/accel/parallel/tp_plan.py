@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from accel_state.errors import ConfigurationError
 
 from ..core.unwrap import extract_model_from_parallel
-from .layers import Columns, Heads, Rows, Style, VocabularyRows, is_linear
+from .tp_layers import Columns, Heads, Rows, Style, VocabularyRows, is_linear
 
 _WORDS: Mapping[str, Callable[[], Style | None]] = {
     "colwise": Columns,
@@ -137,7 +137,7 @@ def _check_style(name: str, module: nn.Module, style: Any, word: Any) -> None:
     if word == "packed_colwise" and "gate_up" not in name:
         raise ConfigurationError(
             f"the plan divides {name} by 'packed_colwise' without saying what is packed in it; known is gate_up_proj. Give a plan in which "
-            "it is whole, or Columns(pieces=n) of accel.parallel.layers."
+            "it is whole, or Columns(pieces=n) of accel.parallel.tp_layers."
         )
 
 
