@@ -202,7 +202,7 @@ def test_scenario_3_flags_for_what_is_auto(folder: Folder) -> None:
 def read_by_deepspeed(count: int) -> int:
     """Settle random settings, and have DeepSpeed read those that are not refused."""
     from accel import DeepSpeedPlugin
-    from accel.deepspeed.facts import PreparedFacts
+    from accel.deepspeed.config import PreparedFacts
 
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.runtime.config import DeepSpeedConfig

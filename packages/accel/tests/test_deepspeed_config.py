@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel import DeepSpeedPlugin
-from accel.deepspeed.auto import hidden_size
-from accel.deepspeed.facts import PreparedFacts
-from accel.deepspeed.nested import autos, get
+from accel.deepspeed.auto_values import hidden_size
+from accel.deepspeed.config import PreparedFacts, autos, get
 from accel.utils import DummyOptim, DummyScheduler
 from accel_state import AcceleratorState
 from accel_state.errors import ConfigurationError

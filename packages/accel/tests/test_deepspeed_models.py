@@ -150,8 +150,8 @@ def test_a_student_and_a_teacher_that_is_divided() -> None:
 
 def stand_ins() -> dict[str, Any]:
     """An optimizer and a scheduler of the configuration; a scheduler made by a function; and a model without either."""
-    from accel.deepspeed.dummies import DummyOptim, DummyScheduler
-    from accel.deepspeed.wrappers import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+    from accel.deepspeed.engine import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+    from accel.deepspeed.optimizer import DummyOptim, DummyScheduler
 
     found: dict[str, Any] = {}
     optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}

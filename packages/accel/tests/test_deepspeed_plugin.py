@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from accel import Accelerator, DeepSpeedPlugin
-from accel.deepspeed import zero_init
+from accel.deepspeed import runtime
 from accel.state import deepspeed_required
 from accel.utils import GatheredParameters, compile_regions_deepspeed, has_compiled_regions
 from accel.utils.deepspeed import HfDeepSpeedConfig, get_active_deepspeed_plugin
@@ -579,7 +579,7 @@ class TestTransformers:
         from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
         yield is_deepspeed_zero3_enabled
-        zero_init.withdraw()
+        runtime.withdraw()
 
     def test_as_long_as_the_plugin_is_selected(self, enabled: Any) -> None:
         plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}

@@ -253,7 +253,7 @@ def test_a_scheduler_reaches_an_optimizer_whose_states_are_there_from_the_beginn
 def run_without_a_compiler() -> dict[str, str]:
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
-    from accel.deepspeed.library import announcing_builds
+    from accel.deepspeed.runtime import announcing_builds
 
     accelerator = accelerator_of(config(2))
     nothing = {"is_compatible": lambda self, verbose=False: False}

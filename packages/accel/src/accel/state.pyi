@@ -22,4 +22,4 @@ from accel_state.imports import is_fp8_available as is_fp8_available
 from accel_state.numa import get_cpu_distributed_information as get_cpu_distributed_information
 from accel_state.state import do_nothing as do_nothing
 
-from .deepspeed.active import deepspeed_required as deepspeed_required
+from .deepspeed.runtime import deepspeed_required as deepspeed_required

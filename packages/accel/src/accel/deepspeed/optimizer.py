@@ -1,22 +1,97 @@
-"""Optimizers that a script brings along, as DeepSpeed needs them."""
+"""Adagrad, with states that come at the first step."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
-from . import nested
-from .adagrad import LateAdagrad
-from .dummies import DummyOptim
+
+class LateAdagrad(Optimizer):
+    """The Adagrad of a script, in the form in which ZeRO can divide it.
+
+    torch's has its states from the beginning, so DeepSpeed puts a new one in its place: over all parameters in one group, and out of reach
+    of the script's schedulers. Other optimizers make their states at the first step, and so does this one.
+
+    Args:
+        given: the optimizer; its parameter groups are shared, so what changes its learning rate changes this one's.
+    """
+
+    _init_group: Any = Adagrad._init_group
+
+    def __init__(self, given: Adagrad) -> None:
+        super().__init__(given.param_groups, given.defaults)
+        self._need_device_dtype_check_for_fused = True
+        # torch's schedulers warn unless the optimizer that they were made with has stepped.
+        given._opt_called = True  # type: ignore[attr-defined]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: computes the loss again.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "sum": torch.full_like(parameter, group["initial_accumulator_value"]),
+                    }
+        return Adagrad.step(self, closure)  # type: ignore[arg-type]
+
+
+class DummyOptim:
+    """Takes the place of an optimizer in a script whose DeepSpeed configuration has an "optimizer".
+
+    Args:
+        params: parameters or groups of them, as for any torch optimizer.
+        lr: what "auto" stands for in ``optimizer.params.lr``.
+        weight_decay: what "auto" stands for in ``optimizer.params.weight_decay``.
+        **kwargs: what "auto" stands for in further ``optimizer.params``, such as ``betas`` and ``eps``.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """Takes the place of a scheduler in a script whose DeepSpeed configuration has a "scheduler".
+
+    Args:
+        optimizer: the optimizer or DummyOptim that it schedules.
+        total_num_steps: steps of the schedule, in the same steps as those of a torch scheduler in this script; what "auto" stands for in
+            ``scheduler.params.total_num_steps``.
+        warmup_num_steps: the same for ``scheduler.params.warmup_num_steps``.
+        lr_scheduler_callable: makes a scheduler of the optimizer that DeepSpeed made, for a configuration without a "scheduler".
+        **kwargs: what "auto" stands for in further ``scheduler.params``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
 
 logger = get_logger(__name__)
 
@@ -87,7 +162,7 @@ def for_offload(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
     Raises:
         ConfigurationError: DeepSpeed has none of this kind, and the configuration does not allow another one.
     """
-    device = nested.get(config, "zero_optimization.offload_optimizer.device", "none")
+    device = config.get(config, "zero_optimization.offload_optimizer.device", "none")
     if device in (None, "none") or config.get("zero_force_ds_cpu_optimizer") is False:
         return optimizer
     made = map_pytorch_optim_to_deepspeed(optimizer)
@@ -117,7 +192,7 @@ def for_engine(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
         ConfigurationError: its states are to be offloaded, and DeepSpeed cannot.
     """
     made = for_offload(optimizer, config)
-    divided = nested.get(config, "zero_optimization.stage", 0) > 0
+    divided = config.get(config, "zero_optimization.stage", 0) > 0
     return LateAdagrad(made) if divided and isinstance(made, torch.optim.Adagrad) else made
 
 

@@ -29,13 +29,9 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import DeepSpeedOptions
 from accel_state.options.deepspeed import FILE_PATHS
 
-from . import auto, checks, filling, precision, zero_init
-from .active import micro_batch_of_others
-from .facts import PreparedFacts
-from .hf_config import HfDeepSpeedConfig
-from .merge import merge, template
-from .nested import AUTO, copied, get
-from .sources import Given, given, read
+from . import auto_values, config, runtime, validation
+from .config import AUTO, Given, HfDeepSpeedConfig, PreparedFacts, copied, get, given, merge, read, template
+from .runtime import micro_batch_of_others
 
 logger = get_logger(__name__)
 
@@ -105,11 +101,11 @@ class DeepSpeedPlugin:
         settings = {name: found for name in FILE_PATHS if (found := given(name, getattr(self, name))) is not None}
         config = template() if config is None else config
         merge(config, origin, settings)
-        checks.check(config, self._name)
+        validation.check(config, self._name)
         self.deepspeed_config = config
         if not isinstance(getattr(self.hf_ds_config, "config", None), dict):
             self.hf_ds_config = _holder(config)
-        self._filling, self._precision_filling = filling.Filling(), filling.Filling()
+        self._filling, self._precision_filling = config.Filling(), config.Filling()
         self._read_back()
         self._settle_zero3_init(given("zero3_init_flag", self.zero3_init_flag))
         self._settle_moe(given("transformer_moe_cls_names", self.transformer_moe_cls_names))
@@ -152,7 +148,7 @@ class DeepSpeedPlugin:
     def accumulation_steps(self) -> int | None:
         """Micro batches an optimizer step, where the configuration says so; None where the Accelerator decides."""
         config = self._filling.reopened(self.deepspeed_config)
-        train, micro, steps = (config.get(key) for key in checks.COUNTS)
+        train, micro, steps = (config.get(key) for key in validation.COUNTS)
         if steps is None and isinstance(train, int) and isinstance(micro, int) and PartialState._shared_state:
             # As DeepSpeed reads a configuration that leaves it out.
             return max(train // (micro * PartialState().num_processes), 1)
@@ -161,7 +157,7 @@ class DeepSpeedPlugin:
     @property
     def precision(self) -> str | None:
         """What the configuration enables, "fp16" or "bf16"; None where it leaves that open or turns both off."""
-        return precision.enabled(self._precision_filling.reopened(self.deepspeed_config))
+        return config.enabled(self._precision_filling.reopened(self.deepspeed_config))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Enter the Accelerator's precision where the configuration leaves it open.
@@ -171,7 +167,7 @@ class DeepSpeedPlugin:
         """
         asked = self._precision_filling.reopened(self.deepspeed_config)
         settled = copied(asked)
-        precision.settle(settled, mixed_precision, self._name)
+        config.settle(settled, mixed_precision, self._name)
         self._precision_filling.show(self.deepspeed_config, asked, settled)
 
     def resolve(self, facts: PreparedFacts) -> dict[str, Any]:
@@ -187,14 +183,14 @@ class DeepSpeedPlugin:
             ConfigurationError: a value cannot be found, or contradicts another; the message names both.
         """
         config = self._filling.reopened(self.deepspeed_config)
-        checks.check_sections(config, self._name)
+        validation.check_sections(config, self._name)
         asked = copied(config)
-        precision.settle(config, facts.mixed_precision, self._name)
+        config.settle(config, facts.mixed_precision, self._name)
         if facts.known_micro_batch_size is None:
             facts = replace(facts, known_micro_batch_size=micro_batch_of_others(self))
-        auto.complete(config, facts, self._name, self.is_train_batch_min)
-        checks.check(config, self._name)
-        checks.check_complete(config, self._name, facts.world_size)
+        auto_values.complete(config, facts, self._name, self.is_train_batch_min)
+        validation.check(config, self._name)
+        validation.check_complete(config, self._name, facts.world_size)
         self._filling.show(self.deepspeed_config, asked, config)
         self._read_back()
         return config
@@ -219,7 +215,7 @@ class DeepSpeedPlugin:
         Raises:
             ConfigurationError: the value is "auto", and ``kwargs`` has none.
         """
-        filling.fill_match(self.deepspeed_config, ds_key_long, [] if mismatches is None else mismatches, must_match, kwargs)
+        config.fill_match(self.deepspeed_config, ds_key_long, [] if mismatches is None else mismatches, must_match, kwargs)
 
     def deepspeed_config_process(
         self,
@@ -242,7 +238,7 @@ class DeepSpeedPlugin:
             ConfigurationError: an "auto" without a value, or a difference.
         """
         lines: list[str] = [] if mismatches is None else mismatches
-        filling.process(self.deepspeed_config, prefix, self.deepspeed_config if config is None else config, lines, must_match, kwargs)
+        config.process(self.deepspeed_config, prefix, self.deepspeed_config if config is None else config, lines, must_match, kwargs)
         if mismatches is None and lines:
             raise ConfigurationError(
                 "the DeepSpeed configuration and the script differ:\n" + "\n".join(lines) + '\nCorrect one of them, or write "auto" there.'
@@ -278,7 +274,7 @@ class DeepSpeedPlugin:
         """Have Transformers create models as usual again: training is over."""
         if self.dschf is not None:
             self.dschf = None
-            zero_init.withdraw()
+            runtime.withdraw()
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether Transformers creates models sharded while this plugin is selected."""
@@ -299,15 +295,15 @@ class DeepSpeedPlugin:
     def set_deepspeed_weakref(self) -> None:
         """Tell Transformers whether models are created sharded; what it is told is in force as long as this plugin lives."""
         if self.zero3_init_flag and self.zero_stage == 3:
-            self.dschf = zero_init.announce(self.deepspeed_config)
+            self.dschf = runtime.announce(self.deepspeed_config)
         else:
             self.dschf = None
-            zero_init.withdraw()
+            runtime.withdraw()
 
     @property
     def config(self) -> dict[str, Any]:
         """A copy without "auto", for ``deepspeed.zero.Init(config_dict_or_path=...)``, which creates any model sharded."""
-        return zero_init.usable(self.deepspeed_config)
+        return runtime.usable(self.deepspeed_config)
 
     def set_moe_leaf_modules(self, model: Any) -> None:
         """Have stage 3 fetch each mixture-of-experts layer as a whole: which experts a rank runs depends on its data.
@@ -317,9 +313,9 @@ class DeepSpeedPlugin:
             MissingDependencyError: DeepSpeed is not installed.
         """
         if self.zero_stage == 3 and self.transformer_moe_cls_names:
-            from . import leaf_modules
+            from . import runtime
 
-            leaf_modules.mark(model, self.transformer_moe_cls_names)
+            runtime.mark(model, self.transformer_moe_cls_names)
 
 
 def _holder(config: dict[str, Any]) -> HfDeepSpeedConfig:

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from accel_state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.errors import ConfigurationError
 
-from ..deepspeed import gradients, library, preparing
-from ..deepspeed.graph import reached
+from ..deepspeed import engine, gradients, runtime
+from ..deepspeed.engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, reached
 from ..deepspeed.optimizer import warn_once
-from ..deepspeed.wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 from .base import Strategy
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class DeepSpeedStrategy(Strategy):
 
     def __init__(self, state: PartialState, handlers: Handlers, settings: Any) -> None:
         super().__init__(state, handlers, settings)
-        self._library = library.load(state)
+        self._library = runtime.load(state)
         plugins = list(settings.values()) if isinstance(settings, dict) else [settings]
         for plugin in plugins:
             plugin.set_mixed_precision(AcceleratorState().mixed_precision)
@@ -55,7 +54,7 @@ class DeepSpeedStrategy(Strategy):
         self._wrappers: list[DeepSpeedEngineWrapper] = []
         self._optimizers: list[DeepSpeedOptimizerWrapper] = []
         self._models: Sequence[nn.Module] = ()
-        self._engines = library.Engines(state)
+        self._engines = runtime.Engines(state)
         self._engines.connect()
 
     @property
@@ -81,7 +80,7 @@ class DeepSpeedStrategy(Strategy):
         return mixed_precision in ("fp16", "bf16")
 
     def _check_precision(self) -> None:
-        if AcceleratorState().mixed_precision == "fp16" and not library.supports_half(self._library):
+        if AcceleratorState().mixed_precision == "fp16" and not runtime.supports_half(self._library):
             raise ConfigurationError(
                 f"mixed_precision='fp16' is not available: DeepSpeed does not compute in fp16 on {self.state.device.type}. "
                 "Use 'bf16' or 'no', also in the DeepSpeed configuration."
@@ -101,9 +100,9 @@ class DeepSpeedStrategy(Strategy):
         """Engines in place of models, and what belongs to them in place of optimizers and stand-ins."""
         if any(isinstance(obj, nn.Module) for obj in objects):
             self._check_precision()
-        maker = preparing.Maker(self._library, self.plugin, self.state, AcceleratorState().mixed_precision, preparation)
+        maker = engine.Maker(self._library, self.plugin, self.state, AcceleratorState().mixed_precision, preparation)
         before = len(preparation.optimizers), len(preparation.models)
-        prepared = preparing.make_engines(maker, objects)
+        prepared = engine.make_engines(maker, objects)
         self._models = preparation.models
         for optimizer in preparation.optimizers[before[0] :]:
             if isinstance(optimizer, DeepSpeedOptimizerWrapper) and optimizer.engine_wrapper is not None:
@@ -125,7 +124,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def is_wrapped(self, model: nn.Module) -> bool:
-        return library.is_engine(model)
+        return runtime.is_engine(model)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -255,7 +254,7 @@ class DeepSpeedStrategy(Strategy):
             ConfigurationError: stage 3 without ``zero3_save_16bit_model``.
         """
         engine: Any = model
-        if not library.is_engine(model) or not engine.zero_optimization_partition_weights():
+        if not runtime.is_engine(model) or not engine.zero_optimization_partition_weights():
             return super().state_dict(model, unwrap)
         if not engine.zero_gather_16bit_weights_on_model_save():
             raise ConfigurationError(
@@ -274,12 +273,12 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def divides_models(self) -> bool:
-        return any(library.is_engine(model) and model.zero_optimization_partition_weights() for model in self._models)  # type: ignore[operator]
+        return any(runtime.is_engine(model) and model.zero_optimization_partition_weights() for model in self._models)  # type: ignore[operator]
 
     def gather_state(
         self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> Gathered | None:
-        from ..deepspeed.checkpoints import gather_engines
+        from ..deepspeed.checkpoint import gather_engines
         from ..fsdp.checkpoint.files import Gathered
 
         gathered = Gathered()
@@ -293,7 +292,7 @@ class DeepSpeedStrategy(Strategy):
             CheckpointError: there is another number of models, or they were saved without DeepSpeed.
             ConfigurationError: an option that engines do not know.
         """
-        from ..deepspeed.checkpoints import Source
+        from ..deepspeed.checkpoint import Source
 
         unknown = sorted(set(options) - {"strict"})
         if unknown:

@@ -1,12 +1,12 @@
 """DeepSpeed, under the module path that other libraries know."""
 
-from ..deepspeed.active import GatheredParameters as GatheredParameters
-from ..deepspeed.active import get_active_deepspeed_plugin as get_active_deepspeed_plugin
-from ..deepspeed.dummies import DummyOptim as DummyOptim
-from ..deepspeed.dummies import DummyScheduler as DummyScheduler
-from ..deepspeed.hf_config import HfDeepSpeedConfig as HfDeepSpeedConfig
+from ..deepspeed.config import HfDeepSpeedConfig as HfDeepSpeedConfig
+from ..deepspeed.engine import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from ..deepspeed.engine import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from ..deepspeed.engine import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from ..deepspeed.optimizer import DummyOptim as DummyOptim
+from ..deepspeed.optimizer import DummyScheduler as DummyScheduler
 from ..deepspeed.optimizer import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
 from ..deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
-from ..deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
-from ..deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
-from ..deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from ..deepspeed.runtime import GatheredParameters as GatheredParameters
+from ..deepspeed.runtime import get_active_deepspeed_plugin as get_active_deepspeed_plugin

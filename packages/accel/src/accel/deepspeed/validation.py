@@ -10,7 +10,7 @@ from typing import Any
 from accel_state.errors import ConfigurationError
 from accel_state.options.deepspeed import OFFLOAD_DEVICES
 
-from .nested import AUTO, MISSING, drop, get
+from .config import AUTO, MISSING, drop, get
 
 ZERO = "zero_optimization"
 COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

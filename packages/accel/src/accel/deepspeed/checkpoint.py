@@ -27,7 +27,7 @@ from ..checkpoint.contents import Part
 from ..checkpoint.names import MODEL_FOLDER, CheckpointError, engine_folders
 from ..checkpoint.safe_load import read, require_count
 from . import universal
-from .library import is_engine
+from .runtime import is_engine
 
 if TYPE_CHECKING:
     from ..fsdp.checkpoint.files import Gathered

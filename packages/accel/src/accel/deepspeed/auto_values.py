@@ -9,10 +9,9 @@ from typing import Any
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
-from .checks import COUNTS, ZERO
-from .dummies import DummyOptim, DummyScheduler
-from .facts import PreparedFacts
-from .nested import AUTO, autos, drop, get, put
+from .config import AUTO, PreparedFacts, autos, drop, get, put
+from .optimizer import DummyOptim, DummyScheduler
+from .validation import COUNTS, ZERO
 
 logger = get_logger(__name__)
 

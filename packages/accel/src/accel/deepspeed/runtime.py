@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import importlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
-from accel_state import PartialState, env, get_logger
+from accel_state import AcceleratorState, PartialState, env, get_logger
 from accel_state.errors import ConfigurationError, MissingDependencyError, require
+from accel_state.imports import is_transformers_available
+
+from .config import AUTO, HfDeepSpeedConfig, autos, copied, drop
+from .validation import COUNTS
 
 logger = get_logger(__name__)
 
@@ -167,3 +175,129 @@ class Engines:
 def supports_half(library: Any) -> bool:
     """Whether DeepSpeed computes in fp16 on this device."""
     return bool(library.get_accelerator().is_fp16_supported())
+
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def get_active_deepspeed_plugin(state: Any) -> Any:
+    """The DeepSpeedPlugin that the next model is prepared with.
+
+    Args:
+        state: an AcceleratorState.
+
+    Raises:
+        ConfigurationError: the Accelerator does not train with DeepSpeed.
+    """
+    plugin = state.deepspeed_plugin
+    if plugin is None:
+        raise ConfigurationError(
+            f"there is no active DeepSpeedPlugin: this Accelerator's distributed type is {state.distributed_type}. Launch with "
+            "--use_deepspeed, or pass Accelerator(deepspeed_plugin=DeepSpeedPlugin(...))."
+        )
+    return plugin
+
+
+def deepspeed_required(func: T) -> T:
+    """A function that raises ConfigurationError where an Accelerator trains without DeepSpeed."""
+
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if AcceleratorState._shared_state:
+            get_active_deepspeed_plugin(AcceleratorState())
+        return func(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def GatheredParameters(params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True) -> Any:
+    """``deepspeed.zero.GatheredParameters`` for parameters that ZeRO stage 3 has divided; for others a block that does nothing.
+
+    Args:
+        params: a parameter, several of them, or a module.
+        modifier_rank: the rank whose changes all others get; None where nothing is changed.
+        fwd_module: the module whose forward pass uses the parameters.
+        enabled: False for a block that does nothing.
+
+    Raises:
+        MissingDependencyError: DeepSpeed is not installed.
+    """
+    block: AbstractContextManager[Any] = nullcontext()
+    given = _listed(params)
+    if any(hasattr(parameter, "ds_id") for parameter in given):
+        library = require("deepspeed", purpose="ZeRO stage 3", install="accel[deepspeed]")
+        block = library.zero.GatheredParameters(given, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled)
+    return block
+
+
+def _listed(params: Any) -> list[Any]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def micro_batch_of_others(plugin: Any) -> int | None:
+    """Samples a process and batch of what was prepared with the other plugins of a dictionary; None where nothing was."""
+    plugins = AcceleratorState._shared_state.get("deepspeed_plugins")
+    others = [one for one in plugins.values() if one is not plugin] if isinstance(plugins, dict) else []
+    sizes = [size for one in others if isinstance(size := one.deepspeed_config.get(COUNTS[1]), int)]
+    return min(sizes) if sizes else None
+
+
+def mark(model: Any, names: str) -> None:
+    """Mark the modules of some classes.
+
+    Args:
+        model: the model.
+        names: class names, separated by commas.
+
+    Raises:
+        ConfigurationError: the model has no module of one of them.
+        MissingDependencyError: DeepSpeed is not installed.
+    """
+    classes: dict[str, type[Any]] = {type(module).__name__: type(module) for module in model.modules()}
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in classes:
+            raise ConfigurationError(
+                f"transformer_moe_cls_names={names!r}: {type(model).__name__} has no module of class {name}. Its classes: "
+                f"{', '.join(sorted(classes))}."
+            )
+    utils = require("deepspeed.utils", purpose="ZeRO stage 3", install="accel[deepspeed]")
+    utils.set_z3_leaf_modules(model, [classes[name] for name in wanted])
+
+
+_MODULE = "transformers.integrations.deepspeed"
+
+
+def announce(config: Mapping[str, Any]) -> HfDeepSpeedConfig:
+    """Have Transformers create and load models within ``deepspeed.zero.Init``, as long as the returned object lives.
+
+    Args:
+        config: a configuration of stage 3; what is "auto" in it does not matter yet.
+    """
+    known = HfDeepSpeedConfig(usable(config))
+    if is_transformers_available():
+        importlib.import_module(_MODULE).set_hf_deepspeed_config(known)
+    return known
+
+
+def withdraw() -> None:
+    """Have Transformers create models as usual again, unless the script itself told it otherwise."""
+    module = sys.modules.get(_MODULE)
+    reference = getattr(module, "_hf_deepspeed_config_weak_ref", None)
+    if module is not None and reference is not None and isinstance(reference(), HfDeepSpeedConfig):
+        module.unset_hf_deepspeed_config()
+
+
+def usable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that ``deepspeed.zero.Init`` takes before a model is prepared: it wants batch sizes, and uses none of them."""
+    ready = copied(config)
+    train, micro, steps = COUNTS
+    if any(ready.get(key) in (None, AUTO) for key in COUNTS):
+        ready.pop(train, None)
+        for key in (micro, steps):
+            ready[key] = 1 if ready.get(key) in (None, AUTO) else ready[key]
+    for path in list(autos(ready)):
+        drop(ready, path)
+    return ready
