@@ -31,10 +31,8 @@ from .core import config_resolution
 from .core.compile import TorchDynamoPlugin
 from .core.prepare import Preparation
 from .core.unwrap import extract_model_from_parallel
-from .kwargs.autocast import AutocastKwargs
 from .kwargs.base import Handlers, KwargsHandler
-from .kwargs.profile import ProfileKwargs
-from .kwargs.tracking import TrackingKwargs
+from .kwargs.handlers import AutocastKwargs, ProfileKwargs, TrackingKwargs
 from .optimizer import AcceleratedOptimizer
 from .precision.scaler import SharedGradScaler
 from .preemption.handler import Resuming, SaveOnSignal

@@ -15,7 +15,7 @@ from accel_state.options import CoreOptions, ParadigmOptions
 from ..checkpoint.project import ProjectConfiguration
 from ..kwargs.base import Handlers
 from ..kwargs.fp8 import FP8Kwargs
-from ..kwargs.init_process_group import InitProcessGroupKwargs
+from ..kwargs.handlers import InitProcessGroupKwargs
 from ..precision.full import Precision
 from ..precision.registry import PRECISIONS
 from ..precision.scaler import SharedGradScaler

@@ -14,8 +14,7 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.operations import convert_to_fp32
 
-from ..kwargs.autocast import AutocastKwargs
-from ..kwargs.grad_scaler import GradScalerKwargs
+from ..kwargs.handlers import AutocastKwargs, GradScalerKwargs
 from .full import Precision
 from .scaler import SharedGradScaler
 

@@ -15,8 +15,8 @@ from accel_state.errors import ConfigurationError
 from accel_state.logging import get_logger
 from accel_state.registry import Registry
 
-from ..kwargs.autocast import AutocastKwargs
 from ..kwargs.fp8 import FP8Kwargs
+from ..kwargs.handlers import AutocastKwargs
 from .amp import AutocastForward
 from .full import Precision
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from accel_state import PartialState
 
-from ..kwargs.autocast import AutocastKwargs
+from ..kwargs.handlers import AutocastKwargs
 
 if TYPE_CHECKING:
     from ..kwargs.base import Handlers

@@ -9,8 +9,8 @@ import torch
 
 from accel_state import AcceleratorState, DistributedType, PartialState
 
-from ..kwargs.autocast import AutocastKwargs
 from ..kwargs.base import Handlers
+from ..kwargs.handlers import AutocastKwargs
 from .registry import PRECISIONS
 from .scaler import SharedGradScaler
 

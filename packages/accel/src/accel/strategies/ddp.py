@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
 from ..kwargs.ddp import DistributedDataParallelKwargs
+from ..parallel.config import ParallelismConfig
 from .base import Strategy
+
+if TYPE_CHECKING:
+    from ..kwargs.base import Handlers
 
 
 class DDPStrategy(Strategy):
@@ -78,3 +84,20 @@ def sync_in_backward(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+
+class MeshDDPStrategy(DDPStrategy):
+    """DDP, with the device mesh that was asked for.
+
+    Raises:
+        ConfigurationError: there are settings of FSDP, which nothing here would use.
+    """
+
+    def __init__(self, state: PartialState, handlers: Handlers, settings: ParallelismConfig, fsdp: Any = None) -> None:
+        super().__init__(state, handlers, settings)
+        if fsdp is not None:
+            raise ConfigurationError(
+                f"FSDP divides a model over the ranks of dp_shard, but the mesh has dp_replicate_size={settings.dp_replicate_size} and "
+                "dp_shard_size=1. Set dp_shard_size, or leave FSDP out."
+            )
+        self.mesh: DeviceMesh | None = settings.build_device_mesh(state.device.type)

@@ -14,7 +14,7 @@ from accel_track.tracking import Settings
 from accel_track.tracking import Tracking as Run
 
 from ..checkpoint.weights_io import write_atomically
-from ..kwargs.tracking import TrackingKwargs
+from ..kwargs.handlers import TrackingKwargs
 
 logger = get_logger(__name__)
 

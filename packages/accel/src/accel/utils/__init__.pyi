@@ -229,7 +229,6 @@ from ..fsdp.model_io import save_fsdp_optimizer as save_fsdp_optimizer
 from ..fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from ..fsdp.plugin import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from ..fsdp.plugin import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
-from ..kwargs.autocast import AutocastKwargs as AutocastKwargs
 from ..kwargs.base import KwargsHandler as KwargsHandler
 from ..kwargs.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from ..kwargs.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -238,10 +237,11 @@ from ..kwargs.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from ..kwargs.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from ..kwargs.fp8 import NativeRecipeKwargs as NativeRecipeKwargs
 from ..kwargs.fp8 import TERecipeKwargs as TERecipeKwargs
-from ..kwargs.grad_scaler import GradScalerKwargs as GradScalerKwargs
-from ..kwargs.init_process_group import InitProcessGroupKwargs as InitProcessGroupKwargs
-from ..kwargs.profile import ProfileKwargs as ProfileKwargs
-from ..kwargs.tracking import TrackingKwargs as TrackingKwargs
+from ..kwargs.handlers import AutocastKwargs as AutocastKwargs
+from ..kwargs.handlers import GradScalerKwargs as GradScalerKwargs
+from ..kwargs.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+from ..kwargs.handlers import ProfileKwargs as ProfileKwargs
+from ..kwargs.handlers import TrackingKwargs as TrackingKwargs
 from ..parallel.config import ParallelismConfig as ParallelismConfig
 from ..parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from ..parallel.sequence_inputs import shift_labels as shift_labels

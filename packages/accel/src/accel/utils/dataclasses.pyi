@@ -18,7 +18,6 @@ from ..core.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from ..core.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from ..fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from ..kwargs.autocast import AutocastKwargs as AutocastKwargs
 from ..kwargs.base import KwargsHandler as KwargsHandler
 from ..kwargs.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from ..kwargs.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -27,9 +26,10 @@ from ..kwargs.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from ..kwargs.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from ..kwargs.fp8 import NativeRecipeKwargs as NativeRecipeKwargs
 from ..kwargs.fp8 import TERecipeKwargs as TERecipeKwargs
-from ..kwargs.grad_scaler import GradScalerKwargs as GradScalerKwargs
-from ..kwargs.init_process_group import InitProcessGroupKwargs as InitProcessGroupKwargs
-from ..kwargs.profile import ProfileKwargs as ProfileKwargs
-from ..kwargs.tracking import TrackingKwargs as TrackingKwargs
+from ..kwargs.handlers import AutocastKwargs as AutocastKwargs
+from ..kwargs.handlers import GradScalerKwargs as GradScalerKwargs
+from ..kwargs.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+from ..kwargs.handlers import ProfileKwargs as ProfileKwargs
+from ..kwargs.handlers import TrackingKwargs as TrackingKwargs
 from ..parallel.config import ParallelismConfig as ParallelismConfig
 from ..parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin

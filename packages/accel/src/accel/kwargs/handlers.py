@@ -1,0 +1,159 @@
+"""Settings of automatic mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+
+from accel_state.errors import ConfigurationError
+from accel_track.channel import Delivery
+
+from .base import KwargsHandler
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """How ``torch.autocast`` runs, in prepared models and in :meth:`accel.Accelerator.autocast`.
+
+    Args:
+        enabled: False computes in full precision.
+        cache_enabled: whether autocast keeps the converted weights until it ends; None leaves it to torch.
+        outputs_to_fp32: whether a prepared model's half-precision outputs come out as float32. Turn it off to keep large
+            outputs (logits, images) in the precision they were computed in.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+    outputs_to_fp32: bool = True
+
+    def to_autocast(self) -> dict[str, Any]:
+        """The arguments for ``torch.autocast``."""
+        return {"enabled": self.enabled, "cache_enabled": self.cache_enabled}
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """How the loss is scaled with ``mixed_precision="fp16"``; see ``torch.amp.GradScaler``.
+
+    Args:
+        init_scale: the first loss scale.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` steps without overflow.
+        backoff_factor: what the scale is multiplied by after an overflow.
+        growth_interval: optimizer steps without overflow before the scale grows.
+        enabled: False leaves losses and gradients unscaled.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How ``torch.distributed.init_process_group`` is called.
+
+    Args:
+        backend: the communication back end. The default stands for the device's own ("gloo" on CPU).
+        init_method: where the processes meet; None takes it from the launcher.
+        timeout: how long a collective may take; None takes torch's default.
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
+_SCHEDULE_KEYS = ("wait", "warmup", "active", "repeat", "skip_first")
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """What :meth:`accel.Accelerator.profile` records; see ``torch.profiler.profile``.
+
+    Args:
+        activities: which activities to record; None records all that this machine has.
+        schedule_option: keys ``wait``, ``warmup``, ``active``, ``repeat``, ``skip_first``: steps of each phase. Call
+            ``prof.step()`` after each training step.
+        on_trace_ready: called with the profiler whenever a trace is ready.
+        record_shapes: record the shapes of operator inputs.
+        profile_memory: record memory allocation.
+        with_stack: record source lines.
+        with_flops: estimate floating point operations of matrix products and convolutions.
+        with_modules: record the module hierarchy.
+        output_trace_dir: write a Chrome trace of each rank into this folder, as ``profile_<rank>.json``.
+
+    Raises:
+        ConfigurationError: (from :meth:`build`) an activity or schedule key that is not known.
+    """
+
+    activities: list[ProfilerActivity] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def build(self) -> torch.profiler.profile:
+        """Make the profiler; it is not started."""
+        return torch.profiler.profile(
+            activities=None if self.activities is None else [_activity(name) for name in self.activities],
+            schedule=None if self.schedule_option is None else _schedule(self.schedule_option),
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+def _activity(name: str) -> torch.profiler.ProfilerActivity:
+    known = {key: value for key, value in torch.profiler.ProfilerActivity.__members__.items()}
+    if name.upper() not in known:
+        raise ConfigurationError(f"{name!r} is not a profiler activity of this torch. Allowed: {', '.join(sorted(known)).lower()}.")
+    return known[name.upper()]
+
+
+def _schedule(options: dict[str, int]) -> Callable[..., Any]:
+    unknown = sorted(set(options) - set(_SCHEDULE_KEYS))
+    if unknown:
+        raise ConfigurationError(f"schedule_option has unknown keys {unknown}. Allowed: {', '.join(_SCHEDULE_KEYS)}.")
+    # torch requires these three; nothing to wait for or to warm up is what their absence means.
+    return torch.profiler.schedule(**{"wait": 0, "warmup": 0, "active": 1, **options})
+
+
+@dataclass
+class TrackingKwargs(KwargsHandler):
+    """How logged values get from the loop to the trackers, and what happens if one fails; see :class:`accel_track.Delivery`.
+
+    Args:
+        strict: a tracker that fails raises. Otherwise it is set aside with a warning, and the run goes on.
+        queue_size: calls of ``log`` that may wait for one tracker.
+        start_timeout: seconds that ``init_trackers`` waits for a tracker to start.
+        stall_timeout: seconds without any progress after which a tracker is given up, where somebody has to wait for it.
+        finish_timeout: seconds that ``end_training`` waits for a tracker to finish, once it has been given everything.
+    """
+
+    strict: bool = False
+    queue_size: int = Delivery.queue_size
+    start_timeout: float = Delivery.start_timeout
+    stall_timeout: float = Delivery.stall_timeout
+    finish_timeout: float = Delivery.finish_timeout
+
+    def to_delivery(self) -> Delivery:
+        """The settings as accel_track takes them.
+
+        Raises:
+            ConfigurationError: a number that is not positive.
+        """
+        return Delivery(**asdict(self))
