@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel.commands.plan import COMMAND
-from accel.planning.models import build_model, model_config
-from accel.planning.plan import Request, plan
-from accel.planning.record import axis_of, coordinates_of, sent_bytes
-from accel.planning.report import as_text
 from accel_bigmodel.estimate import measure_activations
 from accel_bigmodel.estimate.activations import example_inputs
 from accel_launch.config import load_settings
+from accel_plan.command import COMMAND
+from accel_plan.models import build_model, model_config
+from accel_plan.plan import Request, plan
+from accel_plan.record import axis_of, coordinates_of, sent_bytes
+from accel_plan.report import as_text
 from accel_state.errors import ConfigurationError
 
 pytestmark = [

@@ -13,16 +13,16 @@ import torch
 from torch.distributed import pipelining
 
 from accel import Accelerator
-from accel.commands.plan import COMMAND
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig
 from accel.parallel.pipeline import PipelineParallelConfig
-from accel.planning.models import build_model, model_config
-from accel.planning.plan import RankPlan, Request, plan
-from accel.planning.record import POINT_TO_POINT, Recorder, local, storages_in, stored
-from accel.planning.report import as_text
-from accel.planning.stages import whole_memory
 from accel_launch.config import load_settings
+from accel_plan.command import COMMAND
+from accel_plan.models import build_model, model_config
+from accel_plan.plan import RankPlan, Request, plan
+from accel_plan.record import POINT_TO_POINT, Recorder, local, storages_in, stored
+from accel_plan.report import as_text
+from accel_plan.stages import whole_memory
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 

@@ -244,7 +244,7 @@ def strategy_of(settings: Resolution) -> str:
 
 def layout_of(settings: Resolution, processes: int) -> Layout:
     """The axes that ranks are laid out along, the innermost last."""
-    from ..parallel.config import AXES
+    from accel.parallel.config import AXES
 
     if settings["use_parallelism_config"]:
         sizes = [(axis, int(settings[f"parallelism_config_{axis}_size"])) for axis in AXES]

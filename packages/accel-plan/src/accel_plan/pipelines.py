@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from accel.parallel.pipeline import PipelineParallelConfig
+from accel.parallel.pipeline_split import plan_cut
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
-from ..parallel.pipeline import PipelineParallelConfig
-from ..parallel.pipeline_split import plan_cut
 from .models import build_model
 from .stages import Passed
 from .trace import TRACED_BLOCKS, Batch, Measured, Task, extended, trace, with_blocks

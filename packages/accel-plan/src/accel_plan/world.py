@@ -114,8 +114,9 @@ def _stand_ins() -> Iterator[None]:
     """What needs memory or other ranks, replaced by what sends the same and needs neither."""
     from torch.distributed import pipelining
 
-    from ..parallel import mesh, pipeline, pipeline_split
-    from ..strategies import ddp, mesh_pp
+    from accel.parallel import mesh, pipeline, pipeline_split
+    from accel.strategies import ddp, mesh_pp
+
     from .replica import Replica
     from .stages import share_loss, watched_stage
 

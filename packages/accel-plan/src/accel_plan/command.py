@@ -34,8 +34,8 @@ def run(argv: list[str]) -> int:
     options = parse_options(argv, _parser())
     own = {name: options.pop(name) for name in (*_OWN, *_OF_PIPELINES) if name in options}
     settings = load_settings({**options, "config_file": own["config"]})
-    from ..planning.plan import Request, plan
-    from ..planning.report import as_text
+    from .plan import Request, plan
+    from .report import as_text
 
     _, parts, stages = _OF_PIPELINES
     found = plan(

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accel.fsdp.meta_init import allocate, places_of
+from accel.parallel.pipeline import PipelineParallelConfig
 from accel_bigmodel.estimate.activations import example_inputs
 from accel_data import DataLoaderConfiguration
 from accel_state.errors import ConfigurationError
 
-from ..fsdp.meta_init import allocate, places_of
-from ..parallel.pipeline import PipelineParallelConfig
 from .models import build_model
 from .record import Collective, Layout, Recorder, stored
 from .stages import Kept, Passed, make_schedule, one_pass, seen, watching
@@ -108,7 +108,7 @@ def trace(task: Task) -> tuple[Measured, Batch]:
     Raises:
         ConfigurationError: the configuration cannot train this model on so many ranks, or the model cannot run on tensors without values.
     """
-    from ..accelerator import Accelerator
+    from accel.accelerator import Accelerator
 
     variables = {**task.variables, **_changed(task.variables)}
     with _quiet(), pretended_rank(task.rank, task.world_size, task.local_world_size, variables), watching(task.incoming):
@@ -238,7 +238,8 @@ def _inputs(model: nn.Module, task: Task, samples: int) -> dict[str, torch.Tenso
 
 
 def _innermost(model: nn.Module) -> Any:
-    from ..core.unwrap import extract_model_from_parallel
+    from accel.core.unwrap import extract_model_from_parallel
+
     from .replica import Replica
 
     inner = extract_model_from_parallel(model, keep_fp32_wrapper=False)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..parallel.pipeline import Pipeline
+from accel.parallel.pipeline import Pipeline
+
 from .record import Recorder, local, storages_in
 
 
