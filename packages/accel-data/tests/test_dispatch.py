@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_data.dispatch import Dealer
-from accel_data.rows import count_rows, join_rows, slice_rows
-from accel_data.steps import Step
+from accel_data.batch_ops import count_rows, join_rows, slice_rows
+from accel_data.batch_scatter import Dealer
+from accel_data.lookahead import Step
 
 flags = st.booleans()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard, prepare_data_loader
-from accel_data.iterable import can_shard_at_source, is_already_split, shard_at_source
+from accel_data.iterable_shard import can_shard_at_source, is_already_split, shard_at_source
 from accel_state.errors import ConfigurationError
 
 flags = st.booleans()

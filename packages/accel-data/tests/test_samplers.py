@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accel_data import SeedableRandomSampler, SkipBatchSampler, get_sampler, prepare_data_loader
-from accel_data.randomness import EpochOrder, GlobalRandomState, preserved_random_state
-from accel_data.sources import PermutationSource, StreamSource, addressable_source
+from accel_data.epoch_rng import EpochOrder, GlobalRandomState, preserved_random_state
+from accel_data.index_sources import PermutationSource, StreamSource, addressable_source
 from accel_state.errors import ConfigurationError
 
 

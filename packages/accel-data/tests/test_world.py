@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from accel_data import PreparedLoader, prepare_data_loader, skip_first_batches
-from accel_data.rows import count_rows, slice_rows
+from accel_data.batch_ops import count_rows, slice_rows
 from accel_state import testing
 from accel_state.state import PartialState
 from accel_state.testing import WorldError, run_world

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accel import Accelerator, Preempted, ProjectConfiguration, SaveOnSignal
 from accel.preemption.handler import stop_consensus
-from accel_data import loop_watch
+from accel_data import loop_hooks
 from accel_state import AcceleratorState, ConfigurationError, PartialState
 from accel_state.preemption import Note, leave_note, read_note, take_note_back
 from accel_state.random import set_seed
@@ -38,7 +38,7 @@ from accel_state.random import set_seed
 def no_handlers_left() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     yield
-    watch = loop_watch.current()
+    watch = loop_hooks.current()
     if watch is not None:
         watch.remove()  # type: ignore[attr-defined]
     assert {number: signal.getsignal(number) for number in before} == before
@@ -208,11 +208,11 @@ def test_a_former_handler_is_called_and_put_back(tmp_path: Path) -> None:
 def test_the_newest_accelerator_has_the_signals(tmp_path: Path) -> None:
     first = parts(tmp_path)[0]
     second = parts(tmp_path)[0]
-    assert loop_watch.current() is second.preemption is not first.preemption
+    assert loop_hooks.current() is second.preemption is not first.preemption
     first.end_training()
-    assert loop_watch.current() is second.preemption
+    assert loop_hooks.current() is second.preemption
     second.end_training()
-    assert loop_watch.current() is None
+    assert loop_hooks.current() is None
 
 
 @pytest.fixture
@@ -226,10 +226,10 @@ def collected_here() -> Iterator[None]:
 @pytest.mark.usefixtures("collected_here")
 def test_without_its_accelerator_nobody_listens(tmp_path: Path) -> None:
     objects = parts(tmp_path)
-    assert loop_watch.current() is not None
+    assert loop_hooks.current() is not None
     del objects
     gc.collect()
-    assert loop_watch.current() is None
+    assert loop_hooks.current() is None
 
 
 @pytest.mark.usefixtures("collected_here")
@@ -243,9 +243,9 @@ def test_a_signal_is_not_lost_when_its_accelerator_was_dropped_in_a_thread(tmp_p
         thread = threading.Thread(target=lambda: (objects.clear(), gc.collect()))
         thread.start()
         thread.join()
-        assert loop_watch.current() is not None, "it was collected elsewhere: this test shows nothing"
+        assert loop_hooks.current() is not None, "it was collected elsewhere: this test shows nothing"
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert heard == [signal.SIGUSR1] and loop_watch.current() is None and signal.getsignal(signal.SIGUSR1) is own
+        assert heard == [signal.SIGUSR1] and loop_hooks.current() is None and signal.getsignal(signal.SIGUSR1) is own
     finally:
         signal.signal(signal.SIGUSR1, former)
 

@@ -1,4 +1,4 @@
-"""A rank's share of the batches of a batch sampler."""
+"""The sharded sampler of a loader of map-style data."""
 
 from __future__ import annotations
 
@@ -7,12 +7,29 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 
-from .arithmetic import ShardPlan, balanced_range, check_rank, per_process_batch_size, wrapped_ranges
-from .randomness import EpochOrder
+from .epoch_rng import EpochOrder
+from .index_sources import SequentialSource, StreamSource, addressable_source
 from .samplers import is_plain_batch_sampler
-from .sources import SequentialSource, StreamSource, addressable_source
+from .shard_math import ShardPlan, balanced_range, check_rank, per_process_batch_size, wrapped_ranges
+
+
+def sharded_stream(dataloader: DataLoader[Any]) -> ShardedStream | None:
+    """The sharded sampler of a torch loader, or None if it has another kind of sampler."""
+    stream = dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
+    return stream if isinstance(stream, ShardedStream) else None
+
+
+def stream_arguments(
+    dataloader: DataLoader[Any], num_processes: int = 1, process_index: int = 0, split_batches: bool = False, even_batches: bool = False
+) -> dict[str, Any]:
+    """The arguments that make a loader of map-style data read this rank's share: a batch sampler, or a sampler and no batching."""
+    if dataloader.batch_sampler is None:
+        return {"batch_size": None, "sampler": ItemShard(dataloader.sampler, num_processes, process_index, even_batches)}
+    batch_sampler: Any = dataloader.batch_sampler
+    return {"batch_sampler": BatchSamplerShard(batch_sampler, num_processes, process_index, split_batches, even_batches)}
+
 
 # What a rank is handed in a step, and how many samples of it are no padding where some are.
 _Cut = tuple[Any, "int | None"]

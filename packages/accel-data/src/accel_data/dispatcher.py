@@ -8,13 +8,13 @@ from typing import Any
 from accel_state.enums import RNGType
 from accel_state.state import PartialState
 
+from .batch_scatter import Dealer, Round, receive_round, send_error, send_round
 from .batch_shard import BatchSamplerShard
-from .dispatch import Dealer, Round, receive_round, send_error, send_round
-from .epochs import Iteration
+from .epoch_rng import GlobalRandomState
 from .layout import LoaderLayout, data_ranks
 from .loader import PreparedLoader
-from .randomness import GlobalRandomState
-from .steps import Step
+from .lookahead import Step
+from .resume_state import Iteration
 
 
 class DataLoaderDispatcher(PreparedLoader):

@@ -8,11 +8,11 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from .adapter import loader_settings
-from .epochs import Iteration, ResumePoint, knows_position
-from .iterable import IterableDatasetShard
+from .epoch_rng import preserved_random_state
+from .iterable_shard import IterableDatasetShard
 from .layout import LoaderLayout
-from .randomness import preserved_random_state
-from .steps import ReadAheadWatch, Step, read_ahead_steps, unannounced_steps
+from .lookahead import ReadAheadWatch, Step, read_ahead_steps, unannounced_steps
+from .resume_state import Iteration, ResumePoint, knows_position
 
 
 class IterableLoading:

@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState
 
-from .steps import Step
+from .lookahead import Step
 
 # Ranks along these axes of a device mesh work on one and the same batch: they split the model, or the sequence.
 _SHARED_BATCH_AXES = ("tp", "cp", "sp", "pp")

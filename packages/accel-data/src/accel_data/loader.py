@@ -17,20 +17,19 @@ from accel_state.errors import ConfigurationError
 from accel_state.random import synchronize_rng_states
 from accel_state.state import GradientState, PartialState
 
-from . import loop_watch
+from . import loop_hooks
 from .adapter import DataLoaderAdapter
-from .batch_shard import BatchSamplerShard, EpochStart, ItemShard, ShardedStream
-from .epochs import EpochClock, Iteration, ResumePoint, steps_of_torchdata
-from .iterable import IterableDatasetShard, wants_epoch
+from .batch_shard import BatchSamplerShard, EpochStart, ItemShard, ShardedStream, sharded_stream, stream_arguments
+from .epoch_rng import GlobalRandomState, broadcast_generator, preserved_random_state
 from .iterable_loading import IterableLoading
+from .iterable_shard import IterableDatasetShard, wants_epoch
 from .layout import LoaderLayout
-from .placement import placement
-from .randomness import GlobalRandomState, broadcast_generator, preserved_random_state
+from .lookahead import ReadAheadWatch, Step, announced_steps, synchronized_steps
+from .resume_state import EpochClock, Iteration, ResumePoint, steps_of_torchdata
 from .samplers import get_sampler
 from .state_mixin import DataLoaderStateMixin
-from .steps import ReadAheadWatch, Step, announced_steps, synchronized_steps
-from .streams import sharded_stream, stream_arguments
-from .workers import WorkerStates
+from .to_device import placement
+from .worker_rng import WorkerStates
 
 Loader = TypeVar("Loader", bound="PreparedLoader")
 
@@ -328,7 +327,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
     # Iterating
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        watch = loop_watch.current()
+        watch = loop_hooks.current()
         if watch is not None:
             watch.begin(self)
             if not self.has_even_steps:

@@ -15,9 +15,9 @@ from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState
 
 from .adapter import loader_settings, warn_about_lost_iteration
-from .arithmetic import check_rank, per_process_batch_size
+from .batch_shard import stream_arguments
 from .dispatcher import DataLoaderDispatcher
-from .iterable import (
+from .iterable_shard import (
     CountingCollate,
     IterableDatasetShard,
     StatefulIterableDatasetShard,
@@ -29,7 +29,7 @@ from .layout import LoaderLayout, data_ranks, layout_of_distributed_sampler
 from .loader import PreparedLoader
 from .samplers import SeedableRandomSampler, innermost_sampler
 from .shard import DataLoaderShard
-from .streams import stream_arguments
+from .shard_math import check_rank, per_process_batch_size
 
 
 @dataclass

@@ -9,9 +9,9 @@ import torch
 
 from accel_state.enums import RNGType
 
-from .epochs import Iteration
 from .loader import PreparedLoader
-from .steps import Step
+from .lookahead import Step
+from .resume_state import Iteration
 
 
 class DataLoaderShard(PreparedLoader):

@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_state.errors import ConfigurationError
 
 from .adapter import loader_settings, stateful_dataloader_class
-from .epochs import Iteration
+from .batch_shard import stream_arguments
 from .loader import PreparedLoader
-from .steps import Step
-from .streams import stream_arguments
+from .lookahead import Step
+from .resume_state import Iteration
 
 
 class SkipDataLoader(PreparedLoader):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from accel_data import PreparedLoader, loop_watch
+from accel_data import PreparedLoader, loop_hooks
 from accel_state.errors import ConfigurationError
 from accel_state.preemption import PREEMPTED_EXIT_CODE, Note, folder_of_launcher, leave_note, take_note_back
 
@@ -157,12 +157,12 @@ class Preemption:
             raise ConfigurationError(
                 "save_on_signal works in the main thread only, where Python handles signals; make the Accelerator there."
             )
-        other = loop_watch.current()
+        other = loop_hooks.current()
         if isinstance(other, Preemption):
             other.remove()
         for number in self.signals:
             self._former[number] = signal.signal(number, self._handle)
-        loop_watch.set_current(self)
+        loop_hooks.set_current(self)
         self._note(saved=None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -191,8 +191,8 @@ class Preemption:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if former is None else former)
         self._former = {}
-        if loop_watch.current() is self:
-            loop_watch.set_current(None)
+        if loop_hooks.current() is self:
+            loop_hooks.set_current(None)
         folder = folder_of_launcher()
         # The note of a process is not for a worker that it forked to take back.
         if folder is not None and folder.is_dir() and self._process == os.getpid():

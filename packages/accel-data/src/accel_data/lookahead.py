@@ -11,8 +11,8 @@ import torch
 from accel_state.collectives.single import Collectives
 
 from .batch_shard import EpochProgress
-from .iterable import CountedBatch
-from .randomness import GlobalRandomState
+from .epoch_rng import GlobalRandomState
+from .iterable_shard import CountedBatch
 
 # One step of a loader on one rank, as a plain tuple because it is made for every batch:
 # - the batch that the loader made;

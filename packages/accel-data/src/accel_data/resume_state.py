@@ -8,8 +8,8 @@ from typing import Any
 from accel_state.errors import ConfigurationError
 
 from .batch_shard import EpochProgress
-from .steps import ReadAheadWatch
-from .workers import WorkerStates
+from .lookahead import ReadAheadWatch
+from .worker_rng import WorkerStates
 
 STATE_FORMAT = 1
 
@@ -61,7 +61,7 @@ class ResumePoint:
         begin: generators as they stood when the epoch began; empty if they are left alone.
         read_ahead: generators as they stood before each batch that was read but not handed out.
         source: state of a loader that keeps its own (torchdata).
-        workers: generators of the worker processes, as of the batches handed out; see :class:`accel_data.workers.WorkerStates`.
+        workers: generators of the worker processes, as of the batches handed out; see :class:`accel_data.worker_rng.WorkerStates`.
     """
 
     epoch: int

@@ -14,10 +14,10 @@ from accel_state.collectives.single import Collectives
 from accel_state.operations import get_data_structure, is_tensor_information, recursively_apply
 from accel_state.operations.nested import leaves
 
-from .arithmetic import balanced_range
-from .randomness import GlobalRandomState
-from .rows import count_rows, join_rows, slice_rows
-from .steps import Step
+from .batch_ops import count_rows, join_rows, slice_rows
+from .epoch_rng import GlobalRandomState
+from .lookahead import Step
+from .shard_math import balanced_range
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_state.errors import ConfigurationError
 
-from .arithmetic import ShardPlan, check_rank, per_process_batch_size, wrapped_ranges
+from .shard_math import ShardPlan, check_rank, per_process_batch_size, wrapped_ranges
 
 
 class TailSample:

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from . import loop_watch
+from . import loop_hooks
 
 # States of generators by library, as they travel between processes: bytes of torch's, tuples of the others.
 _States = dict[str, Any]
@@ -207,7 +207,7 @@ class WorkerStates:
         if self.moved_places:
             base._iterator = None
         self.moved_places = shift > 0
-        side = WorkerSide(base.collate_fn, base.worker_init_fn, shift, self.base_seed, self._states, loop_watch.signals())
+        side = WorkerSide(base.collate_fn, base.worker_init_fn, shift, self.base_seed, self._states, loop_hooks.signals())
         settings: dict[str, Any] = {"worker_init_fn": side.start}
         if track:
             settings["collate_fn"] = side.collate
