@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accel_launch.config.read.read import load_settings
+from accel_launch.config.read.update import update_file
+from accel_launch.config.read.write import write_basic_config, write_file
 
-from accel_launch import config_write
-from accel_launch.config import load_settings
-from accel_launch.config_update import update_file
-from accel_launch.config_write import write_basic_config, write_file
+from accel_launch.config.read import write
 from accel_state.errors import ConfigurationError
 
 LIGHT = [
@@ -264,7 +264,7 @@ class TestWriting:
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(config_write.os, broken, full)
+        monkeypatch.setattr(write.os, broken, full)
         with pytest.raises(ConfigurationError, match="cannot be written: No space left on device"):
             write_file(path, {"num_processes": 2})
         monkeypatch.undo()

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
+from accel_launch.config.read.read import load_settings
+from accel_launch.config.read.update import update_file
 
 from accel_launch.accelerators.registry import find_visible
 from accel_launch.cli import main
-from accel_launch.config import load_settings
-from accel_launch.config_update import update_file
 from accel_state.env import all_variables
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, check_deepspeed_file

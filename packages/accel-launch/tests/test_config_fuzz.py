@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
+from accel_launch.config.read.read import load_settings, read_config
+from accel_launch.config.read.update import update_file
+from accel_launch.config.read.write import declared
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from accel_launch.cli import main
-from accel_launch.config import load_settings, read_config
-from accel_launch.config_update import update_file
-from accel_launch.config_write import declared
 from accel_state.errors import ConfigurationError
 
 OPTIONS = declared()

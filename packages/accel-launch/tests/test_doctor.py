@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from accel_launch.doctor import machine
-from accel_launch.doctor.finding import Finding, run_check
 from accel_launch.doctor.group import check_group
+from accel_launch.doctor.result import Finding, run_check
 
 SCARCE = ("memory", "shared memory", "temporary")
 

@@ -8,9 +8,9 @@ import pytest
 
 from accel_launch import plan as plan_module
 from accel_launch.accelerators.registry import Visible
-from accel_launch.kinds import Kind
+from accel_launch.launch_context import Role
+from accel_launch.launch_mode import Kind
 from accel_launch.launchers.registry import choose_launcher
-from accel_launch.place import Role
 from accel_launch.plan import Plan, make_plan
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, load_groups, resolve

@@ -13,8 +13,13 @@ from typing import Any
 
 import pytest
 
+from accel_launch.launch_commands import (
+    PrepareForLaunch,
+    prepare_multi_gpu_env,
+    prepare_simple_launcher_cmd_env,
+    test_launch,
+)
 from accel_launch.launchers.tpu import prepare_tpu
-from accel_launch.prepared import PrepareForLaunch, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, test_launch
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 
@@ -95,7 +100,7 @@ def test_a_process_started_by_somebody_else_gets_its_rank(kind: str, ranks: list
 
 
 def test_a_process_knows_its_place() -> None:
-    code = "from accel_launch.prepared import test_launch; test_launch()"
+    code = "from accel_launch.launch_commands import test_launch; test_launch()"
     for place, works in (({}, True), ({"RANK": "1", "WORLD_SIZE": "x"}, False)):
         environment = {**os.environ, "ACCELERATE_USE_CPU": "true", **place}
         result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=100)

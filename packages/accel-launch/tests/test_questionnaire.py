@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
+from accel_launch.config.read.write import declared, nest, to_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_launch.config_write import declared, nest, to_text
 from accel_launch.questionnaire import flow
 from accel_launch.questionnaire.flow import ask_all, complete, propose, questions
 from accel_launch.questionnaire.prompts import TextPrompts
@@ -184,7 +184,7 @@ def test_any_answers_give_a_file_that_stands_for_them(data: st.DataObject) -> No
 def _as_file(content: Mapping[str, Any]) -> Any:
     from tempfile import TemporaryDirectory
 
-    from accel_launch.config import read_config
+    from accel_launch.config.read.read import read_config
 
     with TemporaryDirectory() as folder:
         path = Path(folder) / "c.yaml"

@@ -8,14 +8,14 @@ import sys
 import pytest
 
 from accel_launch.elastic.worker import decode, encode
+from accel_launch.external_launcher import run_relayed
 from accel_launch.launchers.rank import main
-from accel_launch.relay import run_relayed
 from accel_state.errors import ConfigurationError
 
 # A program that runs two ranks one after the other, and ends with a code of its own.
 RELAY = """
 import json, os, subprocess, sys
-from accel_launch.relay import run_relayed
+from accel_launch.external_launcher import run_relayed
 program = "import subprocess, sys; [subprocess.call(words.split()) for words in sys.argv[2:]]; sys.exit(int(sys.argv[1]))"
 words = [sys.executable, "-c", program, *sys.argv[1:]]
 sys.exit(run_relayed(words, dict(os.environ)))

@@ -18,9 +18,9 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from accel_launch.elastic.ends import FAILED, SUCCEEDED, Ends
-from accel_launch.elastic.rounds import RoundsRendezvous
-from accel_launch.elastic.stores import serve
+from accel_launch.elastic.exit_barrier import FAILED, SUCCEEDED, Ends
+from accel_launch.elastic.static_rendezvous import RoundsRendezvous
+from accel_launch.elastic.tcp_store import serve
 
 
 class Machines:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from accel_launch.config.read.read import load_settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_bigmodel.estimate import measure_activations
 from accel_bigmodel.estimate.activations import example_inputs
-from accel_launch.config import load_settings
 from accel_plan.command import COMMAND
 from accel_plan.models import build_model, model_config
 from accel_plan.plan import Request, plan

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from accel_launch.config.read.read import load_settings
 from torch.distributed import pipelining
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig
 from accel.parallel.pipeline import PipelineParallelConfig
-from accel_launch.config import load_settings
 from accel_plan.command import COMMAND
 from accel_plan.models import build_model, model_config
 from accel_plan.plan import RankPlan, Request, plan

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import yaml
+from accel_launch.config.read.read import load_settings
 from hypothesis import HealthCheck, given, settings, strategies
 
 from accel.commands.to_fsdp2 import COMMAND
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_launch.config import load_settings
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 

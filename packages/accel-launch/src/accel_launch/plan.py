@@ -13,10 +13,10 @@ from accel_state.options import HardwareOptions, RendezvousOptions, Resolution, 
 from .accelerators.registry import Visible, find_visible
 from .cpus import usable_cores
 from .deepspeed_pool import read_pool
+from .entrypoint import Target, find_target
 from .hostfile import read_hostfile
-from .kinds import Kind, ask, choose_kind
-from .place import Place, Role, find_place, rendezvous_of
-from .target import Target, find_target
+from .launch_context import Place, Role, find_place, rendezvous_of
+from .launch_mode import Kind, ask, choose_kind
 
 STRENGTH = [Source.COMMAND_LINE, Source.ENVIRONMENT, Source.CONFIG_FILE, Source.DEFAULT]
 

@@ -6,8 +6,9 @@ import argparse
 import json
 from typing import Any
 
+from accel_launch.config.read.read import load_settings
+
 from accel_launch.commands.base import Command
-from accel_launch.config import load_settings
 from accel_launch.parser import ConfigParser, parse_options
 from accel_state.errors import ConfigurationError
 from accel_state.options import load_groups

@@ -13,9 +13,9 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, ScriptOptions, default_path, find_default, load_groups, resolve
 from accel_state.options.config_file import expand
 
-from ..config import load_settings, read_config
-from ..config_update import update_file
-from ..config_write import basic_values, declared, nest, write_file
+from ..config.read import load_settings, read_config
+from ..config.update import update_file
+from ..config.write import basic_values, declared, nest, write_file
 from ..parser import ConfigParser, parse_options
 from ..suggestions import suggest
 from .base import Command
@@ -86,7 +86,7 @@ def nest_check(path: Path) -> None:
     Raises:
         ConfigurationError: it ends in nothing that is a configuration file.
     """
-    from ..config_write import to_text
+    from ..config.write import to_text
 
     to_text(path, {})
 

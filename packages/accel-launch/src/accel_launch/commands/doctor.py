@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_state.options import load_groups
 
-from ..config import load_settings
+from ..config.read import load_settings
 from ..parser import ConfigParser
 from .base import Command
 
@@ -70,9 +70,9 @@ def _seconds(text: str) -> float:
 
 
 def _findings(arguments: dict[str, Any], seconds: float) -> Iterator[Any]:
-    from ..doctor.finding import run_check
     from ..doctor.group import check_group
     from ..doctor.machine import CHECKS
+    from ..doctor.result import run_check
 
     settings = load_settings(arguments)
     for subject, check in CHECKS:
@@ -84,7 +84,7 @@ def _findings(arguments: dict[str, Any], seconds: float) -> Iterator[Any]:
 def _defaults(settings: Any, arguments: dict[str, Any]) -> Sequence[str]:
     """On one machine without two devices, two processes on the CPU: one alone would have nobody to talk to."""
     from ..accelerators.registry import find_visible
-    from ..place import Role, find_place
+    from ..launch_context import Role, find_place
 
     alone = find_place(settings, os.environ).role is Role.ALONE and settings["num_machines"] == 1
     if not alone or settings["num_processes"] is not None or find_visible(os.environ).count > 1:

@@ -16,7 +16,7 @@ from accel_state.options import ConfigFile, find_default
 from accel_state.options.config_file import expand
 
 from ..accelerators.registry import find_visible
-from ..config import read_config
+from ..config.read import read_config
 from ..parser import ConfigParser, parse_options
 from .base import Command
 

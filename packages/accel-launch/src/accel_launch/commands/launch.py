@@ -7,7 +7,7 @@ import sys
 from accel_state.env import read_str
 from accel_state.options import Resolution, check_deepspeed_file
 
-from ..config import load_settings
+from ..config.read import load_settings
 from ..dry_run import render
 from ..elastic.worker import RELAY_VARIABLE
 from ..launchers.registry import choose_launcher

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from accel_state.errors import ConfigurationError
 
-from ..config import load_settings
-from ..gcloud import run_all, ssh_commands
+from ..cloud.gcloud import run_all, ssh_commands
+from ..config.read import load_settings
 from ..parser import ConfigParser
 from .base import Command
 

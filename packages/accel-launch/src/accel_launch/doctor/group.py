@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..interpreter import python_command
-from .finding import Finding, fail, ok
-from .marks import FINDINGS_MARK, STAGE_MARK, TIMEOUT_VARIABLE
+from .protocol import FINDINGS_MARK, STAGE_MARK, TIMEOUT_VARIABLE
+from .result import Finding, fail, ok
 
 _MODULE = "accel_launch.doctor.ranks"
 _SHOWN_LINES = 12

@@ -18,7 +18,7 @@ import psutil
 from accel_state.env import read_str
 from accel_state.net import reserved_port
 
-from .finding import Check, Finding, fail, ok, warn
+from .result import Check, Finding, fail, ok, warn
 
 if TYPE_CHECKING:
     import torch
@@ -205,7 +205,7 @@ def check_configuration() -> Iterator[Finding]:
     from accel_state.errors import AccelError
     from accel_state.options import find_default
 
-    from ..config import load_settings
+    from ..config.read import load_settings
 
     path = find_default()
     try:

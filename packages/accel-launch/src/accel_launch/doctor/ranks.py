@@ -20,9 +20,9 @@ import torch.distributed as dist
 from accel_state import PartialState
 from accel_state.env import read_int
 
-from .finding import Finding, fail, ok, run_check, warn
 from .machine import CHECKS, versions
-from .marks import FINDINGS_MARK, STAGE_MARK, TIMEOUT_VARIABLE
+from .protocol import FINDINGS_MARK, STAGE_MARK, TIMEOUT_VARIABLE
+from .result import Finding, fail, ok, run_check, warn
 
 MIB = 2**20
 _SIZES = (1, 1000, 300_001)

@@ -16,11 +16,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from accel_state.preemption import Note
 
-from .ends import ENDED, EXIT_BARRIER_SECONDS, FAILED, SUCCEEDED, Ends, farewell_seconds
+from .exit_barrier import ENDED, EXIT_BARRIER_SECONDS, FAILED, SUCCEEDED, Ends, farewell_seconds
+from .log_tee import whole_output
 from .preemption import grace_seconds, let_save, notes, saved_by_all
-from .rounds import RoundsRendezvous
 from .signals import SignalWatch
-from .tailing import whole_output
+from .static_rendezvous import RoundsRendezvous
 
 _AGENT_LOGS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 

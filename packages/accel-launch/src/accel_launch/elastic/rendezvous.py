@@ -13,7 +13,7 @@ from accel_state.options import RendezvousOptions
 
 from ..ports import is_local, wait_for_server
 from .checks import DEFAULT_PORT, LOOPBACK
-from .rounds import RoundsRendezvous
+from .static_rendezvous import RoundsRendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 900
 

@@ -21,13 +21,13 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 from accel_state.preemption import Note
 
-from ..relay import announce
+from ..external_launcher import announce
 from .agent import Agent, LogFolders, parse_tee, quiet_torch_logs
 from .preemption import saved_by_all, tell
 from .rendezvous import await_main_machine, make_handler, make_parameters, not_met
 from .report import RankFailure, first_failure, read_failure
-from .rounds import RoundsRendezvous
 from .signals import SignalWatch, end_groups
+from .static_rendezvous import RoundsRendezvous
 
 
 @dataclass(frozen=True)

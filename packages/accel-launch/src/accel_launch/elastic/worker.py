@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType, TracebackType
 
 RELAY_VARIABLE = "ACCEL_LAUNCH_RELAY"
-"""Set by a launcher that gathers what failed from the stderr of all ranks; see :mod:`accel_launch.relay`."""
+"""Set by a launcher that gathers what failed from the stderr of all ranks; see :mod:`accel_launch.external_launcher`."""
 
 FAILURE_MARK = "\x1eaccel-launch-failure "
 """Begins the line on stderr that tells that launcher of a failure."""

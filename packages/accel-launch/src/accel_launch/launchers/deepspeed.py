@@ -17,11 +17,11 @@ from accel_state.net import get_free_port, reserved_port
 
 from ..deepspeed_pool import Pool, read_pool
 from ..elastic.worker import ENCODED, RELAY_VARIABLE, encode
+from ..external_launcher import run_relayed
 from ..hostfile import Host
 from ..interpreter import python_command
-from ..kinds import Kind
+from ..launch_mode import Kind
 from ..plan import Plan
-from ..relay import run_relayed
 from .base import Launcher, Start
 from .rank import WORKER
 

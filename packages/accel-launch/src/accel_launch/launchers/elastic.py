@@ -11,10 +11,10 @@ from accel_state.errors import require
 
 from ..elastic.checks import DEFAULT_PORT, LOOPBACK, check_rendezvous
 from ..interpreter import python_command
-from ..kinds import Kind
+from ..launch_mode import Kind
 from ..plan import Plan
+from .argv import launch_words
 from .base import Launcher, Start
-from .words import launch_words
 
 _WORKER = Path(__file__).parent.parent / "elastic" / "worker.py"
 

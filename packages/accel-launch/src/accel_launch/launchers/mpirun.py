@@ -10,12 +10,12 @@ from accel_state.net import get_free_port, reserved_port
 
 from ..cpus import usable_cores
 from ..elastic.worker import RELAY_VARIABLE
+from ..external_launcher import run_relayed
 from ..hostfile import read_hostfile
 from ..interpreter import python_command
-from ..kinds import Kind
+from ..launch_mode import Kind
 from ..mpi import Hydra, Mpi, MpiJob, find_mpi
 from ..plan import Plan
-from ..relay import run_relayed
 from .base import Launcher, Start
 from .rank import DEFAULT_PORT
 

@@ -18,10 +18,10 @@ from accel_state.errors import ConfigurationError
 
 from ..elastic.report import shell_exit_code, signal_name
 from ..elastic.worker import RELAY_VARIABLE, write_line
+from ..entrypoint import Target
 from ..interpreter import python_command
-from ..kinds import Kind
+from ..launch_mode import Kind
 from ..plan import Plan
-from ..target import Target
 from .base import Launcher, Start
 from .single import become
 

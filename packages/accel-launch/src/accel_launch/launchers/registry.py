@@ -5,7 +5,7 @@ from __future__ import annotations
 from accel_state.errors import ConfigurationError
 from accel_state.registry import Registry
 
-from ..kinds import Kind
+from ..launch_mode import Kind
 from ..plan import Plan
 from .base import Launcher
 

@@ -10,8 +10,8 @@ from typing import Any
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError, require
 
-from ..cloud_job import CloudJob, credentials, describe_job
-from ..kinds import Kind
+from ..cloud.sagemaker_job import CloudJob, credentials, describe_job
+from ..launch_mode import Kind
 from ..plan import Plan
 from .base import Launcher, Start
 

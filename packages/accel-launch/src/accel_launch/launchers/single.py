@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from accel_state.errors import ConfigurationError
 
 from ..interpreter import python_command
-from ..kinds import Kind
+from ..launch_mode import Kind
 from ..plan import Plan
 from .base import Launcher, Start
 

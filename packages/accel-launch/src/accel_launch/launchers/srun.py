@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from accel_state.errors import ConfigurationError
 
+from ..external_launcher import run_relayed
 from ..interpreter import python_command
-from ..kinds import Kind
-from ..place import TASKS_VARIABLE
+from ..launch_context import TASKS_VARIABLE
+from ..launch_mode import Kind
 from ..plan import Plan
-from ..relay import run_relayed
+from .argv import launch_words
 from .base import Launcher, Start
-from .words import launch_words
 
 
 class SrunLauncher(Launcher):

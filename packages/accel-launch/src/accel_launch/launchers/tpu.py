@@ -14,11 +14,11 @@ from typing import Any
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError, require
 
+from ..entrypoint import Target
 from ..interpreter import python_command
-from ..kinds import Kind
+from ..launch_commands import plan_of
+from ..launch_mode import Kind
 from ..plan import Plan
-from ..prepared import plan_of
-from ..target import Target
 from .base import Launcher, Start
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from accel_state.errors import ConfigurationError
 
-from ..gcloud import run_all, ssh_commands
-from ..kinds import Kind
+from ..cloud.gcloud import run_all, ssh_commands
+from ..launch_mode import Kind
 from ..plan import Plan
+from .argv import launch_words
 from .base import Launcher, Start
-from .words import launch_words
 
 # What this machine alone acts on.
 _OF_THE_POD = ("tpu_cluster", "tpu_name", "tpu_zone", "tpu_use_sudo", "vm", "env", "config_file", "machine_rank", "command", "command_file")

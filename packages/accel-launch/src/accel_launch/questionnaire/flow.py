@@ -13,7 +13,7 @@ from accel_state.options.kind_of_run import CLOUD_TYPES, LOCAL_TYPES
 from accel_state.options.registry import OPTION_GROUPS
 
 from ..accelerators.registry import find_visible
-from ..config_write import BASE, declared
+from ..config.write import BASE, declared
 
 # Options by name, and whole groups, in the order of the questions.
 LOCAL_ORDER = (

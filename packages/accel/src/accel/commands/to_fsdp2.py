@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
             if "output_file" in options
             else f"{source} would be replaced. Name another file with --output_file, or give --overwrite."
         )
-    from ..fsdp.version_2 import convert_file
+    from accel_launch.config.read.fsdp_version_2 import convert_file
 
     before = _stamp(target)
     for note in convert_file(source, target):

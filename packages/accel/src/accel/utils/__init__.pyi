@@ -37,9 +37,9 @@ from accel_fp8 import has_ao_layers as has_ao_layers
 from accel_fp8 import has_transformer_engine_layers as has_transformer_engine_layers
 from accel_fp8 import torchao_required as torchao_required
 from accel_launch import write_basic_config as write_basic_config
+from accel_launch.launch_commands import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accel_launch.launch_commands import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from accel_launch.launchers.tpu import prepare_tpu as prepare_tpu
-from accel_launch.prepared import prepare_multi_gpu_env as prepare_multi_gpu_env
-from accel_launch.prepared import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from accel_state import ComputeEnvironment as ComputeEnvironment
 from accel_state import CustomDtype as CustomDtype
 from accel_state import DistributedOperationException as DistributedOperationException

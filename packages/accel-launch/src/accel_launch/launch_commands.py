@@ -10,7 +10,7 @@ from accel_state.env import get_int_from_env, patch_environment, read_int, read_
 from accel_state.errors import ConfigurationError
 from accel_state.options import load_groups
 
-from .config import load_settings
+from .config.read import load_settings
 from .launchers.registry import choose_launcher
 from .plan import Plan, make_plan
 

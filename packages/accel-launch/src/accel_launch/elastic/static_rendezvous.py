@@ -17,8 +17,8 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
 
-from .ends import Ends
-from .stores import CALL_TIMEOUT, Server, serve
+from .exit_barrier import Ends
+from .tcp_store import CALL_TIMEOUT, Server, serve
 
 _POLL_SECONDS = 0.05
 _PATIENCE_SECONDS = 5.0

@@ -16,8 +16,8 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Option, default_path, load_groups
 from accel_state.options.config_file import expand
 
-from .accelerators.registry import find_visible
-from .config import read_config
+from ..accelerators.registry import find_visible
+from .read import read_config
 
 # What every file holds, whatever it is for; other tools that read this format ask for some of them.
 BASE = (

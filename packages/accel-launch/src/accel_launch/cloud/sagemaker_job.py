@@ -11,7 +11,7 @@ from typing import Any
 
 from accel_state.errors import ConfigurationError
 
-from .plan import Plan
+from ..plan import Plan
 
 # What the SDK itself asks AWS with; they are no business of the container, which has a role.
 _CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_DEFAULT_REGION")

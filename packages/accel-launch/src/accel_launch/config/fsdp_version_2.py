@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from accel_launch.config import read_config
-from accel_launch.config_write import declared, to_text, write_text
+from accel_launch.config.read.read import read_config
+from accel_launch.config.read.write import declared, to_text, write_text
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, check, load_groups, resolve
 

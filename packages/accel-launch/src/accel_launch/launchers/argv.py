@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from accel_state.options import Setting, Source
 
+from ..entrypoint import Target
 from ..plan import Plan
-from ..target import Target
 
 # Of one call alone: they say what this launcher does, not what is launched.
 _OWN = frozenset(("dry_run", "json"))

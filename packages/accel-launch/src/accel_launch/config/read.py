@@ -9,7 +9,7 @@ from typing import Any
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, Entry, Option, Resolution, ScriptOptions, check, find_default, load_groups, migrate, resolve
 
-from .suggestions import suggest
+from ..suggestions import suggest
 
 _SHOWN_CHARACTERS = 60
 

@@ -10,9 +10,9 @@ from typing import Any
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, load_groups, resolve
 
-from .config import check_keys, read_config
-from .config_comments import read_comments, write_comments
-from .config_write import BASE, declared, nest, to_text, write_text
+from .comments import read_comments, write_comments
+from .read import check_keys, read_config
+from .write import BASE, declared, nest, to_text, write_text
 
 # Left to the machine or to the script where a file does not say: to write them down would change what it says.
 _LEFT_OUT = frozenset({"mixed_precision", "num_processes", "distributed_type", "cpu"})

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_state.options import Resolution
 
-from .place import Place, Role
+from .launch_context import Place, Role
 
 
 class Kind(enum.Enum):

@@ -1,0 +1,1 @@
+"""Runs in a cloud: SageMaker jobs and TPU pods."""

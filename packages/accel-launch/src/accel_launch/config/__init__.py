@@ -1,0 +1,1 @@
+"""Configuration files: reading, writing, updating, and keeping their comments."""
