@@ -15,7 +15,7 @@ import pytest
 from components import ssh
 from components.digits import ARGUMENTS, SCRIPT, check_loss, environment, is_alive
 
-from accel_state.net import reserved_port
+from accel_state.ports import reserved_port
 
 _MISSING = ("" if find_spec("deepspeed") else "deepspeed is not installed: scripts/test tells why") or ssh.missing("pdsh")
 pytestmark = pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "DeepSpeed, ssh and pdsh are installed")

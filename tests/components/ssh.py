@@ -10,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from accel_state.net import reserved_port
+from accel_state.ports import reserved_port
 
 from .slurm import find
 

@@ -20,7 +20,7 @@ from accel_bigmodel.estimate import ModelSize, estimate_training, estimate_train
 from accel_bigmodel.estimate.__main__ import main
 from accel_bigmodel.estimate.command import COMMAND, run
 from accel_state.errors import ConfigurationError, MissingDependencyError
-from accel_state.units import convert_bytes
+from accel_state.humanize import convert_bytes
 
 MB = 2**20
 

@@ -19,7 +19,7 @@ import pytest
 
 import accel_launch
 import accel_state
-from accel_state.net import reserved_port
+from accel_state.ports import reserved_port
 
 # Far more than anything takes: a machine that does much else besides is ten times slower.
 TIMEOUT_SECONDS = 110

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from accel_state import net
-from accel_state.net import get_free_port, is_port_in_use, reserved_port
+from accel_state import ports
+from accel_state.ports import get_free_port, is_port_in_use, reserved_port
 
 
 def listen() -> socket.socket:
@@ -21,8 +21,8 @@ def listen() -> socket.socket:
 
 def test_a_free_port_can_be_listened_on(monkeypatch):
     # Others on this machine, who take one of the usual ports from time to time, must not come in between.
-    monkeypatch.setattr(net, "_LOWEST_PORT", 5000)
-    monkeypatch.setattr(net, "_first_ephemeral_port", lambda: 15000)
+    monkeypatch.setattr(ports, "_LOWEST_PORT", 5000)
+    monkeypatch.setattr(ports, "_first_ephemeral_port", lambda: 15000)
     for _ in range(20):
         port = get_free_port()
         assert 0 < port < 65536
@@ -35,11 +35,11 @@ def test_a_free_port_can_be_listened_on(monkeypatch):
 @pytest.mark.parametrize("is_low", [True, False])
 def test_a_reserved_port_is_given_to_nobody_else_and_can_be_listened_on(monkeypatch, is_low):
     if not is_low:
-        monkeypatch.setattr(net, "_first_ephemeral_port", lambda: net._LOWEST_PORT)
+        monkeypatch.setattr(ports, "_first_ephemeral_port", lambda: ports._LOWEST_PORT)
     with reserved_port() as port:
         assert not is_port_in_use(port)
-        monkeypatch.setattr(net, "_LOWEST_PORT", port)
-        monkeypatch.setattr(net, "_first_ephemeral_port", lambda: port + 1)
+        monkeypatch.setattr(ports, "_LOWEST_PORT", port)
+        monkeypatch.setattr(ports, "_first_ephemeral_port", lambda: port + 1)
         assert get_free_port() != port
         with reserved_port() as other:
             assert other != port
@@ -57,24 +57,24 @@ def test_a_used_port_is_never_given(monkeypatch):
     with listen() as server:
         used = server.getsockname()[1]
         # Only the used one is left below the range of outgoing connections, so the kernel is asked.
-        monkeypatch.setattr(net, "_LOWEST_PORT", used)
-        monkeypatch.setattr(net, "_first_ephemeral_port", lambda: used + 1)
+        monkeypatch.setattr(ports, "_LOWEST_PORT", used)
+        monkeypatch.setattr(ports, "_first_ephemeral_port", lambda: used + 1)
         assert get_free_port() != used
 
 
 def test_without_room_below_the_ephemeral_range_the_kernel_is_asked(monkeypatch, tmp_path):
     ports = tmp_path / "range"
     ports.write_text("1024\t65535\n")
-    monkeypatch.setattr(net, "_EPHEMERAL_RANGE", ports)
+    monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", ports)
     assert 1024 <= get_free_port() < 65536
-    monkeypatch.setattr(net, "_EPHEMERAL_RANGE", tmp_path / "missing")
+    monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", tmp_path / "missing")
     assert 1024 <= get_free_port() < 65536
 
 
 def test_ports_come_from_below_the_ephemeral_range(monkeypatch, tmp_path):
     ports = tmp_path / "range"
     ports.write_text("32768\t60999\n")
-    monkeypatch.setattr(net, "_EPHEMERAL_RANGE", ports)
+    monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", ports)
     assert all(25000 <= get_free_port() < 32768 for _ in range(20))
 
 

@@ -22,7 +22,7 @@ from accel_state.options import (
     migrate,
     resolve,
 )
-from accel_state.options.checks import ENGINES
+from accel_state.options.conflicts import ENGINES
 
 GROUPS = load_groups()
 

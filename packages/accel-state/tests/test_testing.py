@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from accel_state import testing
 from accel_state.errors import ConfigurationError
-from accel_state.net import is_port_in_use
+from accel_state.ports import is_port_in_use
 from accel_state.state import PartialState
 from accel_state.testing import WorldError, run_world
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.units import convert_bytes
+from accel_state.humanize import convert_bytes
 
 
 @pytest.mark.parametrize(

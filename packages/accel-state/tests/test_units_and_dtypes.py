@@ -7,7 +7,7 @@ import torch
 
 from accel_state import CustomDtype
 from accel_state.dtypes import dtype_byte_size
-from accel_state.units import convert_file_size_to_int
+from accel_state.humanize import convert_file_size_to_int
 
 
 def test_sizes() -> None:

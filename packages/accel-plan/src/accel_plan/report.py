@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_state.units import convert_bytes
+from accel_state.humanize import convert_bytes
 
 from .pipelines import StagePlan
 from .plan import RankPlan

@@ -37,6 +37,8 @@ from .hardware import check_os_kernel as check_os_kernel
 from .hardware import get_current_device_type as get_current_device_type
 from .hardware import get_driver_version as get_driver_version
 from .hardware import get_gpu_info as get_gpu_info
+from .humanize import convert_bytes as convert_bytes
+from .humanize import convert_file_size_to_int as convert_file_size_to_int
 from .imports import is_4bit_bnb_available as is_4bit_bnb_available
 from .imports import is_8bit_bnb_available as is_8bit_bnb_available
 from .imports import is_aim_available as is_aim_available
@@ -89,12 +91,12 @@ from .memory import release_memory as release_memory
 from .memory import should_reduce_batch_size as should_reduce_batch_size
 from .nested_access import merge_dicts as merge_dicts
 from .nested_access import recursive_getattr as recursive_getattr
-from .net import get_free_port as get_free_port
-from .net import is_port_in_use as is_port_in_use
 from .numa import CPUInformation as CPUInformation
 from .numa import get_cpu_distributed_information as get_cpu_distributed_information
 from .numa import override_numa_affinity as override_numa_affinity
 from .numa import set_numa_affinity as set_numa_affinity
+from .ports import get_free_port as get_free_port
+from .ports import is_port_in_use as is_port_in_use
 from .progress import tqdm as tqdm
 from .random import set_seed as set_seed
 from .random import synchronize_rng_state as synchronize_rng_state
@@ -103,7 +105,5 @@ from .state import AcceleratorState as AcceleratorState
 from .state import GradientState as GradientState
 from .state import PartialState as PartialState
 from .state import is_initialized as is_initialized
-from .units import convert_bytes as convert_bytes
-from .units import convert_file_size_to_int as convert_file_size_to_int
 from .versions import compare_versions as compare_versions
 from .versions import is_torch_version as is_torch_version

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from . import _rank_process
+from . import _test_worker
 from .errors import AccelError, ConfigurationError
-from .net import reserved_port
+from .ports import reserved_port
 
 # What every rank imports anyway. The packages load their modules on demand, so those that a rank needs are named.
 _PRELOAD = [
-    *("torch", "torch.distributed", "numpy", "accel_state._rank_process", "accel_state.state.partial"),
+    *("torch", "torch.distributed", "numpy", "accel_state._test_worker", "accel_state.state.partial"),
     *("accel_state.collectives.torch", "accel_state.devices.cpu", "accel_state.environments.torchrun"),
 ]
 _wanted: list[str] = []
@@ -101,7 +101,7 @@ def run_world(
     """
     if n < 1:
         raise ConfigurationError(f"n={n} ranks cannot run; n must be at least 1")
-    job = _rank_process.Job.of(fn, args, start_state=state)
+    job = _test_worker.Job.of(fn, args, start_state=state)
     with _start(job, n, env or {}) as ranks:
         return _collect(ranks, timeout)
 
@@ -152,7 +152,7 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def _start(job: _rank_process.Job, n: int, env: Mapping[str, str | None]) -> Iterator[list[_Rank]]:
+def _start(job: _test_worker.Job, n: int, env: Mapping[str, str | None]) -> Iterator[list[_Rank]]:
     """Start the ranks; at exit none of their processes is left."""
     global _server_has_started
     context = multiprocessing.get_context("forkserver")
@@ -180,13 +180,13 @@ def _start(job: _rank_process.Job, n: int, env: Mapping[str, str | None]) -> Ite
                 os.close(started.dump)
 
 
-def _start_rank(context: Any, job: _rank_process.Job, environment: dict[str, str]) -> _Rank:
+def _start_rank(context: Any, job: _test_worker.Job, environment: dict[str, str]) -> _Rank:
     results, results_in_rank = context.Pipe(duplex=False)
     go_in_rank, go = context.Pipe(duplex=False)
     dump, dump_in_rank = os.pipe()
     # What a test prints belongs where the test's own output goes now; the server's descriptors may be those of an earlier test.
-    descriptors = [_rank_process.Descriptor(number) for number in (dump_in_rank, 1, 2)]
-    process = context.Process(target=_rank_process.main, args=(job, environment, results_in_rank, go_in_rank, *descriptors), daemon=False)
+    descriptors = [_test_worker.Descriptor(number) for number in (dump_in_rank, 1, 2)]
+    process = context.Process(target=_test_worker.main, args=(job, environment, results_in_rank, go_in_rank, *descriptors), daemon=False)
     try:
         process.start()
     finally:
@@ -259,18 +259,18 @@ def _note_positions(ranks: list[_Rank]) -> None:
     """Have each rank write where its threads stand, by the signal that faulthandler answers to without the interpreter's help."""
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.process.pid, _rank_process.DUMP_SIGNAL)
+            os.kill(rank.process.pid, _test_worker.DUMP_SIGNAL)
     for rank in ranks:
         text = _read_dump(rank.dump)
         if text:
-            rank.notes.append("not finished; it stood at (most recent call first):\n" + _rank_process.readable_dump(text))
+            rank.notes.append("not finished; it stood at (most recent call first):\n" + _test_worker.readable_dump(text))
 
 
 def _read_dump(descriptor: int) -> str:
     """What arrives in a pipe: all that faulthandler writes of a process, however long a busy machine takes over it."""
     text = b""
     # The main thread comes last. After its end only what other versions of Python may add is waited for.
-    while wait([descriptor], _QUIET_SECONDS if _rank_process.is_whole_dump(text.decode(errors="replace")) else _DUMP_SECONDS):
+    while wait([descriptor], _QUIET_SECONDS if _test_worker.is_whole_dump(text.decode(errors="replace")) else _DUMP_SECONDS):
         chunk = os.read(descriptor, 65536)
         if not chunk:
             break

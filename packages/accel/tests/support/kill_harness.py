@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator, ProjectConfiguration
 from accel_state import context
-from accel_state.net import reserved_port
+from accel_state.ports import reserved_port
 
 OPERATIONS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "chmod")
 

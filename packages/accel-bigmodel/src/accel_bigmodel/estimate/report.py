@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from accel_state.units import convert_bytes
+from accel_state.humanize import convert_bytes
 
 from .model import ModelSize
 from .training import TrainingMemory

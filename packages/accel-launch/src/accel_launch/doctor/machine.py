@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from accel_state.env import read_str
-from accel_state.net import reserved_port
+from accel_state.ports import reserved_port
 
 from .result import Check, Finding, fail, ok, warn
 

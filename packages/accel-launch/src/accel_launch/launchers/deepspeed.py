@@ -13,7 +13,7 @@ from pathlib import Path
 
 from accel_state.env import convert_dict_to_env_variables
 from accel_state.errors import ConfigurationError, require
-from accel_state.net import get_free_port, reserved_port
+from accel_state.ports import get_free_port, reserved_port
 
 from ..deepspeed_pool import Pool, read_pool
 from ..elastic.worker import ENCODED, RELAY_VARIABLE, encode

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
-from accel_state.net import get_free_port, reserved_port
+from accel_state.ports import get_free_port, reserved_port
 
 from ..cpus import usable_cores
 from ..elastic.worker import RELAY_VARIABLE

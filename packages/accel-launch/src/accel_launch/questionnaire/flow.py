@@ -7,10 +7,10 @@ from typing import Any
 
 from accel_state.env import all_variables
 from accel_state.options import OptionGroup, Resolution, load_groups, resolve
-from accel_state.options.checks import ENGINES, check
-from accel_state.options.declare import GIVEN, MORE_THAN_ONE, Option
-from accel_state.options.kind_of_run import CLOUD_TYPES, LOCAL_TYPES
+from accel_state.options.conflicts import ENGINES, check
+from accel_state.options.option import GIVEN, MORE_THAN_ONE, Option
 from accel_state.options.registry import OPTION_GROUPS
+from accel_state.options.run_type import CLOUD_TYPES, LOCAL_TYPES
 
 from ..accelerators.registry import find_visible
 from ..config.write import BASE, declared

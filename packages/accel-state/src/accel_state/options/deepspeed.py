@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .declare import MORE_THAN_ONE, OptionGroup, in_section
+from .option import MORE_THAN_ONE, OptionGroup, in_section
 
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 LAUNCHERS = ("pdsh", "standard", "openmpi", "mpich", "mvapich", "impi", "slurm", "nossh")

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from .config_file import expand
-from .declare import look_up
 from .deepspeed import FILE_PATHS
+from .option import look_up
 from .resolution import Resolution
 
 _AUTO = "auto"

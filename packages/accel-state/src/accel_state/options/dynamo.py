@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..enums import DynamoBackend
-from .declare import OptionGroup, option
+from .option import OptionGroup, option
 
 _COMPILED = {"dynamo_backend": tuple(name for name in DynamoBackend.list() if name != "NO")}
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..env import str_to_bool
 from ..errors import ConfigurationError
-from .declare import OptionGroup, option
+from .option import OptionGroup, option
 
 BACKENDS = ("native", "ao", "te", "msamp")
 FORMATS = ("HYBRID", "E4M3", "E5M2")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .declare import OptionGroup, option
-from .kind_of_run import ACCELERATED_TYPES
+from .option import OptionGroup, option
+from .run_type import ACCELERATED_TYPES
 
 _BUILT_IN = "torch itself has these optimisations by now, so there is nothing to switch on"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .declare import GIVEN, MORE_THAN_ONE, OptionGroup, option
+from .option import GIVEN, MORE_THAN_ONE, OptionGroup, option
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .declare import MORE_THAN_ONE, OptionGroup, in_section
+from .option import MORE_THAN_ONE, OptionGroup, in_section
 
 _axis = in_section("parallelism_config", "parallelism_config_")
 

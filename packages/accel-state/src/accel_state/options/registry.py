@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from ..registry import Registry
-from .declare import OptionGroup
+from .option import OptionGroup
 
 OPTION_GROUPS: Registry[type[OptionGroup]] = Registry(
     "option group",
     {
         "script": "accel_state.options.script:ScriptOptions",
-        "kind_of_run": "accel_state.options.kind_of_run:RunOptions",
+        "kind_of_run": "accel_state.options.run_type:RunOptions",
         "hardware": "accel_state.options.hardware:HardwareOptions",
         "resources": "accel_state.options.resources:ResourceOptions",
         "core": "accel_state.options.core:CoreOptions",
         "dynamo": "accel_state.options.dynamo:DynamoOptions",
-        "paradigm": "accel_state.options.paradigm:ParadigmOptions",
+        "paradigm": "accel_state.options.engine_switches:ParadigmOptions",
         "rendezvous": "accel_state.options.rendezvous:RendezvousOptions",
         "mpi": "accel_state.options.mpi:MpiOptions",
         "deepspeed": "accel_state.options.deepspeed:DeepSpeedOptions",

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .declare import MORE_THAN_ONE, OptionGroup, option
+from .option import MORE_THAN_ONE, OptionGroup, option
 
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 

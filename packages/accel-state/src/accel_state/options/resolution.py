@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigurationError
 from .config_file import ConfigFile, Entry
-from .declare import Option, OptionGroup, read_variable
+from .option import Option, OptionGroup, read_variable
 
 G = TypeVar("G", bound=OptionGroup)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .declare import OptionGroup, option
-from .kind_of_run import PARALLEL_TYPES
+from .option import OptionGroup, option
+from .run_type import PARALLEL_TYPES
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .declare import OptionGroup, option
+from .option import OptionGroup, option
 
 
 @dataclass(frozen=True)

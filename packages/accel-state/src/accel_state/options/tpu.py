@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .declare import OptionGroup, option
+from .option import OptionGroup, option
 
 _TPU = {"distributed_type": ("XLA",)}
 _POD = {**_TPU, "tpu_cluster": (True,)}

@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_launch.commands.base import Command
 from accel_state.errors import ConfigurationError
-from accel_state.units import convert_bytes
+from accel_state.humanize import convert_bytes
 
 from ..checkpoint.catalog import CheckpointInfo, list_checkpoints
 from ..checkpoint.manifest import Manifest, damaged_files

@@ -14,9 +14,9 @@ from typing import Any
 from accel_state.errors import ConfigurationError
 from accel_state.options import CoreOptions, DeepSpeedOptions
 from accel_state.options.config_file import expand
-from accel_state.options.declare import Option, read_variable
 from accel_state.options.deepspeed import FILE_PATHS
 from accel_state.options.deepspeed_file import both_set, read_deepspeed_file, without_duplicates
+from accel_state.options.option import Option, read_variable
 
 from .validation import check_sections
 

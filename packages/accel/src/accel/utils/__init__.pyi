@@ -82,6 +82,8 @@ from accel_state.hardware import check_cuda_p2p_ib_support as check_cuda_p2p_ib_
 from accel_state.hardware import check_os_kernel as check_os_kernel
 from accel_state.hardware import get_current_device_type as get_current_device_type
 from accel_state.hardware import get_gpu_info as get_gpu_info
+from accel_state.humanize import convert_bytes as convert_bytes
+from accel_state.humanize import convert_file_size_to_int as convert_file_size_to_int
 from accel_state.imports import is_4bit_bnb_available as is_4bit_bnb_available
 from accel_state.imports import is_8bit_bnb_available as is_8bit_bnb_available
 from accel_state.imports import is_aim_available as is_aim_available
@@ -131,8 +133,6 @@ from accel_state.memory import release_memory as release_memory
 from accel_state.memory import should_reduce_batch_size as should_reduce_batch_size
 from accel_state.nested_access import merge_dicts as merge_dicts
 from accel_state.nested_access import recursive_getattr as recursive_getattr
-from accel_state.net import get_free_port as get_free_port
-from accel_state.net import is_port_in_use as is_port_in_use
 from accel_state.numa import get_cpu_distributed_information as get_cpu_distributed_information
 from accel_state.numa import override_numa_affinity as override_numa_affinity
 from accel_state.numa import set_numa_affinity as set_numa_affinity
@@ -163,13 +163,13 @@ from accel_state.operations import recursively_apply as recursively_apply
 from accel_state.operations import reduce as reduce
 from accel_state.operations import send_to_device as send_to_device
 from accel_state.operations import slice_tensors as slice_tensors
+from accel_state.ports import get_free_port as get_free_port
+from accel_state.ports import is_port_in_use as is_port_in_use
 from accel_state.progress import tqdm as tqdm
 from accel_state.random import set_seed as set_seed
 from accel_state.random import synchronize_rng_state as synchronize_rng_state
 from accel_state.random import synchronize_rng_states as synchronize_rng_states
 from accel_state.state.functions import wait_for_everyone as wait_for_everyone
-from accel_state.units import convert_bytes as convert_bytes
-from accel_state.units import convert_file_size_to_int as convert_file_size_to_int
 from accel_state.versions import compare_versions as compare_versions
 from accel_state.versions import is_torch_version as is_torch_version
 from accel_track import LoggerType as LoggerType

@@ -33,8 +33,8 @@ from accel_bigmodel import set_module_tensor_to_device as set_module_tensor_to_d
 from accel_bigmodel import shard_checkpoint as shard_checkpoint
 from accel_state import CustomDtype as CustomDtype
 from accel_state.dtypes import dtype_byte_size as dtype_byte_size
+from accel_state.humanize import convert_file_size_to_int as convert_file_size_to_int
 from accel_state.imports import is_tqdm_available as is_tqdm_available
-from accel_state.units import convert_file_size_to_int as convert_file_size_to_int
 
 from ..core.unwrap import id_tensor_storage as id_tensor_storage
 from ..core.unwrap import is_peft_model as is_peft_model

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ..env import read_str
 from ..errors import ConfigurationError
-from .values import allowed, convert, to_text
+from .parsing import allowed, convert, to_text
 
 G = TypeVar("G", bound="OptionGroup")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..errors import ConfigurationError
-from .declare import OptionGroup
-from .kind_of_run import CLOUD_TYPES
+from .option import OptionGroup
 from .resolution import Resolution, Setting, Source
+from .run_type import CLOUD_TYPES
 
 # What trains the model, and the kind of run it makes; at most one of them.
 ENGINES: Mapping[str, str] = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "use_megatron_lm": "MEGATRON_LM", "tpu": "XLA"}

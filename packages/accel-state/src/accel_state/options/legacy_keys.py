@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..errors import ConfigurationError
 from .config_file import ConfigFile, Entry
-from .declare import Option, OptionGroup
+from .option import Option, OptionGroup
 
 # Nothing to mend: files of today have it in either place.
 _CURRENT = frozenset({"deepspeed_config.gradient_accumulation_steps"})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
-from .declare import OptionGroup, option
+from .option import OptionGroup, option
 
 LOCAL_TYPES = tuple(DistributedType.list())
 PARALLEL_TYPES = tuple(name for name in LOCAL_TYPES if name.startswith("MULTI_"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..env import str_to_bool
 
 if TYPE_CHECKING:
-    from .declare import Option
+    from .option import Option
 
 _NAMES = {
     bool: "true or false",
