@@ -27,7 +27,7 @@ from accel_bigmodel import (
     init_empty_weights,
     named_device_map,
 )
-from accel_bigmodel.ties import location_of
+from accel_bigmodel.tied_params import location_of
 from accel_state.errors import ConfigurationError
 
 

@@ -20,6 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+from accel_bigmodel.offload.store.alignment import ALIGNMENT, is_aligned
+from accel_bigmodel.offload.store.host_buffer_pool import BufferPool
+from accel_bigmodel.offload.store.prefetch import ReadAhead
 from bigmodel_nets import Net, blocks_on, net, save, transformers_models, words
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -37,12 +40,9 @@ from accel_bigmodel import (
     load_checkpoint_in_model,
     offload_state_dict,
     remove_hook_from_submodules,
-    safetensors_file,
 )
-from accel_bigmodel.alignment import ALIGNMENT, is_aligned
-from accel_bigmodel.buffers import BufferPool
+from accel_bigmodel.checkpoint.files import safetensors_file
 from accel_bigmodel.hooks.attach import align_hooks
-from accel_bigmodel.read_ahead import ReadAhead
 from accel_state.errors import ConfigurationError
 
 
@@ -401,7 +401,7 @@ def test_every_phase_of_a_file_gives_the_same_bits(tmp_path: Path) -> None:
         for pad in range(8):
             file = tmp_path / f"{pad}.safetensors"
             save_file(model.state_dict(), file, metadata={"pad": "x" * 8 * pad})
-            from accel_bigmodel.safetensors_file import SafetensorsFile
+            from accel_bigmodel.checkpoint.files.safetensors_file import SafetensorsFile
 
             seen.add(SafetensorsFile(file).entries["0.weight"].start % ALIGNMENT)
             for place in ("cpu", "disk"):

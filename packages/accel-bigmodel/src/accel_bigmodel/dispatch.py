@@ -12,19 +12,31 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
+from .device_map.device_map_checks import check_device_map
+from .device_map.infer import infer_auto_device_map
+from .device_map.memory import HOST_AND_DISK, MaxMemory, get_balanced_memory
 from .hooks.align import AlignDevicesHook
 from .hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from .hooks.base import add_hook_to_module, remove_hook_from_submodules
-from .lending import borrows, lends, reader_of
 from .loading import OffloadRecord, load_checkpoint_in_model, offload_record, on_meta
-from .maps.clean import check_device_map
-from .maps.infer import infer_auto_device_map
-from .maps.memory import HOST_AND_DISK, MaxMemory, get_balanced_memory
-from .offload import OFFLOAD_INDEX_NAME, OffloadedWeightsLoader, PrefixedDataset, extract_submodules_state_dict, offload_state_dict
-from .read_ahead import add_read_ahead
+from .offload.parent_read_params import borrows, lends, reader_of
+from .offload.prefetch import add_read_ahead
+from .offload.store import (
+    OFFLOAD_INDEX_NAME,
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    offload_state_dict,
+)
 from .sizes import parts
 from .tensors import Location, TiedParamsMap, as_device, set_module_tensor_to_device
-from .ties import check_tied_parameters_on_same_device, find_tied_parameters, location_of, retie_parameters, with_shared_modules
+from .tied_params import (
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
+    location_of,
+    retie_parameters,
+    with_shared_modules,
+)
 
 _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 

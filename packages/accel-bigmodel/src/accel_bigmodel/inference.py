@@ -14,8 +14,8 @@ from accel_state.operations import get_data_structure, initialize_tensors, pad_i
 from accel_state.operations.nested import leaves, replace_leaves
 from accel_state.state import PartialState
 
-from .maps.infer import infer_auto_device_map
-from .maps.memory import get_balanced_memory
+from .device_map.infer import infer_auto_device_map
+from .device_map.memory import get_balanced_memory
 from .pipeline import chunks
 from .pipeline.build import agree_on_plan, plan_of
 from .pipeline.plan import Plan

@@ -13,17 +13,17 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
-from .alignment import align_when_called, indifferent, is_aligned, is_product, settled
-from .checkpoint import CheckpointFile, checkpoint_files, open_file
+from .checkpoint.checkpoint_mapping import Place, apart, check_match, match, places_of
+from .checkpoint.files import CheckpointFile, checkpoint_files, open_file
+from .checkpoint.safetensors_file import SafetensorsFile
+from .device_map.device_map_checks import check_device_map
 from .hooks.attach import align_hooks
-from .maps.clean import check_device_map
-from .matching import Place, apart, check_match, match, places_of
-from .offload import offload_weight, save_offload_index
+from .offload.alignment import align_when_called, indifferent, is_aligned, is_product, settled
+from .offload.store import offload_weight, save_offload_index
 from .progress import progress
-from .safetensors_file import SafetensorsFile
 from .sizes import as_names
 from .tensors import Location, as_device, as_dtype, set_module_tensor_to_device
-from .ties import check_tied_parameters_on_same_device, location_of, with_shared_modules
+from .tied_params import check_tied_parameters_on_same_device, location_of, with_shared_modules
 
 _RECORD = "_accel_offloaded"
 
@@ -115,7 +115,7 @@ def load_checkpoint_in_model(
             "remove_hook_from_submodules(model) first, or load_checkpoint_and_dispatch, which dispatches it anew"
         )
     if device_map is None and (broadcast_from_rank0 or not full_state_dict or _is_sharded(model)):
-        from .sharded_loading import load_into_sharded_model
+        from .checkpoint.sharded_loading import load_into_sharded_model
 
         load_into_sharded_model(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
         return
@@ -308,7 +308,7 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, of
         index: the entries of the weights to bring; nothing is done where there are none.
         offload_folder: a folder that :func:`offload_state_dict` wrote to.
     """
-    from .offload import load_offloaded_weight
+    from .offload.store import load_offloaded_weight
 
     for name, info in (index or {}).items():
         value = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", info)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_bigmodel.ties import find_tied_parameters
+from accel_bigmodel.tied_params import find_tied_parameters
 from accel_state.errors import ConfigurationError
 
 from .config import BnbQuantizationConfig

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accel_bigmodel.checkpoint.files.checkpoint_mapping import check_match, match, places_of
 from safetensors.torch import save_file
 from torch import nn
 
@@ -21,10 +22,9 @@ from accel_bigmodel import (
     infer_auto_device_map,
     load_checkpoint_in_model,
 )
-from accel_bigmodel.matching import check_match, match, places_of
 from accel_bigmodel.progress import progress
 from accel_bigmodel.tensors import Location, as_device
-from accel_bigmodel.ties import location_of
+from accel_bigmodel.tied_params import location_of
 from accel_state import devices
 from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState, is_initialized

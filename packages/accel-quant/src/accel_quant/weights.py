@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accel_bigmodel.checkpoint.files.files import CheckpointFile, checkpoint_files, open_file
 from torch import nn
 
-from accel_bigmodel.checkpoint import CheckpointFile, checkpoint_files, open_file
 from accel_state.errors import ConfigurationError
 
 

@@ -12,7 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state.operations import find_device, send_to_device
 
-from ..offload import PrefixedDataset
+from ..offload.offload_autograd import without_weights
+from ..offload.store import PrefixedDataset
 from ..tensors import (
     Location,
     TiedParamsMap,
@@ -23,10 +24,9 @@ from ..tensors import (
     set_module_tensor_to_device,
 )
 from .base import ModelHook
-from .saved import without_weights
 
 if TYPE_CHECKING:
-    from ..read_ahead import ReadAhead
+    from ..offload.prefetch import ReadAhead
 
 
 # What has taken the place of a tensor in the first of the modules that share it, for the others to take it too.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..lending import borrows, called_modules, lends, lent_tensors
-from ..offload import PrefixedDataset
+from ..offload.parent_read_params import borrows, called_modules, lends, lent_tensors
+from ..offload.store import PrefixedDataset
 from ..tensors import Location, TiedParamsMap, as_device, named_module_tensors, set_module_tensor_to_device
 from .align import AlignDevicesHook
 from .base import SequentialHook, add_hook_to_module

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .checkpoint import checkpoint_files, open_file
+from .files import checkpoint_files, open_file
 
 
 def load_into_sharded_model(

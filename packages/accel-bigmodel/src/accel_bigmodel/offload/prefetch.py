@@ -17,11 +17,11 @@ from torch import nn
 
 from accel_state import devices
 
+from ..hooks.align import AlignDevicesHook
+from ..hooks.attach import align_hooks
 from .alignment import HALF, aligned, indifferent, is_product, single_row
-from .buffers import BufferPool
-from .hooks.align import AlignDevicesHook
-from .hooks.attach import align_hooks
-from .offload import OffloadedWeightsLoader
+from .host_buffer_pool import BufferPool
+from .store import OffloadedWeightsLoader
 
 _PAGE = 4096
 _Values = dict[str, torch.Tensor]

@@ -11,9 +11,9 @@ from torch import nn
 from accel_state import convert_file_size_to_int
 from accel_state.errors import ConfigurationError
 
-from .hooks.attach import align_hooks, align_module_device
-from .offload import OffloadedWeightsLoader
-from .tensors import Location
+from ..hooks.attach import align_hooks, align_module_device
+from ..offload.store import OffloadedWeightsLoader
+from ..tensors import Location
 
 WEIGHTS_NAME = "pytorch_model.bin"
 

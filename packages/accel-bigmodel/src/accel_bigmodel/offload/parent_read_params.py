@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from .hooks.base import HookedForward
+from ..hooks.base import HookedForward
 
 # These compute with weights of their parts in fused kernels, without calling the parts.
 _BORROWERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

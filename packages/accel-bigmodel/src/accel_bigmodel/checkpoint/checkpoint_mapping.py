@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
-from .tensors import Location
+from ..tensors import Location
 
 _SHOWN = 40
 

@@ -13,8 +13,8 @@ import torch
 
 from accel_state.errors import ConfigurationError
 
-from .safetensors_file import SafetensorsFile
-from .tensors import as_dtype
+from ..checkpoint.safetensors_file import SafetensorsFile
+from ..tensors import as_dtype
 
 OFFLOAD_INDEX_NAME = "index.json"
 

@@ -12,7 +12,7 @@ from accel_state.errors import ConfigurationError
 
 from ..sizes import named_tensors, tensor_bytes
 from ..tensors import Location, as_device
-from ..ties import location_of
+from ..tied_params import location_of
 
 
 def clean_device_map(device_map: dict[str, Location], module_name: str = "") -> dict[str, Location]:

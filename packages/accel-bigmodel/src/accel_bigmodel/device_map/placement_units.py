@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..lending import borrows
+from ..offload.parent_read_params import borrows
 from ..sizes import Dtype, parts, tensor_bytes
 
 

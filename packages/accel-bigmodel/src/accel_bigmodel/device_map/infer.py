@@ -12,9 +12,9 @@ from accel_state import convert_bytes
 
 from ..sizes import Dtype, as_names
 from ..tensors import Location
-from .clean import clean_device_map
+from .device_map_checks import clean_device_map
 from .memory import HOST_AND_DISK, MaxMemory, get_max_memory
-from .units import Layout, Unit
+from .placement_units import Layout, Unit
 
 # Each attempt reserves more on the main device; the second or third is the last one in practice.
 _ATTEMPTS = 16

@@ -22,8 +22,8 @@ import torch
 
 from accel_state.errors import ConfigurationError
 
-from .alignment import SMALL, is_aligned
-from .buffers import BufferPool
+from ..offload.alignment import SMALL, is_aligned
+from ..offload.host_buffer_pool import BufferPool
 
 _DTYPES = {
     "F64": torch.float64,

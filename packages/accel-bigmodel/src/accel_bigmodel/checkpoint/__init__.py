@@ -1,0 +1,1 @@
+"""Reading checkpoints: files, headers, and which tensor of a checkpoint belongs to which parameter."""
