@@ -13,7 +13,7 @@ from tracker_readers import READERS, Stored, environment
 from workspace import ROOT
 
 from accel_track import LoggerType, get_available_trackers
-from accel_track.values import flatten
+from accel_track.serialize import flatten
 
 pytest.importorskip("sklearn")
 

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from accel_fp8 import E4M3, E5M2, Float8Format, matmul_error_bound, rounding_error_bound
-from accel_fp8.functions import _rowwise
+from accel_fp8.autograd import _rowwise
 from accel_fp8.matmul import _in_wider_type, computes_in_8_bits, has_instruction, multiply
 from accel_fp8.scaling import SMALLEST_AMAX, delayed_scale, largest_of_rows, largest_value, quantize, scale_for
 

@@ -18,9 +18,9 @@ from accel_track import (
     TensorBoardTracker,
     filter_trackers,
     get_available_trackers,
+    log_with,
     on_main_process,
     register_tracker_class,
-    selection,
 )
 from accel_track.base import Silence
 
@@ -84,8 +84,8 @@ def test_other_packages_register_theirs(monkeypatch: pytest.MonkeyPatch, caplog:
         EntryPoint("broken", "no_such_package:Tracker", "accel.training.experiment_tracking"),
     ]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries if group == "accel.training.experiment_tracking" else [])
-    monkeypatch.setattr(selection, "TRACKERS", Registry("tracker", {"jsonl": TRACKERS.target("jsonl")}, "accel.training.experiment_tracking"))
-    monkeypatch.setattr(selection, "_registered", {})
+    monkeypatch.setattr(log_with, "TRACKERS", Registry("tracker", {"jsonl": TRACKERS.target("jsonl")}, "accel.training.experiment_tracking"))
+    monkeypatch.setattr(log_with, "_registered", {})
     assert get_available_trackers() == ["jsonl", "theirs"]
     assert filter_trackers("theirs", "runs") == [JSONLinesTracker]
     assert "The tracker 'broken' cannot be loaded and is left out: ModuleNotFoundError" in caplog.text
@@ -94,7 +94,7 @@ def test_other_packages_register_theirs(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 def test_registering_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_registered", {})
+    monkeypatch.setattr(log_with, "_registered", {})
 
     class Own(Mine):
         name = "own"

@@ -20,9 +20,9 @@ from accel_track import (
     TrackerError,
     Tracking,
     get_available_trackers,
+    log_with,
     read_run,
     register_tracker_class,
-    selection,
 )
 
 QUICK = Delivery(start_timeout=0.5, stall_timeout=0.5, finish_timeout=0.5)
@@ -358,7 +358,7 @@ def test_a_tracker_of_every_rank_runs_on_every_rank() -> None:
 
 
 def test_registered_classes_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_registered", {})
+    monkeypatch.setattr(log_with, "_registered", {})
 
     class Named(Recorder):
         name = "named_in_a_test"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from accel_track import get_available_trackers
-from accel_track.library import answers
+from accel_track.sdk_tracker import answers
 
 # Variables and arguments that send a tracker to a server.
 SERVERS = {

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_track import LoggerType, flatten, to_plain
-from accel_track.values import DEEPEST, LARGEST_LIST, as_number, describe, to_json
+from accel_track.serialize import DEEPEST, LARGEST_LIST, as_number, describe, to_json
 
 np = pytest.importorskip("numpy")
 

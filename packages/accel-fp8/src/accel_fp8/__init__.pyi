@@ -13,13 +13,13 @@ from .backends.te import convert_model as convert_model
 from .backends.te import has_transformer_engine_layers as has_transformer_engine_layers
 from .conversion import autocast as autocast
 from .conversion import convert as convert
+from .delayed_scaling import synchronize as synchronize
 from .filters import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
 from .formats import E4M3 as E4M3
 from .formats import E5M2 as E5M2
 from .formats import Float8Format as Float8Format
 from .formats import matmul_error_bound as matmul_error_bound
 from .formats import rounding_error_bound as rounding_error_bound
-from .history import synchronize as synchronize
 from .linear import NativeLinear as NativeLinear
 from .linear import high_precision as high_precision
 from .recipe import FP8Recipe as FP8Recipe

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .autograd import Plan, RowwiseLinear, TensorwiseLinear
 from .formats import E4M3, E5M2
-from .functions import Plan, RowwiseLinear, TensorwiseLinear
 from .recipe import FP8Recipe
 from .scaling import delayed_scale, largest_value, scale_for
 

@@ -11,8 +11,8 @@ from torch import nn
 from accel_bigmodel.tied_params import find_tied_parameters
 from accel_state.errors import ConfigurationError
 
+from .bnb_import import bitsandbytes_nn
 from .config import BnbQuantizationConfig
-from .engine import bitsandbytes_nn
 from .quantizers.base import Quantizer
 from .quantizers.registry import QUANTIZERS
 

@@ -31,10 +31,10 @@ from accel_state.state import PartialState, is_initialized
 
 from .config import BnbQuantizationConfig
 from .layers import check_found, check_names, get_keys_to_not_convert, is_float, is_inside, layers_to_quantize, put_layer
+from .offloaded_layers import FileStore, MemoryStore, StoredLayer, keep_elsewhere
 from .quantizers.base import Quantizer
 from .quantizers.registry import QUANTIZERS
-from .stored import FileStore, MemoryStore, StoredLayer, keep_elsewhere
-from .weights import CheckpointWeights, ModelWeights, Weights
+from .weight_source import CheckpointWeights, ModelWeights, Weights
 
 _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 

@@ -16,7 +16,7 @@ import torch
 
 from accel_state.errors import ConfigurationError
 
-from .values import to_plain
+from .serialize import to_plain
 
 _UNCHANGING = frozenset({float, int, str, bool, type(None), bytes, complex})
 

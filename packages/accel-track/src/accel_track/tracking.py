@@ -14,11 +14,11 @@ from typing import Any
 
 from accel_state.errors import ConfigurationError
 
-from . import ending
+from . import atexit
 from .base import GeneralTracker, Silence, TrackerError
-from .channel import Channel, Delivery
-from .process import is_main_process
-from .selection import filter_trackers
+from .delivery_queue import Channel, Delivery
+from .log_with import filter_trackers
+from .rank_info import is_main_process
 from .snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class Tracking:
             TrackerError: in strict mode, a tracker failed.
         """
         channels, self._channels = self._channels, []
-        ending.forget(self)
+        atexit.forget(self)
         if os.getpid() != self._pid:
             return
         for channel in channels:
@@ -311,7 +311,7 @@ class Tracking:
             )
             return
         self._channels.append(channel)
-        ending.remember(self)
+        atexit.remember(self)
         channel.submit("start", getattr(made, "start", _nothing))
         if self._config is not None:
             channel.submit("store_init_configuration", partial(made.store_init_configuration, dict(self._config)))

@@ -11,8 +11,8 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
+from ..delayed_scaling import AmaxGroup, ScaleUpdate, synchronize
 from ..filters import layer_filter, linear_layers
-from ..history import AmaxGroup, ScaleUpdate, synchronize
 from ..linear import NativeLinear, convert_layer, restore_layer
 from ..matmul import computes_in_8_bits
 from ..recipe import FP8Recipe

@@ -10,7 +10,7 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
-from ..engine import bitsandbytes_nn
+from ..bnb_import import bitsandbytes_nn
 from .base import Quantizer
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from accel_state import env
 
 from ..images import as_images
-from ..library import LibraryTracker
-from ..process import on_main_process
-from ..values import flatten, to_plain
+from ..rank_info import on_main_process
+from ..sdk_tracker import LibraryTracker
+from ..serialize import flatten, to_plain
 
 _SPLIT = re.compile(r"(train|eval|test|val|valid|validation)[_/](.+)")
 

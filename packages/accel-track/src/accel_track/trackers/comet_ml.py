@@ -6,9 +6,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..images import as_images
-from ..library import LibraryTracker
-from ..process import on_main_process
-from ..values import as_number, flatten, to_plain
+from ..rank_info import on_main_process
+from ..sdk_tracker import LibraryTracker
+from ..serialize import as_number, flatten, to_plain
 
 
 class CometMLTracker(LibraryTracker):

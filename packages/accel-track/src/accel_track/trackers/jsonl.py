@@ -16,9 +16,9 @@ from typing import Any
 from accel_state.errors import ConfigurationError
 
 from ..base import GeneralTracker
-from ..process import on_main_process
-from ..runs import CSV_NAME, METRICS_NAME, RESUMED, RUN_NAME, STEP, TIME, read_run
-from ..values import as_number, flatten, to_json, to_plain
+from ..jsonl_reader import CSV_NAME, METRICS_NAME, RESUMED, RUN_NAME, STEP, TIME, read_run
+from ..rank_info import on_main_process
+from ..serialize import as_number, flatten, to_json, to_plain
 
 
 class JSONLinesTracker(GeneralTracker):

@@ -13,9 +13,9 @@ from accel_state import env
 from accel_state.errors import ConfigurationError
 
 from ..images import as_images
-from ..library import LibraryTracker
-from ..process import on_main_process
-from ..values import flatten, to_plain
+from ..rank_info import on_main_process
+from ..sdk_tracker import LibraryTracker
+from ..serialize import flatten, to_plain
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..images import as_images
-from ..library import RunTracker
-from ..process import on_main_process
-from ..values import flatten, to_plain
+from ..rank_info import on_main_process
+from ..sdk_tracker import RunTracker
+from ..serialize import flatten, to_plain
 
 
 class SwanLabTracker(RunTracker):

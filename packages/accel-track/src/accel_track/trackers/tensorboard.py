@@ -11,9 +11,9 @@ import torch
 
 from accel_state.imports import is_package_available
 
-from ..library import LibraryTracker
-from ..process import on_main_process
-from ..values import as_number, flatten, to_plain
+from ..rank_info import on_main_process
+from ..sdk_tracker import LibraryTracker
+from ..serialize import as_number, flatten, to_plain
 
 
 class TensorBoardTracker(LibraryTracker):

@@ -7,9 +7,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..images import as_images
-from ..library import RunTracker
-from ..process import on_main_process
-from ..values import to_plain
+from ..rank_info import on_main_process
+from ..sdk_tracker import RunTracker
+from ..serialize import to_plain
 
 
 class WandBTracker(RunTracker):

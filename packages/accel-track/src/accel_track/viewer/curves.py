@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from accel_state.errors import ConfigurationError
 
-from ..runs import Run
+from ..jsonl_reader import Run
 
 Points = list[tuple[float, float]]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from accel_state.errors import ConfigurationError
 
-from ..runs import Run, find_runs
+from ..jsonl_reader import Run, find_runs
 from .curves import Chart, charts, one_line
 from .html import write_html
 from .png import write_png

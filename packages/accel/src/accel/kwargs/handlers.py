@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from accel_state.errors import ConfigurationError
-from accel_track.channel import Delivery
+from accel_track.delivery_queue import Delivery
 
 from .base import KwargsHandler
 

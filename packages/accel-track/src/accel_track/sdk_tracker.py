@@ -17,8 +17,8 @@ from accel_state.errors import AccelError, require
 from accel_state.imports import is_package_available
 
 from .base import GeneralTracker
-from .process import on_main_process
-from .values import as_number, flatten, to_plain
+from .rank_info import on_main_process
+from .serialize import as_number, flatten, to_plain
 
 logger = logging.getLogger(__name__)
 
