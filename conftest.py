@@ -42,12 +42,19 @@ _SECONDS_TO_END = 30.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--order-seed", type=int, default=None, help="seed of the order in which the tests run (default: a new one each time)")
+    parser.addoption(
+        "--order-seed",
+        type=int,
+        default=None,
+        help="seed of the order in which the tests run (default: a new one each time)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.order_seed is None:
-        config.option.order_seed = getattr(config, "workerinput", {}).get("order_seed", random.SystemRandom().randrange(10**6))
+        config.option.order_seed = getattr(config, "workerinput", {}).get(
+            "order_seed", random.SystemRandom().randrange(10**6)
+        )
     heed_signals()
     if config.getoption("--hypothesis-seed", None) is not None:
         settings.load_profile("search")
@@ -57,7 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def heed_signals() -> None:
     """Undo what a run in the background (`nohup`, or `&` in a script) hands down: interrupts and hang-ups that are ignored."""
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL)):
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGQUIT, signal.SIG_DFL),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
 
@@ -124,7 +135,9 @@ def _processes() -> list[psutil.Process]:
     found = []
     for process in here.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            is_helper = process.ppid() == here.pid and any("from multiprocessing." in word for word in process.cmdline())
+            is_helper = process.ppid() == here.pid and any(
+                "from multiprocessing." in word for word in process.cmdline()
+            )
             if not is_helper and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
@@ -139,7 +152,11 @@ def _describe(process: psutil.Process) -> str:
 
 def _changed_variables(before: dict[str, str]) -> list[str]:
     after = dict(os.environ)
-    changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key) and key not in _VARIABLES_OF_OTHERS]
+    changed = [
+        key
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and key not in _VARIABLES_OF_OTHERS
+    ]
     messages = [f"the environment variable {key} ({before.get(key)!r} -> {after.get(key)!r})" for key in changed]
     for key in changed:  # so that only the test at fault fails
         os.environ.pop(key, None)
@@ -163,7 +180,9 @@ def _handlers() -> list[logging.Handler]:
 
 def _threads_since(before: set[threading.Thread]) -> list[str]:
     # Daemon threads belong to pools that libraries keep for the whole process.
-    left = _wait_until_gone(lambda: [thread for thread in threading.enumerate() if thread not in before and not thread.daemon])
+    left = _wait_until_gone(
+        lambda: [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    )
     return [f"the thread {thread.name}" for thread in left]
 
 

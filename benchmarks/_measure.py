@@ -29,7 +29,10 @@ Times = dict[str, list[float]]
 
 
 def in_turns(
-    variants: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2, clock: Callable[[], float] = time.process_time
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.process_time,
 ) -> Times:
     """Seconds of each variant in each round; each is the first of a round as often as the others.
 
@@ -118,7 +121,9 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def _started(command: Sequence[str], environment: Mapping[str, str], timeout: float, **options: Any) -> Iterator[subprocess.Popen[str]]:
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], timeout: float, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
     """A process that must succeed, and whose end is waited for.
 
     Raises:
@@ -144,7 +149,9 @@ def _started(command: Sequence[str], environment: Mapping[str, str], timeout: fl
             raise RuntimeError(f"{' '.join(command)} {ended}:\n{errors.read()[-3000:]}")
 
 
-def run_command(command: Sequence[str], environment: Mapping[str, str], folder: str | Path | None = None, timeout: float = 120) -> None:
+def run_command(
+    command: Sequence[str], environment: Mapping[str, str], folder: str | Path | None = None, timeout: float = 120
+) -> None:
     """Run a command without its output, and return when it has ended.
 
     Raises:

@@ -95,7 +95,9 @@ def work(library: str, file: str, width: int) -> None:
             for number in range(DISK_ROUNDS)
         ]
         figures["disk"] = sorted(seconds)[DISK_ROUNDS // 2]
-        figures["written"] = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()) // DISK_ROUNDS
+        figures["written"] = (
+            sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()) // DISK_ROUNDS
+        )
         offloaded = load(empty(width), file, device_map(), offload_folder=f"{folder}/last")
         plain = Model(width)
         plain.load_state_dict(by_hand(file, width).state_dict())
@@ -103,7 +105,9 @@ def work(library: str, file: str, width: int) -> None:
         with torch.no_grad():
             figures["equal"] = torch.equal(plain(hidden), offloaded(hidden))
             forwards = _measure.in_turns(
-                {"raw": lambda: plain(hidden), "forward": lambda: offloaded(hidden)}, FORWARD_ROUNDS, clock=time.perf_counter
+                {"raw": lambda: plain(hidden), "forward": lambda: offloaded(hidden)},
+                FORWARD_ROUNDS,
+                clock=time.perf_counter,
             )
     figures["compute"] = sorted(forwards["raw"])[FORWARD_ROUNDS // 2]
     figures["forward"] = _measure.ratio(forwards, "forward")
@@ -136,7 +140,9 @@ def main(gigabytes: float, with_reference: bool) -> None:
         libraries = {"accel": _measure.libraries()["accel"], **(_measure.libraries() if with_reference else {})}
         libraries["accel"] = (libraries["accel"][0], "accel_bigmodel")
         found = {
-            label: _measure.worker(python, __file__, "--library", module, "--file", file, "--width", str(width), timeout=1500)
+            label: _measure.worker(
+                python, __file__, "--library", module, "--file", file, "--width", str(width), timeout=1500
+            )
             for label, (python, module) in libraries.items()
         }
         size = Path(file).stat().st_size
@@ -160,17 +166,27 @@ def main(gigabytes: float, with_reference: bool) -> None:
         _measure.row(
             f"{label}: a forward, over computing alone",
             f"{figures['forward']:.2f} x",
-            note(figures["forward"], FORWARD_TARGET, f"computing {figures['compute']:.2f} s, bit-equal: {figures['equal']}"),
+            note(
+                figures["forward"],
+                FORWARD_TARGET,
+                f"computing {figures['compute']:.2f} s, bit-equal: {figures['equal']}",
+            ),
         )
-        _measure.row(f"{label}: a map of {MAP_BLOCKS} blocks", f"{figures['map']:.2f} s", note(figures["map"], MAP_TARGET))
+        _measure.row(
+            f"{label}: a map of {MAP_BLOCKS} blocks", f"{figures['map']:.2f} s", note(figures["map"], MAP_TARGET)
+        )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=1.6, help="size of the model (10**9 bytes)")
     parser.add_argument("--without-reference", action="store_true", help="measure only accel")
-    parser.add_argument("--library", help="measure this library in this process (what the benchmark starts itself with)")
+    parser.add_argument(
+        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+    )
     parser.add_argument("--file")
     parser.add_argument("--width", type=int)
     chosen = parser.parse_args()
-    work(chosen.library, chosen.file, chosen.width) if chosen.library else main(chosen.gigabytes, not chosen.without_reference)
+    work(chosen.library, chosen.file, chosen.width) if chosen.library else main(
+        chosen.gigabytes, not chosen.without_reference
+    )

@@ -60,7 +60,9 @@ def plain_load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path)
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
 
 
-def variants_of_saving(accelerator: Any, model: nn.Module, optimizer: Any, place: Path, asynchronous: bool) -> dict[str, Any]:
+def variants_of_saving(
+    accelerator: Any, model: nn.Module, optimizer: Any, place: Path, asynchronous: bool
+) -> dict[str, Any]:
     """What takes turns."""
     prepared = accelerator.prepare(model, optimizer)
 
@@ -96,7 +98,10 @@ def measure(library: str, megabytes: int, parent: str) -> dict[str, Any]:
         figures = {"raw_save": statistics.median(saving["raw"]), "raw_load": statistics.median(loading["raw"])}
         figures |= {"save": _measure.ratio(saving, "saved"), "load": _measure.ratio(loading, "loaded")}
         if asynchronous:
-            figures |= {"blocked": _measure.ratio(saving, "blocked"), "first_blocked": saving["first blocked"][0] / saving["raw"][0]}
+            figures |= {
+                "blocked": _measure.ratio(saving, "blocked"),
+                "first_blocked": saving["first blocked"][0] / saving["raw"][0],
+            }
         return figures
     finally:
         shutil.rmtree(place)
@@ -123,24 +128,43 @@ def main(megabytes: int, parent: str) -> None:
     """Print the table and the verdicts."""
     found = _measure.libraries()
     words = ("--megabytes", str(megabytes), "--folder", parent)
-    figures = {label: _measure.worker(python, __file__, "--library", module, *words) for label, (python, module) in found.items()}
+    figures = {
+        label: _measure.worker(python, __file__, "--library", module, *words)
+        for label, (python, module) in found.items()
+    }
     ours = figures["accel"]
     _measure.heading(f"A checkpoint of {megabytes} MiB (a third weights, two thirds AdamW's averages)")
-    _measure.row("torch.save and fsync", f"{ours['raw_save'] * 1e3:.0f} ms", f"{megabytes / 1024 / ours['raw_save']:.2f} GiB/s")
-    _measure.row("torch.load and load_state_dict", f"{ours['raw_load'] * 1e3:.0f} ms", f"{megabytes / 1024 / ours['raw_load']:.2f} GiB/s")
+    _measure.row(
+        "torch.save and fsync", f"{ours['raw_save'] * 1e3:.0f} ms", f"{megabytes / 1024 / ours['raw_save']:.2f} GiB/s"
+    )
+    _measure.row(
+        "torch.load and load_state_dict",
+        f"{ours['raw_load'] * 1e3:.0f} ms",
+        f"{megabytes / 1024 / ours['raw_load']:.2f} GiB/s",
+    )
     for what, target in (("save", SAVE_TARGET), ("load", LOAD_TARGET), ("blocked", BLOCKED_TARGET)):
         for label, of_one in figures.items():
             if what in of_one:
-                note = f"target: at most {target:.2f}: {_measure.verdict(of_one[what], target)}" if label == "accel" else ""
+                note = (
+                    f"target: at most {target:.2f}: {_measure.verdict(of_one[what], target)}"
+                    if label == "accel"
+                    else ""
+                )
                 _measure.row(f"{label}: {what}, of torch's", f"{of_one[what]:.3f} x", note)
-    _measure.row("accel: blocked by the first save", f"{ours['first_blocked']:.3f} x", "finds the memory that later ones reuse")
+    _measure.row(
+        "accel: blocked by the first save", f"{ours['first_blocked']:.3f} x", "finds the memory that later ones reuse"
+    )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=384, help="size of the state")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where to write (default: the folder for temporary files)")
-    parser.add_argument("--library", help="measure this library in this process (what the benchmark starts itself with)")
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="where to write (default: the folder for temporary files)"
+    )
+    parser.add_argument(
+        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+    )
     chosen = parser.parse_args()
     if chosen.library:
         _measure.report(measure(chosen.library, chosen.megabytes, chosen.folder))

@@ -52,7 +52,10 @@ class LlamaBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n, length, width = x.shape
         normed = self.attention_norm(x)
-        query, key, value = (layer(normed).view(n, length, self.heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        query, key, value = (
+            layer(normed).view(n, length, self.heads, -1).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(n, length, width))
         normed = self.mlp_norm(x)
@@ -65,10 +68,14 @@ def step_of(recipe: dict[str, Any] | None, arguments: argparse.Namespace, device
     model: nn.Module = LlamaBlock(arguments.width, arguments.width // 128 or 1).to(device)
     if recipe is not None:
         convert(model, FP8Recipe(**recipe, module_filter_func=lambda layer, name: True))
-    x = torch.randn(arguments.tokens // arguments.length, arguments.length, arguments.width, device=device, requires_grad=True)
+    x = torch.randn(
+        arguments.tokens // arguments.length, arguments.length, arguments.width, device=device, requires_grad=True
+    )
     gradient = torch.randn_like(x)
     call = torch.compile(model, fullgraph=True) if arguments.compile else model
-    context = (lambda: autocast(model)) if recipe is not None else (lambda: torch.autocast(device.type, dtype=torch.bfloat16))
+    context = (
+        (lambda: autocast(model)) if recipe is not None else (lambda: torch.autocast(device.type, dtype=torch.bfloat16))
+    )
 
     def run() -> None:
         with context():
@@ -95,7 +102,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384 if gpu else 256, help="tokens in a step")
     parser.add_argument("--length", type=int, default=2048 if gpu else 128, help="tokens in a sequence")
     parser.add_argument("--rounds", type=int, default=20 if gpu else 10, help="steps of each variant")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=gpu, help="compile the block (default: on a GPU)")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=gpu, help="compile the block (default: on a GPU)"
+    )
     return parser.parse_args()
 
 
@@ -103,7 +112,9 @@ def main() -> None:
     arguments = parse()
     device = devices.detect().device(0)
     recipes = {
-        name: recipe for name, recipe in RECIPES.items() if recipe["backend"] != "ao" or importlib.util.find_spec("torchao") is not None
+        name: recipe
+        for name, recipe in RECIPES.items()
+        if recipe["backend"] != "ao" or importlib.util.find_spec("torchao") is not None
     }
     variants: dict[str, Callable[[], object]] = {"bfloat16": step_of(None, arguments, device)}
     variants.update({name: step_of(recipe, arguments, device) for name, recipe in recipes.items()})
@@ -124,9 +135,17 @@ def main() -> None:
 def _targets(times: _measure.Times) -> None:
     if "torchao, tensorwise" in times:
         figure = _measure.ratio(times, "native, dynamic", "torchao, tensorwise")
-        _measure.row("native against torchao", f"{figure:.3f}", f"target {NATIVE_TARGET}: {_measure.verdict(figure, NATIVE_TARGET)}")
+        _measure.row(
+            "native against torchao",
+            f"{figure:.3f}",
+            f"target {NATIVE_TARGET}: {_measure.verdict(figure, NATIVE_TARGET)}",
+        )
     best = min(_measure.ratio(times, name, "bfloat16") for name in ("native, dynamic", "native, delayed"))
-    _measure.row("native against bfloat16", f"{best:.3f}", f"target {THROUGHPUT_TARGET}: {_measure.verdict(best, THROUGHPUT_TARGET)}")
+    _measure.row(
+        "native against bfloat16",
+        f"{best:.3f}",
+        f"target {THROUGHPUT_TARGET}: {_measure.verdict(best, THROUGHPUT_TARGET)}",
+    )
 
 
 if __name__ == "__main__":

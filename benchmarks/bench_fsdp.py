@@ -89,7 +89,9 @@ def accelerator_for(strategy: str) -> Any:
 
 def rounds_in(accelerator: Any, seconds: float, took: float, most: int, least: int) -> int:
     """How many rounds fit into a time, if one takes so long; the same on all ranks."""
-    return int(accelerator.process_state.collectives.broadcast_object(min(most, max(least, int(seconds / max(took, 1e-6))))))
+    return int(
+        accelerator.process_state.collectives.broadcast_object(min(most, max(least, int(seconds / max(took, 1e-6)))))
+    )
 
 
 def time_steps(strategy: str, seconds: float) -> dict[str, float]:
@@ -169,7 +171,9 @@ def time_checkpoints(strategy: str, megabytes: int, place: Path, seconds: float)
                 if turn >= 0:
                     times[name].append(time.perf_counter() - begin)
             if turn == 0:
-                until = rounds_in(accelerator, seconds / 2, time.perf_counter() - started, CHECKPOINT_ROUNDS, LEAST_ROUNDS - 1)
+                until = rounds_in(
+                    accelerator, seconds / 2, time.perf_counter() - started, CHECKPOINT_ROUNDS, LEAST_ROUNDS - 1
+                )
             turn += 1
         return times
 
@@ -231,7 +235,9 @@ def show_checkpoints(strategy: str, figures: dict[str, float], megabytes: int) -
     _measure.heading(f"A checkpoint of {megabytes} MiB with {strategy} on two processes")
     for what, target in (("save", SAVE_TARGET), ("load", LOAD_TARGET)):
         raw = figures[f"raw_{what}"]
-        _measure.row(f"torch.distributed.checkpoint: {what}", f"{raw * 1e3:.0f} ms", f"{megabytes / 1024 / raw:.2f} GiB/s")
+        _measure.row(
+            f"torch.distributed.checkpoint: {what}", f"{raw * 1e3:.0f} ms", f"{megabytes / 1024 / raw:.2f} GiB/s"
+        )
         note = f"target: at most {target:.2f}: {_measure.verdict(figures[what], target)}"
         _measure.row(f"accel: {what}, of torch's", f"{figures[what]:.3f} x", note)
 
@@ -249,9 +255,13 @@ def main(megabytes: int, parent: str, only: str, seconds: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=384, help="size of the state in the checkpoints")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where to write (default: the folder for temporary files)")
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="where to write (default: the folder for temporary files)"
+    )
     parser.add_argument("--only", choices=("", "steps", "checkpoints"), default="", help="measure only these")
     parser.add_argument("--seconds", type=float, default=20, help="how long to measure for each table, about")
-    parser.add_argument("--worker", action="store_true", help="measure in this process (what the benchmark starts itself with)")
+    parser.add_argument(
+        "--worker", action="store_true", help="measure in this process (what the benchmark starts itself with)"
+    )
     chosen = parser.parse_args()
     (work if chosen.worker else main)(chosen.megabytes, chosen.folder, chosen.only, chosen.seconds)

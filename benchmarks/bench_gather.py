@@ -54,7 +54,9 @@ def work(library: str) -> None:
     batch = nested_batch()
     ours, plain = accelerator.gather(batch), one_by_one(batch)
     for name, tensors in plain.items():
-        assert all(torch.equal(one, other) for one, other in zip(tensors, ours[name], strict=True)), f"{name} was gathered wrongly"
+        assert all(torch.equal(one, other) for one, other in zip(tensors, ours[name], strict=True)), (
+            f"{name} was gathered wrongly"
+        )
     variants = {"raw": repeated(one_by_one, batch), "gathered": repeated(accelerator.gather, batch)}
     times = _measure.in_turns(variants, ROUNDS, clock=time.perf_counter)
     if accelerator.is_main_process:
@@ -66,7 +68,10 @@ def work(library: str) -> None:
 def main() -> None:
     """Print the table and the verdict."""
     found = _measure.libraries()
-    figures = {label: _measure.worker(python, __file__, "--library", module, processes=2) for label, (python, module) in found.items()}
+    figures = {
+        label: _measure.worker(python, __file__, "--library", module, processes=2)
+        for label, (python, module) in found.items()
+    }
     _measure.heading(f"Gathering {TENSORS} small tensors on two processes")
     _measure.row("one all_gather for each", f"{figures['accel']['raw']:.0f} us")
     for label, found_figures in figures.items():
@@ -76,6 +81,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--library", help="measure this library in this process (what the benchmark starts itself with)")
+    parser.add_argument(
+        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+    )
     chosen = parser.parse_args().library
     work(chosen) if chosen else main()

@@ -83,7 +83,10 @@ def waiting(rounds: int) -> None:
         cli = "accel_launch" if ours else f"{module}.commands.accelerate_cli"
         words = {name: text for name, text in COMMANDS.items() if ours or "show" not in name}
         times = _measure.in_turns(
-            {name: runner([python, "-m", cli, *text]) for name, text in words.items()}, rounds, warm_up=1, clock=time.perf_counter
+            {name: runner([python, "-m", cli, *text]) for name, text in words.items()},
+            rounds,
+            warm_up=1,
+            clock=time.perf_counter,
         )
         for name, taken in times.items():
             median = sorted(taken)[rounds // 2]

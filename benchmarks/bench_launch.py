@@ -33,7 +33,9 @@ def measure(commands: Mapping[str, Sequence[str]], runs: int) -> dict[str, list[
     """The seconds of each command. Taking turns, a machine that slows down slows all of them down."""
     hidden = ("ACCELERATE_", "TORCHELASTIC_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
-    environment["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES), environment.get("PYTHONPATH", "")]).rstrip(
+        os.pathsep
+    )
     environment.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -63,7 +65,15 @@ def commands_of(reference: str | None) -> dict[str, list[str]]:
         "accel launch --help": [*ACCEL, "launch", "--help"],
         "python noop.py": [sys.executable, "noop.py"],
         "accel launch, 1 process": [*ACCEL, "launch", "--cpu", "--num_processes", "1", "noop.py"],
-        "torchrun, 2 processes": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "noop.py"],
+        "torchrun, 2 processes": [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "noop.py",
+        ],
         "accel launch, 2 processes": [*ACCEL, "launch", "--cpu", "--num_processes", "2", "noop.py"],
     }
     if reference:

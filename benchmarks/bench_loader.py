@@ -70,7 +70,10 @@ def cases(prepare: Callable[..., Any]) -> dict[str, tuple[Iterable, Iterable]]:
     return {
         "in order": (loader(rows), prepare(loader(rows), **alone)),
         "shuffled": (loader(rows, shuffle=True), prepare(loader(rows, shuffle=True), **alone)),
-        "shuffled by seed": (loader(rows, shuffle=True), prepare(loader(rows, shuffle=True), use_seedable_sampler=True, **alone)),
+        "shuffled by seed": (
+            loader(rows, shuffle=True),
+            prepare(loader(rows, shuffle=True), use_seedable_sampler=True, **alone),
+        ),
         "iterable": (loader(stream), prepare(loader(stream), **alone)),
         f"one of {WORLD} ranks": (loader(many, sampler=share), prepare(loader(many), **one_of_many)),
     }
@@ -85,13 +88,19 @@ def work(library: str) -> None:
     figures = {}
     for name, (raw, prepared) in cases(prepare).items():
         times = _measure.in_turns({"raw": through(raw), "prepared": through(prepared)}, ROUNDS)
-        figures[name] = {"raw": sorted(times["raw"])[ROUNDS // 2] / BATCHES * 1e6, "ratio": _measure.ratio(times, "prepared")}
+        figures[name] = {
+            "raw": sorted(times["raw"])[ROUNDS // 2] / BATCHES * 1e6,
+            "ratio": _measure.ratio(times, "prepared"),
+        }
     _measure.report(figures)
 
 
 def main() -> None:
     """Print the table and the verdicts."""
-    found = {label: _measure.worker(python, __file__, "--library", module) for label, (python, module) in _measure.libraries().items()}
+    found = {
+        label: _measure.worker(python, __file__, "--library", module)
+        for label, (python, module) in _measure.libraries().items()
+    }
     _measure.heading(f"A batch of {BATCH_SIZE} small samples, of a prepared loader")
     for name, figures in found["accel"].items():
         _measure.row(f"{name}: raw DataLoader", f"{figures['raw']:.0f} us")
@@ -103,6 +112,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--library", help="measure this library in this process (what the benchmark starts itself with)")
+    parser.add_argument(
+        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+    )
     chosen = parser.parse_args().library
     work(chosen) if chosen else main()

@@ -27,7 +27,10 @@ ROUNDS = 15
 
 def blocks() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)]
+    return [
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        for _ in range(BLOCKS)
+    ]
 
 
 def by_hand(batch: torch.Tensor) -> Callable[[], torch.Tensor | None]:
@@ -52,7 +55,9 @@ def work(library: str) -> None:
     batch = torch.randn(BATCH, 64, WIDTH, generator=torch.Generator().manual_seed(1))
     prepare = importlib.import_module(f"{library}.inference").prepare_pippy
     example = (batch[: BATCH // CHUNKS],)
-    model = prepare(nn.Sequential(*blocks()).eval(), split_points=[str(BLOCKS // 2)], example_args=example, num_chunks=CHUNKS)
+    model = prepare(
+        nn.Sequential(*blocks()).eval(), split_points=[str(BLOCKS // 2)], example_args=example, num_chunks=CHUNKS
+    )
     raw = by_hand(batch)
 
     def prepared() -> torch.Tensor | None:
@@ -83,6 +88,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--library", help="measure this library in this process (what the benchmark starts itself with)")
+    parser.add_argument(
+        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+    )
     chosen = parser.parse_args().library
     work(chosen) if chosen else main()

@@ -16,7 +16,7 @@ from typing import Any
 
 import _measure
 import torch
-from accel.preemption.handler.handler import Preemption, SaveOnSignal
+from accel.preemption.handler import Preemption, SaveOnSignal
 from torch.utils.data import DataLoader, Dataset
 
 from accel import Accelerator
@@ -68,7 +68,9 @@ def workers() -> float:
     settings: dict[str, Any] = {"batch_size": 32, "num_workers": 2, "persistent_workers": True}
     accelerator = Accelerator(cpu=True)
     plain, prepared = DataLoader(data, **settings), accelerator.prepare(DataLoader(data, **settings))
-    times = _measure.in_turns({"raw": lambda: through(plain), "prepared": lambda: through(prepared)}, ROUNDS, clock=time.perf_counter)
+    times = _measure.in_turns(
+        {"raw": lambda: through(plain), "prepared": lambda: through(prepared)}, ROUNDS, clock=time.perf_counter
+    )
     accelerator.end_training()
     return _measure.ratio(times, "prepared")
 
@@ -81,11 +83,15 @@ def main() -> None:
     for processes in (1, 2):
         figure = _measure.worker(sys.executable, __file__, "--work", processes=processes)
         target = f"target: at most {TARGET_MICROSECONDS:.0f} us: {_measure.verdict(figure, TARGET_MICROSECONDS)}"
-        _measure.row(f"save_on_signal, {processes} process{'es' if processes > 1 else ''}", f"{figure:.2f} us a step", target)
+        _measure.row(
+            f"save_on_signal, {processes} process{'es' if processes > 1 else ''}", f"{figure:.2f} us a step", target
+        )
     _measure.row("augmenting workers, of plain PyTorch's", f"{workers():.3f} x")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", action="store_true", help="measure in this process (what the benchmark starts itself with)")
+    parser.add_argument(
+        "--work", action="store_true", help="measure in this process (what the benchmark starts itself with)"
+    )
     work() if parser.parse_args().work else main()

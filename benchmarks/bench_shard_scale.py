@@ -68,10 +68,18 @@ def main() -> None:
     data = range(options.length)
     print(f"{options.length:,} samples, batch size {options.batch_size}, last rank of each world")
     print(f"{'sampler':<12}{'world size':>12}{'us/batch':>12}{'resume ms':>12}{'first ms':>12}{'Python peak KiB':>18}")
-    for name, sampler in (("sequential", SequentialSampler(data)), ("seedable", SeedableRandomSampler(data, data_seed=0))):
+    for name, sampler in (
+        ("sequential", SequentialSampler(data)),
+        ("seedable", SeedableRandomSampler(data, data_seed=0)),
+    ):
         for world in WORLDS:
-            per_batch, resumed, first, peak = measure(sampler, options.length, options.batch_size, options.batches, world)
-            print(f"{name:<12}{world:>12,}{per_batch:>12.2f}{resumed:>12.2f}{first:>12.2f}{peak / 1024:>18.1f}", flush=True)
+            per_batch, resumed, first, peak = measure(
+                sampler, options.length, options.batch_size, options.batches, world
+            )
+            print(
+                f"{name:<12}{world:>12,}{per_batch:>12.2f}{resumed:>12.2f}{first:>12.2f}{peak / 1024:>18.1f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ class Compressed(Dataset):
 
     def __init__(self, length: int) -> None:
         dice = torch.Generator().manual_seed(0)
-        self.packed = [zlib.compress(bytes(torch.randint(4, (PIXELS,), generator=dice).tolist())) for _ in range(length)]
+        self.packed = [
+            zlib.compress(bytes(torch.randint(4, (PIXELS,), generator=dice).tolist())) for _ in range(length)
+        ]
         self.reads = 0
 
     def __len__(self) -> int:
@@ -72,7 +74,10 @@ def _reads_of(data: Compressed, run: Callable[[], Any]) -> int:
 
 def main() -> None:
     """Print the table and the verdict."""
-    found = {label: _measure.worker(python, __file__, "--library", module) for label, (python, module) in _measure.libraries().items()}
+    found = {
+        label: _measure.worker(python, __file__, "--library", module)
+        for label, (python, module) in _measure.libraries().items()
+    }
     _measure.heading(f"The first batch after {SKIPPED} of {BATCHES}, {BATCH_SIZE} samples each")
     ours = found["accel"]
     _measure.row("read and drop", f"{ours['raw']:.1f} ms", f"reads {ours['reads']['raw']} samples")
@@ -85,6 +90,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--library", help="measure this library in this process (what the benchmark starts itself with)")
+    parser.add_argument(
+        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+    )
     chosen = parser.parse_args().library
     work(chosen) if chosen else main()

@@ -30,10 +30,14 @@ DDP_STEPS = 20
 DDP_ROUNDS = 36
 
 
-def parts(width: int, depth: int, batches: int, batch_size: int, sampler: Callable[[TensorDataset], Any] | None = None) -> tuple:
+def parts(
+    width: int, depth: int, batches: int, batch_size: int, sampler: Callable[[TensorDataset], Any] | None = None
+) -> tuple:
     """A model, its optimizer, its scheduler and its loader; the same ones each time."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())], nn.Linear(width, 4))
+    model = nn.Sequential(
+        *[layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())], nn.Linear(width, 4)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     data = TensorDataset(torch.randn(batches * batch_size, width), torch.randint(4, (batches * batch_size,)))
@@ -55,7 +59,9 @@ def plain_epoch(model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterab
     return run
 
 
-def prepared_epoch(accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable) -> Callable[[], None]:
+def prepared_epoch(
+    accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable
+) -> Callable[[], None]:
     """The same pass with prepared objects."""
 
     def run() -> None:
@@ -126,13 +132,20 @@ def main() -> None:
     """Print the table and the verdicts."""
     found = _measure.libraries()
     one = {label: _measure.worker(python, __file__, "--library", module) for label, (python, module) in found.items()}
-    two = {label: _measure.worker(python, __file__, "--library", module, processes=2) for label, (python, module) in found.items()}
+    two = {
+        label: _measure.worker(python, __file__, "--library", module, processes=2)
+        for label, (python, module) in found.items()
+    }
 
     _measure.heading("A step in one process")
     ours = one["accel"]
-    _measure.row("raw PyTorch", f"{ours['raw']:.0f} us", f"(again: {(ours['noise'] - 1) * ours['raw']:+.1f} us of noise)")
+    _measure.row(
+        "raw PyTorch", f"{ours['raw']:.0f} us", f"(again: {(ours['noise'] - 1) * ours['raw']:+.1f} us of noise)"
+    )
     for label, figures in one.items():
-        target = f"target: at most {MICROSECONDS_TARGET:.0f} us: {_measure.verdict(figures['extra'], MICROSECONDS_TARGET)}"
+        target = (
+            f"target: at most {MICROSECONDS_TARGET:.0f} us: {_measure.verdict(figures['extra'], MICROSECONDS_TARGET)}"
+        )
         _measure.row(f"{label}, over raw", f"{figures['extra']:+.1f} us", target if label == "accel" else "")
 
     _measure.heading("A step with DDP on two processes")
@@ -145,6 +158,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--library", help="measure this library in this process (what the benchmark starts itself with)")
+    parser.add_argument(
+        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+    )
     chosen = parser.parse_args().library
     work(chosen) if chosen else main()

@@ -32,7 +32,9 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     return {"p50": statistics.median(ordered) * 1e6, "p99": ordered[len(ordered) * 99 // 100] * 1e6}
 
 
-def timed_loop(log: Callable[[dict[str, torch.Tensor], int], None], device: torch.device) -> dict[str, dict[str, float]]:
+def timed_loop(
+    log: Callable[[dict[str, torch.Tensor], int], None], device: torch.device
+) -> dict[str, dict[str, float]]:
     """Times of the call, and of an empty function, in a loop of training steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, TENSORS)).to(device)
@@ -72,7 +74,9 @@ def main(trackers: list[str]) -> None:
     for tracker in trackers:
         _measure.heading(f"log() of {TENSORS} tensors, to {tracker}")
         ours = _measure.worker(sys.executable, __file__, "--library", "accel", "--trackers", tracker)
-        note = f"target: at most {MICROSECONDS_TARGET:.0f} us: {_measure.verdict(ours['log']['p50'], MICROSECONDS_TARGET)}"
+        note = (
+            f"target: at most {MICROSECONDS_TARGET:.0f} us: {_measure.verdict(ours['log']['p50'], MICROSECONDS_TARGET)}"
+        )
         _measure.row("accel, half of the calls within", f"{ours['log']['p50']:.1f} us", note)
         empty = f"(an empty function: {ours['nothing']['p99']:.1f} us)"
         _measure.row("accel, 99 of 100 within", f"{ours['log']['p99']:.1f} us", empty)
@@ -87,7 +91,11 @@ def reference_figures(tracker: str) -> dict[str, Any]:
     if python is None or tracker == "jsonl":
         return {}
     try:
-        return {"reference": _measure.worker(python, __file__, "--library", _measure.REFERENCE_MODULE, "--trackers", tracker)}
+        return {
+            "reference": _measure.worker(
+                python, __file__, "--library", _measure.REFERENCE_MODULE, "--trackers", tracker
+            )
+        }
     except RuntimeError as error:
         print(f"(without the reference: {str(error).splitlines()[-1]})")
         return {}
@@ -95,7 +103,11 @@ def reference_figures(tracker: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--library", help="measure this library in this process (what the benchmark starts itself with)")
-    parser.add_argument("--trackers", nargs="+", default=["jsonl", "tensorboard"], help="trackers to log to, one after the other")
+    parser.add_argument(
+        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+    )
+    parser.add_argument(
+        "--trackers", nargs="+", default=["jsonl", "tensorboard"], help="trackers to log to, one after the other"
+    )
     arguments = parser.parse_args()
     work(arguments.library, arguments.trackers) if arguments.library else main(arguments.trackers)

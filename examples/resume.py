@@ -95,7 +95,9 @@ def train(arguments: argparse.Namespace) -> None:
         accelerator.print(f"epoch {epoch}: accuracy {evaluate(accelerator, model, held):.3f}")
 
     accelerator.save_model(model, f"{arguments.output_dir}/final")
-    weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in accelerator.unwrap_model(model).parameters())
+    weights = b"".join(
+        parameter.detach().cpu().numpy().tobytes() for parameter in accelerator.unwrap_model(model).parameters()
+    )
     accelerator.print(f"weights: sha256 {hashlib.sha256(weights).hexdigest()[:16]}")
     accelerator.end_training()
 
@@ -105,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output_dir", default="runs/resume", help="folder of the checkpoints and the final weights")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--save_every", type=int, default=10, help="optimizer steps between two checkpoints")
-    parser.add_argument("--num_workers", type=int, default=2, help="processes that read the images, for each process that trains")
+    parser.add_argument(
+        "--num_workers", type=int, default=2, help="processes that read the images, for each process that trains"
+    )
     parser.add_argument("--seed", type=int, default=0)
     train(parser.parse_args(argv))
 

@@ -48,7 +48,9 @@ def docstrings(package: str) -> Iterator[str]:
     """Every docstring in a package of the standard library, read from its source."""
     for file in sorted(Path(sysconfig.get_path("stdlib"), package).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and (text := ast.get_docstring(node)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and (
+                text := ast.get_docstring(node)
+            ):
                 yield text
 
 
@@ -57,7 +59,9 @@ def sentences(package: str) -> list[str]:
     found = set()
     for text in docstrings(package):
         paragraphs = re.split(r"\n\s*\n", text)
-        pieces = [piece for paragraph in paragraphs for piece in re.split(r"(?<=[.!?])\s+", " ".join(paragraph.split()))]
+        pieces = [
+            piece for paragraph in paragraphs for piece in re.split(r"(?<=[.!?])\s+", " ".join(paragraph.split()))
+        ]
         found.update(piece for piece in pieces if 6 <= len(piece.split()) <= 40 and piece[0].isalpha())
     chosen = sorted(found)
     random.Random(0).shuffle(chosen)
@@ -71,7 +75,9 @@ def examples(count: int) -> tuple[list[Example], list[Example]]:
     for label, package in enumerate(PACKAGES):
         found = sentences(package)
         if len(found) < count:
-            raise SystemExit(f"the {package} of this Python has {len(found)} sentences: give --sentences {len(found)} or less")
+            raise SystemExit(
+                f"the {package} of this Python has {len(found)} sentences: give --sentences {len(found)} or less"
+            )
         labelled = [(sentence, label) for sentence in found[:count]]
         test += labelled[: count // 4]
         train += labelled[count // 4 :]
@@ -130,11 +136,17 @@ def train(arguments: argparse.Namespace) -> None:
     train_loader = DataLoader(train_set, batch_size=arguments.batch_size, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
     test_loader = DataLoader(test_set, batch_size=arguments.batch_size, collate_fn=collate)  # type: ignore[arg-type]
 
-    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=arguments.lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        [weight for weight in model.parameters() if weight.requires_grad], lr=arguments.lr, weight_decay=0.01
+    )
     # Written for the loader of one process: on n processes the prepared schedule advances n steps at a time.
-    scheduler = linear_decay(optimizer, arguments.epochs * -(-len(train_loader) // accelerator.gradient_accumulation_steps))
+    scheduler = linear_decay(
+        optimizer, arguments.epochs * -(-len(train_loader) // accelerator.gradient_accumulation_steps)
+    )
 
-    model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(model, optimizer, scheduler, train_loader, test_loader)
+    model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
+        model, optimizer, scheduler, train_loader, test_loader
+    )
     progress = tqdm(total=arguments.epochs * len(train_loader), desc="fine-tuning", unit="batch")  # on the main process
     for _ in range(arguments.epochs):
         model.train()
@@ -161,15 +173,24 @@ def train(arguments: argparse.Namespace) -> None:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training sentences (default 2)")
-    parser.add_argument("--sentences", type=int, default=160, help="sentences of each package, a quarter of them to test on (default 160)")
+    parser.add_argument(
+        "--sentences",
+        type=int,
+        default=160,
+        help="sentences of each package, a quarter of them to test on (default 160)",
+    )
     parser.add_argument("--batch_size", type=int, default=8, help="sentences in a batch of one process (default 8)")
-    parser.add_argument("--gradient_accumulation_steps", type=int, default=2, help="batches to an optimizer step (default 2)")
+    parser.add_argument(
+        "--gradient_accumulation_steps", type=int, default=2, help="batches to an optimizer step (default 2)"
+    )
     parser.add_argument("--lr", type=float, default=2e-4, help="highest learning rate of the schedule (default 2e-4)")
     parser.add_argument("--seed", type=int, default=0, help="of the classifier's weights and of the order (default 0)")
     parser.add_argument("--output_dir", default="", help="where to save the weights; by default they are not kept")
     arguments = parser.parse_args(words)
     if arguments.epochs < 1 or arguments.sentences < 4:
-        parser.error(f"--epochs {arguments.epochs} --sentences {arguments.sentences}: give at least 1 epoch and 4 sentences")
+        parser.error(
+            f"--epochs {arguments.epochs} --sentences {arguments.sentences}: give at least 1 epoch and 4 sentences"
+        )
     return arguments
 
 

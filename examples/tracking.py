@@ -53,7 +53,9 @@ def offline(folder: Path) -> dict[str, dict[str, object]]:
 
 def digits() -> TensorDataset:
     data = load_digits()
-    return TensorDataset(torch.tensor(data.images[:1024], dtype=torch.float32).flatten(1) / 16.0, torch.tensor(data.target[:1024]))
+    return TensorDataset(
+        torch.tensor(data.images[:1024], dtype=torch.float32).flatten(1) / 16.0, torch.tensor(data.target[:1024])
+    )
 
 
 def train(log_with: list[str], folder: Path, epochs: int, lr: float, online: bool) -> None:
@@ -91,18 +93,24 @@ def train(log_with: list[str], folder: Path, epochs: int, lr: float, online: boo
             history.append({"step": step, "loss": mean_loss.item(), "accuracy": accuracy.item(), "epoch": epoch})
             step += 1
     accelerator.log_images({"input": images[:1].reshape(1, 1, 8, 8)}, step=step)
-    accelerator.log_table("predictions", columns=["label", "predicted"], data=torch.stack([labels, logits.argmax(1)], 1)[:4].tolist())
+    accelerator.log_table(
+        "predictions", columns=["label", "predicted"], data=torch.stack([labels, logits.argmax(1)], 1)[:4].tolist()
+    )
     if accelerator.is_main_process:
         folder.joinpath("history.json").write_text(json.dumps(history))
         accelerator.log_artifact(folder / "history.json")
-        print(f"logged {len(history)} steps to {', '.join(tracker.name for tracker in accelerator.trackers)} in {folder}")
+        print(
+            f"logged {len(history)} steps to {', '.join(tracker.name for tracker in accelerator.trackers)} in {folder}"
+        )
     accelerator.end_training()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log_with", nargs="+", default=["jsonl"], help="names of trackers, or all (default: jsonl)")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/tracking"), help="where the runs go (default: runs/tracking)")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("runs/tracking"), help="where the runs go (default: runs/tracking)"
+    )
     parser.add_argument("--epochs", type=int, default=2, help="passes over the data (default: 2)")
     parser.add_argument("--lr", type=float, default=0.5, help="learning rate (default: 0.5)")
     parser.add_argument("--online", action="store_true", help="let trackers talk to their servers")

@@ -128,7 +128,9 @@ class Folder:
     def launch(self, config: str, deepspeed: dict[str, Any], *flags: str) -> subprocess.CompletedProcess[str]:
         self.path.joinpath("config.yaml").write_text(config)
         self.path.joinpath("ds_config.json").write_text(json.dumps(deepspeed))
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
+        }
         # The scenarios are those of a machine with GPUs; here there may be any.
         environment.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
         command = [sys.executable, "-m", "accel_launch", "launch", "--config_file", "config.yaml", *flags, "test.py"]
@@ -165,7 +167,10 @@ def test_scenario_1_both_places_set_the_same_things(folder: Folder) -> None:
         "remove other config variables mentioned in the above specified list. The easiest method is to create a new config following "
         "the questionnaire via `accel config`. It will only ask for the necessary config variables when using `deepspeed_config_file`."
     ) in result.stderr
-    assert "deepspeed_config.zero_stage: 3 in config.yaml, line 12, ds_config.json has zero_optimization.stage: 3" in result.stderr
+    assert (
+        "deepspeed_config.zero_stage: 3 in config.yaml, line 12, ds_config.json has zero_optimization.stage: 3"
+        in result.stderr
+    )
 
 
 def test_scenario_2_the_deepspeed_configuration_alone(folder: Folder) -> None:
@@ -210,14 +215,25 @@ def read_by_deepspeed(count: int) -> int:
     draw, read = random.Random(3), 0
     model = torch.nn.Linear(2, 2)
     for _ in range(count):
-        zero = {"stage": draw.randrange(4), "stage3_max_live_parameters": "auto", "reduce_bucket_size": draw.choice(["auto", 500])}
+        zero = {
+            "stage": draw.randrange(4),
+            "stage3_max_live_parameters": "auto",
+            "reduce_bucket_size": draw.choice(["auto", 500]),
+        }
         config: dict[str, Any] = {
             "zero_optimization": zero,
             "bf16": {"enabled": draw.choice(["auto", True])},
             "fp16": {"loss_scale": "auto"},
         }
-        config.update({key: draw.choice(["auto", 4]) for key in draw.sample(["train_batch_size", "gradient_accumulation_steps"], 1)})
-        devices = {f"offload_{kind}_device": draw.choice([None, "none", "cpu", "nvme"]) for kind in ("param", "optimizer")}
+        config.update(
+            {
+                key: draw.choice(["auto", 4])
+                for key in draw.sample(["train_batch_size", "gradient_accumulation_steps"], 1)
+            }
+        )
+        devices = {
+            f"offload_{kind}_device": draw.choice([None, "none", "cpu", "nvme"]) for kind in ("param", "optimizer")
+        }
         model.config = {"hidden_size": 16}  # type: ignore[assignment]
         facts = PreparedFacts(
             world_size=1,  # of a process without a group
@@ -227,16 +243,21 @@ def read_by_deepspeed(count: int) -> int:
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         )
         try:
-            plugin = DeepSpeedPlugin(hf_ds_config=config, offload_param_nvme_path="/drive", offload_optimizer_nvme_path="/drive", **devices)
+            plugin = DeepSpeedPlugin(
+                hf_ds_config=config, offload_param_nvme_path="/drive", offload_optimizer_nvme_path="/drive", **devices
+            )
             done = plugin.resolve(facts)
         except ConfigurationError:
             continue
         found = DeepSpeedConfig(done)
         sizes = (found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps)
         assert sizes == tuple(
-            done[f"{key}"] for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+            done[f"{key}"]
+            for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         )
-        assert found.zero_optimization_stage == plugin.zero_stage and found.bfloat16_config.enabled is (plugin.precision == "bf16")
+        assert found.zero_optimization_stage == plugin.zero_stage and found.bfloat16_config.enabled is (
+            plugin.precision == "bf16"
+        )
         assert found.zero_config.reduce_bucket_size in (256, 500)
         assert (found.zero_config.max_live_parameters, found.gradient_clipping) == (1_000_000_000, 0.0)
         read += 1
@@ -251,17 +272,26 @@ def settled_by_an_accelerator() -> list[Any]:
     from accel import Accelerator, DeepSpeedPlugin
     from accel.utils.deepspeed import get_active_deepspeed_plugin
 
-    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "gradient_accumulation_steps": 10})
+    plugin = DeepSpeedPlugin(
+        hf_ds_config={"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "gradient_accumulation_steps": 10}
+    )
     with patch_environment(ACCELERATE_MIXED_PRECISION="no"):  # what a launcher hands over where nobody chose
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, deepspeed_plugin=plugin)
-    assert get_active_deepspeed_plugin(accelerator.state) is plugin is accelerator.deepspeed_plugin is accelerator.state.deepspeed_plugin
+    assert (
+        get_active_deepspeed_plugin(accelerator.state)
+        is plugin
+        is accelerator.deepspeed_plugin
+        is accelerator.state.deepspeed_plugin
+    )
     settled = [accelerator.gradient_accumulation_steps, accelerator.mixed_precision, accelerator.state.mixed_precision]
     accelerator.end_training()
     return [*settled, str(accelerator.distributed_type), plugin.selected]
 
 
 def test_the_configuration_decides_for_the_accelerator() -> None:
-    assert run_world(settled_by_an_accelerator, 1, state=False, timeout=280) == [[10, "bf16", "bf16", "DEEPSPEED", True]]
+    assert run_world(settled_by_an_accelerator, 1, state=False, timeout=280) == [
+        [10, "bf16", "bf16", "DEEPSPEED", True]
+    ]
 
 
 def moe_leaf_modules() -> list[bool]:
@@ -276,7 +306,9 @@ def moe_leaf_modules() -> list[bool]:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), Experts(2, 2))
     DeepSpeedPlugin(zero_stage=3).set_moe_leaf_modules(model)
     untouched = [z3_leaf_module(module) for module in model]
-    with pytest.raises(ConfigurationError, match="Sequential has no module of class Expert. Its classes: Experts, Linear, Sequential"):
+    with pytest.raises(
+        ConfigurationError, match="Sequential has no module of class Expert. Its classes: Experts, Linear, Sequential"
+    ):
         DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names="Expert").set_moe_leaf_modules(model)
     DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names=" Experts ,").set_moe_leaf_modules(model)
     return untouched + [z3_leaf_module(module) for module in model]
@@ -303,7 +335,9 @@ def fine_tune_divided() -> dict[str, Any]:
     from accel import Accelerator, DeepSpeedPlugin
     from accel.utils import GatheredParameters
 
-    plain, plain_losses = train_for_three_steps(AutoModel.from_pretrained(pretrained_folder(), dtype=torch.float32, num_hidden_layers=1))
+    plain, plain_losses = train_for_three_steps(
+        AutoModel.from_pretrained(pretrained_folder(), dtype=torch.float32, num_hidden_layers=1)
+    )
     plugin = DeepSpeedPlugin(zero_stage=3, zero3_save_16bit_model=True)
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
     model = AutoModel.from_pretrained(pretrained_folder(), dtype=torch.float32, num_hidden_layers=1)
@@ -325,7 +359,14 @@ def fine_tune_divided() -> dict[str, Any]:
     while_training = is_deepspeed_zero3_enabled()
     accelerator.end_training()
     assert while_training and not is_deepspeed_zero3_enabled()
-    return {"held": held, "wrong": wrong, "whole": tuple(whole), "losses": losses, "plain": plain_losses, "differences": differences}
+    return {
+        "held": held,
+        "wrong": wrong,
+        "whole": tuple(whole),
+        "losses": losses,
+        "plain": plain_losses,
+        "differences": differences,
+    }
 
 
 def train_for_three_steps(model: Any, accelerator: Any = None) -> tuple[Any, list[float]]:

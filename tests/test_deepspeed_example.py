@@ -31,9 +31,13 @@ pytestmark = [
 
 def launch(*words: object) -> str:
     """What the processes print under the launcher."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
+    }
     command = [sys.executable, "-m", "accel_launch", "launch", *map(str, words)]
-    result = subprocess.run(command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(
+        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
@@ -50,7 +54,8 @@ def named(folder: Path) -> dict[str, torch.Tensor]:
     """Saved weights; Transformers gives some of them older names when a divided model is saved."""
     weights = load_file(folder / "model.safetensors")
     return {
-        name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): weights[name] for name in weights
+        name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): weights[name]
+        for name in weights
     }
 
 
@@ -63,7 +68,9 @@ def worst(folder: Path, reference: Path) -> float:
 
 def test_the_text_example_by_the_plugin(tmp_path: Path) -> None:
     """The script as it is: at stage 2, and at stage 3 in host memory, it learns what it learns without DeepSpeed."""
-    if not any(Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache/torch_extensions")).rglob("cpu_adam.so")):
+    if not any(
+        Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache/torch_extensions")).rglob("cpu_adam.so")
+    ):
         pytest.importorskip("ninja", reason="DeepSpeed compiles its optimizer for host memory with ninja")
     script, words = EXAMPLES / "text_classification.py", (*SIZE, "--gradient_accumulation_steps", "1")
     launch("--cpu", "--num_processes", 2, script, *words, "--output_dir", tmp_path / "ddp")
@@ -78,15 +85,22 @@ def test_the_text_example_by_a_deepspeed_configuration(tmp_path: Path) -> None:
     """Optimizer and schedule are DeepSpeed's: stage 3 in host memory learns what stage 2 does."""
     script = EXAMPLES / "deepspeed_text.py"
     names = ("json_stage2", "json_stage3_offload")
-    outputs = [launch("--config_file", CONFIGS / f"{name}.yaml", script, *SIZE, "--output_dir", tmp_path / name) for name in names]
-    said = [re.search(r"DEEPSPEED, last loss (\d\.\d{4})\ntest accuracy: (0\.\d{3}) on 32", output) for output in outputs]
+    outputs = [
+        launch("--config_file", CONFIGS / f"{name}.yaml", script, *SIZE, "--output_dir", tmp_path / name)
+        for name in names
+    ]
+    said = [
+        re.search(r"DEEPSPEED, last loss (\d\.\d{4})\ntest accuracy: (0\.\d{3}) on 32", output) for output in outputs
+    ]
     assert said[0] and said[1] and said[0][2] == said[1][2], outputs
     assert float(said[0][1]) == pytest.approx(float(said[1][1]), abs=2e-4), "the last of the four digits is rounded"
     assert worst(tmp_path / names[1], tmp_path / names[0]) < 1e-4
 
 
 def test_a_student_and_a_teacher() -> None:
-    output = launch("--cpu", "--num_processes", 2, "--use_deepspeed", EXAMPLES / "deepspeed_models.py", "--task", "distillation")
+    output = launch(
+        "--cpu", "--num_processes", 2, "--use_deepspeed", EXAMPLES / "deepspeed_models.py", "--task", "distillation"
+    )
     example = module("deepspeed_models")
     student, teacher = example.make(16, 1, seed=1), example.make(32, 2, seed=2).eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=5e-3, weight_decay=0.0)
@@ -108,7 +122,9 @@ def test_a_student_and_a_teacher() -> None:
 
 
 def test_two_models_with_two_accelerators() -> None:
-    output = launch("--cpu", "--num_processes", 2, "--use_deepspeed", EXAMPLES / "deepspeed_models.py", "--task", "disjoint")
+    output = launch(
+        "--cpu", "--num_processes", 2, "--use_deepspeed", EXAMPLES / "deepspeed_models.py", "--task", "disjoint"
+    )
     example = module("deepspeed_models")
     models = example.make(16, 1, seed=1), example.make(24, 1, seed=3)
     optimizers = torch.optim.AdamW(models[0].parameters(), lr=5e-3), torch.optim.SGD(models[1].parameters(), lr=5e-2)

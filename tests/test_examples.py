@@ -32,7 +32,9 @@ def run(script: Path, *words: str, launch: tuple[str, ...] | None = None) -> lis
     """The lines that a script prints, in the working folder of the test."""
     launcher = () if launch is None else ("-m", "accel_launch", "launch", "--cpu", *launch)
     # What a launcher or a shell has set must not decide what is tested here.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
+    }
     environment["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, *launcher, str(script), *words]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
@@ -157,5 +159,7 @@ def test_a_big_model_writes_the_same_from_the_disk_as_from_memory() -> None:
     pytest.importorskip("transformers")
     small = ("--layers", "3", "--width", "128", "--tokens", "3")
     from_disk, from_memory = run(BIG, *small, "--memory", "5MB"), run(BIG, *small, "--memory", "1GB")
-    assert any(line.split()[:2] == ["transformer.h.2", "disk"] for line in from_disk) and not any(" disk " in line for line in from_memory)
+    assert any(line.split()[:2] == ["transformer.h.2", "disk"] for line in from_disk) and not any(
+        " disk " in line for line in from_memory
+    )
     assert re.fullmatch(r"wrote 3 tokens: \[\d+, \d+, \d+\]", from_disk[-1]) and from_disk[-1] == from_memory[-1]

@@ -26,10 +26,16 @@ pytest.importorskip("transformers")
 
 def run(*words: str) -> list[str]:
     """The lines that the script prints under the launcher."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_", "FSDP_"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_", "FSDP_"))
+    }
     environment["OMP_NUM_THREADS"] = "1"
     result = subprocess.run(
-        [sys.executable, "-m", "accel_launch", "launch", *words], env=environment, capture_output=True, text=True, timeout=400
+        [sys.executable, "-m", "accel_launch", "launch", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout.splitlines()
@@ -58,7 +64,9 @@ def test_every_configuration_trains_to_the_same_loss(tmp_path: Path) -> None:
     losses, held = {}, {}
     for name, (processes, _) in FILES.items():
         config, target = CONFIGS / f"{name}.yaml", tmp_path / name
-        lines = run("--config_file", str(config), str(SCRIPT), "--epochs", "2", "--sentences", "40", "--output_dir", str(target))
+        lines = run(
+            "--config_file", str(config), str(SCRIPT), "--epochs", "2", "--sentences", "40", "--output_dir", str(target)
+        )
         sizes, found = HELD.fullmatch(lines[-2]), LOSS.fullmatch(lines[-1])
         assert sizes and found and int(sizes[1]) == processes, (name, lines)
         losses[name], held[name] = float(found[1]), int(sizes[2])

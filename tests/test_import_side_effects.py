@@ -78,7 +78,9 @@ LIBRARIES = [
 
 
 def _python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=280, cwd=folder, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=280, cwd=folder, check=False
+    )
 
 
 def _torch_is_imported_by(code: str, folder: Path) -> list[str]:
@@ -107,7 +109,9 @@ def test_the_probe_sees_an_effect(tmp_path: Path) -> None:
         "os.environ['ACCELERATE_X'] = '1'; random.random(); logging.basicConfig()\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
-    done = _python("-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROBE}", '["effect"]', "[]", folder=tmp_path)
+    done = _python(
+        "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROBE}", '["effect"]', "[]", folder=tmp_path
+    )
     assert {"environment", "random generator", "handlers", "threads"} <= set(json.loads(done.stdout))
 
 
@@ -120,7 +124,10 @@ def test_the_launcher_needs_torch_only_to_start_several_processes(tmp_path: Path
     # accel_launch.elastic builds on torch's own launcher, and is imported when there is something to start; the doctor's ranks are started.
     starts = ("accel_launch.elastic", "accel_launch.doctor.ranks")
     modules = [name for name in _all_modules("accel_launch") if not name.startswith(starts)]
-    assert _torch_is_imported_by(f"import importlib\nfor name in {modules!r}: importlib.import_module(name)", tmp_path) == []
+    assert (
+        _torch_is_imported_by(f"import importlib\nfor name in {modules!r}: importlib.import_module(name)", tmp_path)
+        == []
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["track", "show", "--help"]])

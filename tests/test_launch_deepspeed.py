@@ -17,7 +17,9 @@ from components.digits import ARGUMENTS, SCRIPT, check_loss, environment, is_ali
 
 from accel_state.ports import reserved_port
 
-_MISSING = ("" if find_spec("deepspeed") else "deepspeed is not installed: scripts/test tells why") or ssh.missing("pdsh")
+_MISSING = ("" if find_spec("deepspeed") else "deepspeed is not installed: scripts/test tells why") or ssh.missing(
+    "pdsh"
+)
 pytestmark = pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "DeepSpeed, ssh and pdsh are installed")
 
 SHOW = """
@@ -77,7 +79,13 @@ class Launcher:
         pipe = subprocess.PIPE
         # Ranks of several hosts write through one pipe: a character may be cut.
         return subprocess.Popen(
-            [*self.command, *map(str, words)], cwd=self.folder, env=self.env, stdout=pipe, stderr=pipe, text=True, errors="replace"
+            [*self.command, *map(str, words)],
+            cwd=self.folder,
+            env=self.env,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            errors="replace",
         )
 
     def run(self, *words: object) -> tuple[int, str, str]:
@@ -157,7 +165,11 @@ def test_a_signal_ends_the_ranks_of_all_machines(launcher) -> None:
 def test_the_digits_example_learns_the_same(launcher) -> None:
     # Data-parallel, by torch: only who starts the ranks is DeepSpeed.
     path = repr(str(SCRIPT))
-    lines = ["import os, runpy", "os.environ.pop('ACCELERATE_USE_DEEPSPEED')", f"runpy.run_path({path}, run_name='__main__')"]
+    lines = [
+        "import os, runpy",
+        "os.environ.pop('ACCELERATE_USE_DEEPSPEED')",
+        f"runpy.run_path({path}, run_name='__main__')",
+    ]
     (launcher.folder / "run.py").write_text("\n".join(lines))
     code, output, errors = launcher.run("run.py", *ARGUMENTS)
     assert code == 0, output + errors

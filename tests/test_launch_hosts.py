@@ -65,7 +65,9 @@ class Run:
             rank = [f"--machine_rank={host}"] if ranks else []
             command = hosts.command(host, [*LAUNCH, *common, *rank, *map(str, words)])
             pipe = subprocess.PIPE
-            self.processes.insert(0, subprocess.Popen(command, cwd=folder, env=environment(), stdout=pipe, stderr=pipe, text=True))
+            self.processes.insert(
+                0, subprocess.Popen(command, cwd=folder, env=environment(), stdout=pipe, stderr=pipe, text=True)
+            )
 
     def await_files(self, files: list[Path], seconds: float = 150) -> None:
         """Wait until files have been written."""
@@ -94,7 +96,9 @@ class Run:
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_the_digits_example_learns_the_same(hosts, tmp_path, backend) -> None:
-    run = Run(hosts, tmp_path, "--num_processes=2", f"--rdzv_backend={backend}", SCRIPT, *ARGUMENTS, ranks=backend == "static")
+    run = Run(
+        hosts, tmp_path, "--num_processes=2", f"--rdzv_backend={backend}", SCRIPT, *ARGUMENTS, ranks=backend == "static"
+    )
     check_loss("".join(run.wait()))
 
 
@@ -108,12 +112,23 @@ def trained_alone(ranks: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("backend", "each", "victim", "others"),
-    [("static", 1, 1, "asleep"), ("static", 2, 0, "in a collective"), ("static", 2, 3, "asleep"), ("c10d", 1, 1, "asleep")],
+    [
+        ("static", 1, 1, "asleep"),
+        ("static", 2, 0, "in a collective"),
+        ("static", 2, 3, "asleep"),
+        ("c10d", 1, 1, "asleep"),
+    ],
 )
 def test_a_killed_worker_is_started_again(hosts, tmp_path, backend, each: int, victim: int, others) -> None:
     """Whichever machine's it is, and whatever the other ranks are doing: they notice nothing by themselves."""
     (tmp_path / "s.py").write_text(RESUMING)
-    words = (f"--num_processes={2 * each}", f"--rdzv_backend={backend}", "--max_restarts=1", "--monitor_interval=0.1", "s.py")
+    words = (
+        f"--num_processes={2 * each}",
+        f"--rdzv_backend={backend}",
+        "--max_restarts=1",
+        "--monitor_interval=0.1",
+        "s.py",
+    )
     run = Run(hosts, tmp_path, *words, "state", others, victim, ranks=backend == "static")
     pids = [tmp_path / f"state.pid{rank}" for rank in range(2 * each)]
     run.await_files(pids)
@@ -127,11 +142,22 @@ def test_a_killed_worker_is_started_again(hosts, tmp_path, backend, each: int, v
 
 
 def test_the_doctor_finds_both_hosts_well(hosts, tmp_path) -> None:
-    common = ["--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=10.77.0.1", "--main_process_port=29512", "--timeout=250"]
+    common = [
+        "--cpu",
+        "--num_processes=2",
+        "--num_machines=2",
+        "--main_process_ip=10.77.0.1",
+        "--main_process_port=29512",
+        "--timeout=250",
+    ]
     command = [*LAUNCH[:-1], "doctor", *common]
     processes = [
         subprocess.Popen(
-            hosts.command(host, [*command, f"--machine_rank={host}"]), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+            hosts.command(host, [*command, f"--machine_rank={host}"]),
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for host in (0, 1)
     ]
@@ -143,7 +169,14 @@ def test_the_doctor_finds_both_hosts_well(hosts, tmp_path) -> None:
 
 
 def test_the_doctor_says_that_a_host_does_not_answer(hosts, tmp_path) -> None:
-    words = ["--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=10.77.0.1", "--machine_rank=1", "--timeout=8"]
+    words = [
+        "--cpu",
+        "--num_processes=2",
+        "--num_machines=2",
+        "--main_process_ip=10.77.0.1",
+        "--machine_rank=1",
+        "--timeout=8",
+    ]
     done = subprocess.run(
         hosts.command(1, [*LAUNCH[:-1], "doctor", *words]),
         cwd=tmp_path,

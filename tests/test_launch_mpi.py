@@ -42,7 +42,9 @@ dist.destroy_process_group()
 KINDS = [
     pytest.param(
         name,
-        marks=pytest.mark.skipif(shutil.which(f"mpirun.{name}") is None, reason=f"mpirun.{name} is not installed: scripts/components mpi"),
+        marks=pytest.mark.skipif(
+            shutil.which(f"mpirun.{name}") is None, reason=f"mpirun.{name} is not installed: scripts/components mpi"
+        ),
     )
     for name in ("openmpi", "mpich")
 ]
@@ -65,7 +67,14 @@ def mpi(request, tmp_path) -> tuple[str, dict[str, str]]:
 def run(mpi, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     # mpirun may cut what ranks write within a character.
     return subprocess.run(
-        list(map(str, words)), cwd=folder, env=mpi[1], capture_output=True, text=True, errors="replace", timeout=300, check=False
+        list(map(str, words)),
+        cwd=folder,
+        env=mpi[1],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=300,
+        check=False,
     )
 
 
@@ -107,7 +116,9 @@ def test_mpirun_starts_accel_launch(mpi, tmp_path) -> None:
 
 @pytest.mark.timeout(700)
 def test_a_signal_ends_the_ranks(mpi, tmp_path) -> None:
-    launcher = subprocess.Popen([*MPIRUN, "s.py", "sleep"], cwd=tmp_path, env=mpi[1], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    launcher = subprocess.Popen(
+        [*MPIRUN, "s.py", "sleep"], cwd=tmp_path, env=mpi[1], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         files = [tmp_path / "pid0", tmp_path / "pid1"]
         deadline = time.monotonic() + 150

@@ -9,7 +9,9 @@ import pytest
 from components.digits import ROOT, environment, loss_of_one_process, losses_in
 from components.environments import find, missing
 
-pytestmark = pytest.mark.skipif(bool(missing("notebook")), reason=missing("notebook") or "a Jupyter kernel is installed")
+pytestmark = pytest.mark.skipif(
+    bool(missing("notebook")), reason=missing("notebook") or "a Jupyter kernel is installed"
+)
 
 # Runs the cells given as JSON, and prints what each one put out, and the error that it ended with.
 CLIENT = """
@@ -58,7 +60,9 @@ def notebook(tmp_path):
     def run(*cells: str) -> list[list[str]]:
         (tmp_path / "cells.json").write_text(json.dumps(cells))
         (tmp_path / "client.py").write_text(CLIENT)
-        folders = {name: str(tmp_path / name) for name in ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
+        folders = {
+            name: str(tmp_path / name) for name in ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")
+        }
         done = subprocess.run(
             [str(find("notebook")), "client.py"],
             cwd=tmp_path,
@@ -84,6 +88,8 @@ def test_a_notebook_trains_fails_and_trains_again(notebook) -> None:
         "from accel_state import PartialState\nPartialState(cpu=True)\nnotebook_launcher(train, (1,), num_processes=2)",
     )
     assert trained[1] == "" and losses_in(trained[0]) == pytest.approx([loss_of_one_process()], abs=1e-4), trained
-    assert failed[1].startswith("LaunchError: accel launch: rank 1 of 2 failed first") and failed[1].endswith("ValueError: boom in a cell")
+    assert failed[1].startswith("LaunchError: accel launch: rank 1 of 2 failed first") and failed[1].endswith(
+        "ValueError: boom in a cell"
+    )
     assert after[1] == "" and "the session goes on" in after[0]
     assert alone[1].startswith("ConfigurationError: an Accelerator (or PartialState) exists already in this session")

@@ -72,15 +72,22 @@ def test_a_job_is_created(tmp_path, sdk) -> None:
         (tmp_path / name).write_text(text)
     secrets = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
     env = environment(HOME=str(tmp_path), SAGEMAKER_SUPPRESS_V2_WARNING="1", **secrets)
-    done = subprocess.run([str(find(sdk)), "job.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        [str(find(sdk)), "job.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     code, (job,) = json.loads(done.stdout[done.stdout.rindex("JOBS ") + 5 :])
     assert code == 0 and job["TrainingJobName"].startswith("accel-digits-")
     assert (job["ResourceConfig"]["InstanceType"], job["ResourceConfig"]["InstanceCount"]) == ("ml.p3.16xlarge", 2)
-    assert "huggingface-pytorch-training:1.10.2-transformers4.17.0-gpu-py38" in job["AlgorithmSpecification"]["TrainingImage"]
+    assert (
+        "huggingface-pytorch-training:1.10.2-transformers4.17.0-gpu-py38"
+        in job["AlgorithmSpecification"]["TrainingImage"]
+    )
     assert job["StoppingCondition"]["MaxRuntimeInSeconds"] == 3600 and job["EnableNetworkIsolation"] is True
     assert job["RoleArn"].endswith("role/train")
-    addresses = {channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"] for channel in job["InputDataConfig"]}
+    addresses = {
+        channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"] for channel in job["InputDataConfig"]
+    }
     assert addresses["train"] == "s3://bucket/train" and "code" in addresses
     given = job["HyperParameters"]
     assert (given["lr"], given["epochs"], given["shuffle"]) == ("0.1", "3", "true")

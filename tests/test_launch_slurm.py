@@ -17,7 +17,10 @@ from components.digits import ARGUMENTS, LAUNCH, SCRIPT, check_loss, environment
 from accel_state.environments.slurm_hosts import expand_hosts
 
 # Most start several jobs one after the other, with ranks that import torch.
-pytestmark = [pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "SLURM is installed"), pytest.mark.timeout(960)]
+pytestmark = [
+    pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "SLURM is installed"),
+    pytest.mark.timeout(960),
+]
 
 SUM = """
 import os, sys, time
@@ -54,7 +57,14 @@ def run(cluster, tmp_path):
         env = environment(**cluster.env, GLOO_SOCKET_IFNAME="lo")
         # srun may cut what ranks write to stderr within a character.
         return subprocess.run(
-            list(map(str, words)), cwd=tmp_path, env=env, capture_output=True, text=True, errors="replace", timeout=300, check=False
+            list(map(str, words)),
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=300,
+            check=False,
         )
 
     return call
@@ -65,11 +75,15 @@ def lines(result: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(line for line in result.stdout.splitlines() if line[:1].isdigit())
 
 
-def batch(run, folder: Path, *options: str, words: tuple[str, ...] = CPU, script: str = "s.py") -> subprocess.CompletedProcess[str]:
+def batch(
+    run, folder: Path, *options: str, words: tuple[str, ...] = CPU, script: str = "s.py"
+) -> subprocess.CompletedProcess[str]:
     """Submit a batch script whose only command is ``accel launch``, and return what it printed."""
     (folder / "job.sh").write_text(f"#!/bin/bash\n{' '.join(words)} {script}\n")
     submitted = run("sbatch", "--wait", "-o", "out", "-e", "err", *options, "job.sh")
-    return subprocess.CompletedProcess([], submitted.returncode, (folder / "out").read_text(), (folder / "err").read_text())
+    return subprocess.CompletedProcess(
+        [], submitted.returncode, (folder / "out").read_text(), (folder / "err").read_text()
+    )
 
 
 TWO_NODES = ["0 2.0 n1 0", "1 2.0 n2 0"]
@@ -89,7 +103,10 @@ def test_a_launcher_for_each_rank(run) -> None:
     assert result.returncode == 1
     assert "accel launch: rank 1 of 2 failed (local rank 1 on " in result.stderr
     result = run("srun", "-N1", "-n2", *CPU, "--num_processes", 3, "s.py")
-    assert result.returncode == 2 and "--num_processes 3, but slurm has started 2 launchers, 2 on this node" in result.stderr
+    assert (
+        result.returncode == 2
+        and "--num_processes 3, but slurm has started 2 launchers, 2 on this node" in result.stderr
+    )
 
 
 # sbatch itself looks once in ten seconds whether a job has ended.
@@ -122,18 +139,30 @@ def test_a_dry_run_starts_nothing(run) -> None:
     assert "every node of the SLURM job (n1, n2), by one call of srun from here:" in result.stdout
     assert "srun --nodes=2 --ntasks=2 --ntasks-per-node=1" in result.stdout
     command = next(line for line in result.stdout.splitlines() if line.startswith("  command: "))
-    assert command.endswith(" s.py --lr 0.1") and " --cpu" in command and " --num_processes=4" in command and "dry_run" not in command
+    assert (
+        command.endswith(" s.py --lr 0.1")
+        and " --cpu" in command
+        and " --num_processes=4" in command
+        and "dry_run" not in command
+    )
 
 
 @pytest.mark.timeout(960)
 def test_a_signal_ends_the_ranks_of_all_nodes(cluster, run, tmp_path) -> None:
     env = environment(**cluster.env, GLOO_SOCKET_IFNAME="lo")
     allocation = subprocess.Popen(
-        ["salloc", "-N2", "--no-shell"], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ["salloc", "-N2", "--no-shell"],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     job = allocation.communicate(timeout=100)[1].split("allocation ")[1].split()[0]
     variables = {"SLURM_JOB_ID": job, "SLURM_JOBID": job, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
-    launcher = subprocess.Popen([*CPU, "s.py", "sleep"], cwd=tmp_path, env={**env, **variables}, stderr=subprocess.DEVNULL)
+    launcher = subprocess.Popen(
+        [*CPU, "s.py", "sleep"], cwd=tmp_path, env={**env, **variables}, stderr=subprocess.DEVNULL
+    )
     try:
         files = [tmp_path / "pid0", tmp_path / "pid1"]
         deadline = time.monotonic() + 150
@@ -171,5 +200,7 @@ def test_the_doctor_checks_every_node(run) -> None:
 @pytest.mark.parametrize("hosts", ["n1", "n[1-2]", "gpu[07-09,12],big1", "n[098-101]", "a,b[3-4]"])
 def test_host_lists_are_read_as_slurm_reads_them(cluster, hosts) -> None:
     words = ["scontrol", "show", "hostnames", hosts]
-    shown = subprocess.run(words, env={**os.environ, **cluster.env}, capture_output=True, text=True, check=True, timeout=100).stdout
+    shown = subprocess.run(
+        words, env={**os.environ, **cluster.env}, capture_output=True, text=True, check=True, timeout=100
+    ).stdout
     assert list(expand_hosts(hosts)) == shown.split()

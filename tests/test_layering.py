@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from workspace import ROOT, import_name, metadata, module_name, projects, sources
 
-# What each package may import of its siblings. Nothing imports accel.
+# What each package may import of its siblings. Nothing but accel_plan, which nothing imports, imports accel.
 SIBLINGS = {
     "accel_state": set(),
     "accel_data": {"accel_state"},
@@ -20,17 +20,20 @@ SIBLINGS = {
     "accel_quant": {"accel_state", "accel_bigmodel"},
     "accel_track": {"accel_state"},
     "accel_fp8": {"accel_state"},
+    "accel_plan": {"accel", "accel_state", "accel_launch", "accel_bigmodel"},
     "accel": {"accel_state", "accel_data", "accel_launch", "accel_bigmodel", "accel_track"},
 }
 
 # Siblings that a package depends on and loads by their registered names, so that nothing in it imports them.
-KNOWN_BY_NAME = {"accel": {"accel_fp8"}}
+KNOWN_BY_NAME = {"accel": {"accel_fp8", "accel_plan"}}
 
 # Import names of distributions that are called otherwise.
 DISTRIBUTIONS = {"yaml": "pyyaml"}
 
 # Vendors, their libraries and their collectives, as words of an identifier or of a text that is not documentation.
-_NAMES = "cuda cudnn nccl nvidia rocm hip xpu xccl ccl npu hccl mlu cncl musa mccl sdaa tccl hpu habana mps xla tpu neuron"
+_NAMES = (
+    "cuda cudnn nccl nvidia rocm hip xpu xccl ccl npu hccl mlu cncl musa mccl sdaa tccl hpu habana mps xla tpu neuron"
+)
 VENDORS = re.compile(rf"(?<![a-z])({_NAMES.replace(' ', '|')})(?![a-z])", re.IGNORECASE)
 
 # Files and folders that name vendors, and why.
@@ -46,24 +49,23 @@ VENDORS_NAMED = {
     "accel_fp8/backends/te.py": "says whose GPUs it is made for",
     "accel_state/options/": "names of options, and choices, that users write",
     "accel_launch/commands/env.py": "variables that a bug report shows",
-    "accel_launch/config_write.py": "names of options",
+    "accel_launch/config/write.py": "names of options",
     "accel_launch/questionnaire/": "names of options, and the words for choices",
-    "accel_launch/kinds.py": "a way of launching of this name",
+    "accel_launch/launch_mode.py": "a way of launching of this name",
     "accel_launch/launchers/registry.py": "registers it",
     "accel_launch/launchers/tpu.py": "the variant of this name",
     "accel_launch/launchers/tpu_pod.py": "the variant of this name",
     "accel_launch/launchers/mpirun.py": "prefixes of variables that are passed on to other machines",
     "accel_launch/tpu_function.py": "the variant of this name",
     "accel_launch/mpi.py": "a variable of Intel MPI's collectives",
-    "accel_launch/gcloud.py": "gcloud's own words",
-    "accel/planning/plan.py": "the name of an option",
+    "accel_launch/cloud/gcloud.py": "gcloud's own words",
+    "accel_plan/plan.py": "the name of an option",
     "accel_launch/commands/registry.py": "registers a command of this name",
     "accel_launch/commands/tpu_config.py": "the command of this name",
     "accel_launch/doctor/": "advice names the variables of collective libraries",
     "accel_launch/elastic/report.py": "words of collective libraries, in messages of theirs",
-    "accel_launch/functions.py": "a notebook whose session holds a CUDA context already is told who took it",
-    "accel/kwargs/init_process_group.py": "the default of a parameter that users know",
-    "accel/kwargs/profile.py": "the activities of torch.profiler",
+    "accel_launch/notebook.py": "a notebook whose session holds a CUDA context already is told who took it",
+    "accel/kwargs/handlers.py": "the default of a parameter that users know",
     "accel/precision/scaler.py": "the default of torch.amp.GradScaler",
 }
 
@@ -74,11 +76,11 @@ ENVIRONMENT_TOUCHED = {
     "accel_state/device_checks.py": "variables of the vendor, not of a launcher",
     "accel_state/environments/registry.py": "hands all variables to the environments, each of which says what is its own",
     "accel_state/testing.py": "the environment of the processes it starts",
-    "accel_state/_rank_process.py": "the environment of the process it is",
+    "accel_state/_test_worker.py": "the environment of the process it is",
     "accel_launch/plan.py": "the environment of the processes it starts",
     "accel_launch/commands/doctor.py": "the environment of the processes it starts",
     "accel_launch/launchers/rank.py": "the environment that mpirun gave to a rank",
-    "accel_launch/functions.py": "the environment of the processes it starts",
+    "accel_launch/notebook.py": "the environment of the processes it starts",
     "accel_launch/elastic/": "the environment of the processes it starts, and the variables of torchrun",
 }
 
@@ -114,7 +116,9 @@ def _imports(project: Path, file: Path, tree: ast.AST) -> Iterator[tuple[str, as
 
 def _documentation(tree: ast.AST) -> set[int]:
     """The ids of the constants that are docstrings, or texts that stand alone to describe an attribute."""
-    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    return {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
 
 
 def _words(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -150,7 +154,9 @@ def _touches_environment(tree: ast.Module) -> list[str]:
 
 
 def test_every_package_has_its_place_in_the_table() -> None:
-    assert {import_name(project) for project in projects()} == set(SIBLINGS), "a new package states here what it may import"
+    assert {import_name(project) for project in projects()} == set(SIBLINGS), (
+        "a new package states here what it may import"
+    )
 
 
 @pytest.mark.parametrize(("project", "file"), MODULES, ids=lambda value: value.name if value.is_dir() else _path(value))
@@ -184,10 +190,14 @@ def test_what_a_module_imports_at_its_top_is_a_declared_dependency(project: Path
             known = top in sys.stdlib_module_names or top in SIBLINGS or DISTRIBUTIONS.get(top, top) in declared
             if id(node) in at_top and not known:
                 undeclared.append(f"{_path(file)}:{node.lineno}: {name}")
-    assert not undeclared, f"not in the dependencies of {project.name}; an optional library is imported where it is used: {undeclared}"
+    assert not undeclared, (
+        f"not in the dependencies of {project.name}; an optional library is imported where it is used: {undeclared}"
+    )
 
 
-def _files_where(found: Callable[[ast.Module], list[str]], table: dict[str, str]) -> tuple[dict[str, list[str]], set[str]]:
+def _files_where(
+    found: Callable[[ast.Module], list[str]], table: dict[str, str]
+) -> tuple[dict[str, list[str]], set[str]]:
     """Findings in files that have no exception, by path; and the exceptions that nothing needs."""
     wrong, unused = {}, set(table)
     for _, file in MODULES:
@@ -213,9 +223,14 @@ def test_only_env_touches_the_environment() -> None:
 
 
 def test_the_walks_see_what_they_look_for() -> None:
-    tree = ast.parse('import os\nx = torch.cuda.device("npu:0")\nos.environ["A"] = "1"\n"about cuda"\ndef f(xla_device): "hpu"')
+    tree = ast.parse(
+        'import os\nx = torch.cuda.device("npu:0")\nos.environ["A"] = "1"\n"about cuda"\ndef f(xla_device): "hpu"'
+    )
     assert {word for _, word in _words(tree) if VENDORS.search(word)} == {"xla_device", "cuda", "npu:0"}
     assert _touches_environment(tree) == ["line 3"]
     project, file = projects()[0], projects()[0] / "src" / "accel" / "sub" / "module.py"
-    found = [name for name, _ in _imports(project, file, ast.parse("from ..other import x\nfrom . import y\nimport accel_data.a"))]
+    found = [
+        name
+        for name, _ in _imports(project, file, ast.parse("from ..other import x\nfrom . import y\nimport accel_data.a"))
+    ]
     assert found == ["accel.other", "accel.sub", "accel_data.a"]

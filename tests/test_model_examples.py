@@ -17,9 +17,13 @@ QUANTIZE = ROOT / "examples" / "quantize.py"
 def run(script: Path, *words: str, launch: tuple[str, ...] | None = None) -> list[str]:
     """The lines that a script prints."""
     launcher = () if launch is None else ("-m", "accel_launch", "launch", "--cpu", *launch)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
+    }
     command = [sys.executable, *launcher, str(script), *words]
-    result = subprocess.run(command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500, check=False)
+    result = subprocess.run(
+        command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500, check=False
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout.splitlines()
 
@@ -32,7 +36,9 @@ def test_pipelined_inference_on_two_processes(words) -> None:
     assert stages.startswith("stages begin at: the start, transformer.h.")
     mine, whole = (int(word) for word in held.split() if word.isdigit() and len(word) > 1)
     assert mine < 0.7 * whole
-    assert batches == [f"batch of {size}: logits of shape ({size}, 3), equal to those of the whole model: True" for size in (6, 5)]
+    assert batches == [
+        f"batch of {size}: logits of shape ({size}, 3), equal to those of the whole model: True" for size in (6, 5)
+    ]
 
 
 @pytest.mark.timeout(520)  # imports transformers, and quantizes six times

@@ -14,7 +14,9 @@ from workspace import ROOT
 # Written in pieces, so that this file does not find itself.
 FORBIDDEN = {
     "an absolute path of somebody's machine": r"(?<![\w.-])/(?:work|root|home/\w+|Users/\w+|opt/(?:pypi|wheels))(?![\w-])",
-    "the address of a package index": r"https?://[\w.-]*(?:pypi|pythonhosted|wheel)[\w.-]*|--(?:extra-)?index-" + "url|file" + "://",
+    "the address of a package index": r"https?://[\w.-]*(?:pypi|pythonhosted|wheel)[\w.-]*|--(?:extra-)?index-"
+    + "url|file"
+    + "://",
     "a mark of unfinished work": r"\b(?:TEST_OUT" + r"PUT|TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b",
 }
 BINARY = {".png", ".jpg", ".ico", ".gz", ".zip", ".safetensors", ".pt", ".npy"}
@@ -32,7 +34,11 @@ def _files() -> list[Path]:
     )
     if listed.returncode != 0:
         pytest.skip("not a git work tree")
-    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file() and Path(name).suffix not in BINARY]
+    return [
+        ROOT / name
+        for name in listed.stdout.split("\0")
+        if name and (ROOT / name).is_file() and Path(name).suffix not in BINARY
+    ]
 
 
 def _texts() -> dict[Path, str]:
@@ -50,7 +56,11 @@ def _findings(text: str, pattern: str) -> list[str]:
 
 @pytest.mark.parametrize("what", FORBIDDEN)
 def test_no_file_holds(what: str) -> None:
-    found = {str(file.relative_to(ROOT)): _findings(text, FORBIDDEN[what]) for file, text in _texts().items() if file != Path(__file__)}
+    found = {
+        str(file.relative_to(ROOT)): _findings(text, FORBIDDEN[what])
+        for file, text in _texts().items()
+        if file != Path(__file__)
+    }
     assert not {name: lines for name, lines in found.items() if lines}
 
 
@@ -67,5 +77,7 @@ def test_no_file_is_large() -> None:
 
 def test_the_patterns_see_what_they_look_for() -> None:
     texts = ["see /home/me/x", "at https://py" + "pi.org/simple", "# TO" + "DO: later"]
-    assert [name for text in texts for name, pattern in FORBIDDEN.items() if _findings(text, pattern)] == list(FORBIDDEN)
+    assert [name for text in texts for name, pattern in FORBIDDEN.items() if _findings(text, pattern)] == list(
+        FORBIDDEN
+    )
     assert not any(_findings("a/work/b ~/home.txt src/root/x", pattern) for pattern in FORBIDDEN.values())

@@ -58,9 +58,17 @@ def _differences(target: Any, expected: list[list[Any]]) -> list[str]:
         elif not default and own[name].default is not inspect.Parameter.empty:
             differences.append(f"{name}: has the default {own[name].default!r}, the reference has none")
         after_stars = after_stars or name.startswith("*")
-        if not after_stars and name in own and (positional[wanted.index(name)] if wanted.index(name) < len(positional) else None) != name:
+        if (
+            not after_stars
+            and name in own
+            and (positional[wanted.index(name)] if wanted.index(name) < len(positional) else None) != name
+        ):
             differences.append(f"{name}: is not positional parameter {wanted.index(name)}; the order is {positional}")
-    required = [name for name, parameter in own.items() if _is_required(parameter) and name not in {entry[0] for entry in expected}]
+    required = [
+        name
+        for name, parameter in own.items()
+        if _is_required(parameter) and name not in {entry[0] for entry in expected}
+    ]
     return differences + [f"{name}: required, and not a parameter of the reference" for name in required]
 
 
@@ -69,7 +77,10 @@ def _key(parameter: inspect.Parameter) -> str:
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
+    return parameter.default is parameter.empty and parameter.kind not in {
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    }
 
 
 def _default_differs(actual: Any, expected: Any) -> str:
@@ -96,14 +107,18 @@ def _check(path: str, fact: dict[str, Any]) -> list[str]:
     if fact["kind"] == "enum":
         actual = {member.name: member.value for member in target}
         complaints = [
-            f"{path}.{name} is {actual.get(name)!r}, not {value!r}" for name, value in fact["values"].items() if actual.get(name) != value
+            f"{path}.{name} is {actual.get(name)!r}, not {value!r}"
+            for name, value in fact["values"].items()
+            if actual.get(name) != value
         ]
     elif fact["kind"] == "class" and not inspect.isclass(target):
         complaints.append(f"{path} is {target!r}, not a class")
     elif "parameters" in fact:
         complaints = [f"{path}({difference})" for difference in _differences(target, fact["parameters"])]
     return complaints + [
-        complaint for name, member in fact.get("members", {}).items() for complaint in _check_member(path, target, name, member)
+        complaint
+        for name, member in fact.get("members", {}).items()
+        for complaint in _check_member(path, target, name, member)
     ]
 
 
@@ -115,7 +130,11 @@ def _check_member(path: str, owner: Any, name: str, fact: dict[str, Any]) -> lis
         value = inspect.getattr_static(owner, name, None)
         return [f"{path}.{name} is a method, not a property"] if inspect.isfunction(value) else []
     parameters = fact.get("parameters")
-    return [] if parameters is None else [f"{path}.{name}({difference})" for difference in _differences(getattr(owner, name), parameters)]
+    return (
+        []
+        if parameters is None
+        else [f"{path}.{name}({difference})" for difference in _differences(getattr(owner, name), parameters)]
+    )
 
 
 @pytest.mark.parametrize("path", sorted(TABLE["names"]))
@@ -146,4 +165,6 @@ def test_the_check_sees_a_difference() -> None:
     assert _differences(lambda *a, **k: None, [["*args"], ["**kwargs"]]) == []
     assert _differences(function, [["first"], ["other"]]) == ["no parameter other"]
     assert _differences(function, [["second", 2]])[-1] == "first: required, and not a parameter of the reference"
-    assert "third: the default is True, of the reference 1" in _differences(function, [["first"], ["second", 2], ["third", 1]])
+    assert "third: the default is True, of the reference 1" in _differences(
+        function, [["first"], ["second", 2], ["third", 1]]
+    )

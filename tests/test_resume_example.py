@@ -26,7 +26,9 @@ pytest.importorskip("sklearn")
 
 
 def start(folder: Path, ranks: int) -> subprocess.Popen[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
+    }
     launch = [sys.executable, "-m", "accel_launch", "launch", "--cpu", "--num_processes", str(ranks)]
     return subprocess.Popen(
         [*launch, str(SCRIPT), "--output_dir", str(folder), *WORDS],
@@ -104,7 +106,11 @@ def test_killed_anywhere_it_ends_the_same(tmp_path: Path, ranks: int, most: int)
         run = start(folder, ranks)
         before, moment = newest(folder), dice.uniform(0, 1.2)
         # From the first checkpoint that this run touches on, so that every run gets a little further; the last one can go on.
-        while kills < most and run.poll() is None and (newest(folder) == before or (kills == most - 1 and not saved(folder))):
+        while (
+            kills < most
+            and run.poll() is None
+            and (newest(folder) == before or (kills == most - 1 and not saved(folder)))
+        ):
             time.sleep(0.005)
         if kills == most:
             break

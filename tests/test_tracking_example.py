@@ -39,7 +39,10 @@ CONFIG = {
     "processes": 2,
 }
 # What back ends have no place for.
-WITHOUT = {"artifact": {"tensorboard", "swanlab", "dvclive"}, "tables": {"tensorboard", "aim", "dvclive", "swanlab", "trackio"}}
+WITHOUT = {
+    "artifact": {"tensorboard", "swanlab", "dvclive"},
+    "tables": {"tensorboard", "aim", "dvclive", "swanlab", "trackio"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,17 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("tracking")
     script = ROOT / "examples" / "tracking.py"
     folder.joinpath("patient.py").write_text(PATIENT)
-    command = [sys.executable, "-m", "accel_launch", "launch", "--cpu", "--num_processes", "2", "patient.py", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "accel_launch",
+        "launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "patient.py",
+        str(script),
+    ]
     command += ["--log_with", "all", "--output_dir", "runs"]
     result = subprocess.run(command, env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=800)
     assert result.returncode == 0, result.stderr[-6000:]

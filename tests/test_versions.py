@@ -20,7 +20,8 @@ def test_versions_agree(project: Path) -> None:
     assigned = [
         ast.literal_eval(node.value)
         for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "__version__" for target in node.targets)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id == "__version__" for target in node.targets)
     ]
     entries = re.findall(r"^## (\S+)", project.joinpath("CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert assigned == [version]
@@ -37,7 +38,10 @@ def test_version_is_above_the_unrelated_accel_of_the_public_index(project: Path)
 @each_project
 def test_siblings_are_pinned_to_one_major_version(project: Path) -> None:
     ours = {other.name: metadata(other)["version"] for other in projects()}
-    requirements = [*metadata(project)["dependencies"], *itertools.chain(*metadata(project).get("optional-dependencies", {}).values())]
+    requirements = [
+        *metadata(project)["dependencies"],
+        *itertools.chain(*metadata(project).get("optional-dependencies", {}).values()),
+    ]
     for requirement in requirements:
         name, pin = re.fullmatch(r"([\w-]+)(?:\[[\w,-]+\])?(.*)", requirement).groups()  # type: ignore[union-attr]
         if name in ours:
@@ -60,7 +64,11 @@ def test_every_distribution_has_its_papers(project: Path) -> None:
 
 
 def test_constraints_pin_exactly_and_hold_what_is_declared() -> None:
-    lines = [line for line in ROOT.joinpath("constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line for line in ROOT.joinpath("constraints.txt").read_text().splitlines() if line and not line.startswith("#")
+    ]
     pinned = {re.fullmatch(r"([a-z0-9-]+)==[^=\s;]+(; .+)?", line)[1] for line in lines}  # type: ignore[index]
-    declared = {re.match(r"[\w-]+", text)[0].lower() for project in projects() for text in metadata(project)["dependencies"]}  # type: ignore[index]
+    declared = {
+        re.match(r"[\w-]+", text)[0].lower() for project in projects() for text in metadata(project)["dependencies"]
+    }  # type: ignore[index]
     assert declared - pinned == {project.name for project in projects()} & declared

@@ -46,7 +46,9 @@ settings.load_profile("suite")
 def _run(*command: object, folder: Path, seconds: int = 900, **variables: str) -> str:
     """Standard output of a command; the test fails with all that it said when it fails."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | variables
-    done = subprocess.run([*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+    done = subprocess.run(
+        [*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -64,7 +66,9 @@ def _empty_environment(folder: Path) -> Path:
 
 
 def _site_packages(python: Path) -> Path:
-    return Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=python.parent).strip())
+    return Path(
+        _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=python.parent).strip()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +84,9 @@ def torch_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site-packages of an environment with torch and the test tools, and nothing of ours."""
     folder = tmp_path_factory.mktemp("torch")
     python = _empty_environment(folder / "env")
-    torch = next(line for line in ROOT.joinpath("constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    torch = next(
+        line for line in ROOT.joinpath("constraints.txt").read_text().splitlines() if line.startswith("torch==")
+    )
     _pip(python, "install", "-qq", torch, *TEST_TOOLS, folder=folder)
     return _site_packages(python)
 
@@ -111,7 +117,9 @@ def _ours(python: Path) -> set[str]:
 
 def _chosen(python: Path, wheels: Path, distribution: str, folder: Path) -> dict[str, dict]:
     """What pip would install into an empty environment for a distribution, by name."""
-    report = _pip(python, "install", "-qq", "--dry-run", "--report", "-", "--find-links", wheels, distribution, folder=folder)
+    report = _pip(
+        python, "install", "-qq", "--dry-run", "--report", "-", "--find-links", wheels, distribution, folder=folder
+    )
     return {entry["metadata"]["name"].lower().replace("_", "-"): entry for entry in json.loads(report)["install"]}
 
 
@@ -120,7 +128,9 @@ def test_wheel_holds_the_package_its_types_and_its_licence(project: Path, wheels
     package, version = import_name(project), metadata(project)["version"]
     names = set(zipfile.ZipFile(wheels / f"{package}-{version}-py3-none-any.whl").namelist())
     expected = {
-        file.relative_to(project / "src").as_posix() for file in (project / "src").rglob("*") if file.suffix in {".py", ".pyi", ".typed"}
+        file.relative_to(project / "src").as_posix()
+        for file in (project / "src").rglob("*")
+        if file.suffix in {".py", ".pyi", ".typed"}
     }
     in_package = {name for name in names if name.startswith(f"{package}/")}
     assert expected <= in_package
@@ -129,7 +139,9 @@ def test_wheel_holds_the_package_its_types_and_its_licence(project: Path, wheels
     assert {name.split("/")[0] for name in names} == {package, f"{package}-{version}.dist-info"}
 
 
-@pytest.mark.timeout(2400)  # the first to come installs torch and the test tools, and a package's own tests start many processes
+@pytest.mark.timeout(
+    2400
+)  # the first to come installs torch and the test tools, and a package's own tests start many processes
 @pytest.mark.parametrize(
     ("distribution", "together"),
     [
@@ -147,20 +159,35 @@ def test_own_tests_pass_with_only_the_own_dependencies(
 ) -> None:
     python = install(distribution)
     assert _ours(python) == together
-    shutil.copytree(ROOT / "packages" / distribution / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "packages" / distribution / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(ROOT / "packages" / distribution / "README.md", tmp_path)  # a test runs its examples
     tmp_path.joinpath("pytest.ini").write_text(SETTINGS)
     tmp_path.joinpath("conftest.py").write_text(PROFILE)
     # Slow tests have run from the work tree already; what could differ here is what is installed.
-    output = _run(python, "-m", "pytest", "-q", "-m", "not slow", "tests", folder=tmp_path, seconds=1800, OMP_NUM_THREADS="1")
+    output = _run(
+        python, "-m", "pytest", "-q", "-m", "not slow", "tests", folder=tmp_path, seconds=1800, OMP_NUM_THREADS="1"
+    )
     assert re.search(r"\b\d+ passed", output), output
 
 
 @pytest.mark.timeout(2400)  # may be the one that installs torch
 def test_the_command_works_where_only_the_launcher_is_installed(install: Callable[[str], Path], tmp_path: Path) -> None:
     python = install("accel-launch")
-    tmp_path.joinpath("script.py").write_text("import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
-    output = _run(python.parent / "accel", "launch", "--cpu", "--num_processes", "2", "script.py", folder=tmp_path, OMP_NUM_THREADS="1")
+    tmp_path.joinpath("script.py").write_text(
+        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
+    )
+    output = _run(
+        python.parent / "accel",
+        "launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "script.py",
+        folder=tmp_path,
+        OMP_NUM_THREADS="1",
+    )
     assert sorted(re.findall(r"rank \d of \d", output)) == ["rank 0 of 2", "rank 1 of 2"]
 
 

@@ -60,7 +60,9 @@ def tensorboard(folder: Path, project: str) -> Stored:
     events = EventAccumulator(str(folder / project), size_guidance={"scalars": 0, "images": 0})
     events.Reload()
     stored = Stored(config=json.loads(only(folder / project, "*/hparams.yml").read_text()))
-    stored.points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    stored.points = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
     stored.images = sum(len(events.Images(tag)) for tag in events.Tags()["images"])
     (written,) = (path for path in (folder / project).glob("*/events*"))
     hyperparameters = EventAccumulator(str(written.parent))
@@ -163,7 +165,9 @@ def mlflow(folder: Path, project: str) -> Stored:
     assert run.info.status == "FINISHED"
     stored = Stored(config=run.data.params)
     for name in run.data.metrics:
-        stored.points[name] = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
+        stored.points[name] = [
+            (metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)
+        ]
     artifacts = only(folder, f"mlflow/artifacts/{run.info.run_id}/artifacts")
     stored.artifact = (artifacts / "history.json").read_bytes()
     stored.images, stored.tables = len([*artifacts.glob("images/*.png")]), len([*artifacts.glob("predictions.json")])
@@ -191,7 +195,9 @@ def dvclive(folder: Path, project: str) -> Stored:
     stored = Stored(config=yaml.safe_load((folder / "dvclive" / "params.yaml").read_text()))
     for path in (folder / "dvclive" / "plots" / "metrics").glob("*.tsv"):
         with path.open(newline="") as file:
-            stored.points[path.stem] = [(int(row["step"]), float(row[path.stem])) for row in csv.DictReader(file, delimiter="\t")]
+            stored.points[path.stem] = [
+                (int(row["step"]), float(row[path.stem])) for row in csv.DictReader(file, delimiter="\t")
+            ]
     summary = json.loads((folder / "dvclive" / "metrics.json").read_text())
     assert all(summary[name] == points[-1][1] for name, points in stored.points.items())
     stored.images = len([*(folder / "dvclive" / "plots" / "images").rglob("*.png")])
@@ -229,17 +235,34 @@ def trackio(folder: Path, project: str) -> Stored:
     database.close()
     stored.config = json.loads(config)
     stored.images = len([*(folder / "trackio" / "media").rglob("*.png")])
-    (blob,) = (path for path in (folder / "trackio" / "artifacts").rglob("*") if path.is_file() and b'"loss"' in path.read_bytes())
+    (blob,) = (
+        path
+        for path in (folder / "trackio" / "artifacts").rglob("*")
+        if path.is_file() and b'"loss"' in path.read_bytes()
+    )
     stored.artifact = blob.read_bytes()
     return stored
 
 
-READERS = {reader.__name__: reader for reader in (jsonl, tensorboard, wandb, comet_ml, aim, mlflow, clearml, dvclive, swanlab, trackio)}
+READERS = {
+    reader.__name__: reader
+    for reader in (jsonl, tensorboard, wandb, comet_ml, aim, mlflow, clearml, dvclive, swanlab, trackio)
+}
 
 
 def environment(folder: Path) -> dict[str, str]:
     """The environment of a script that tracks: libraries find no settings of whoever runs the tests, and ask nobody."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_", "WANDB", "MLFLOW"))}
-    kept.update(HOME=str(folder), OMP_NUM_THREADS="1", AIM_UI_TELEMETRY_ENABLED="0", WANDB_SILENT="true", MLFLOW_DISABLE_TELEMETRY="true")
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("ACCELERATE_", "TORCHELASTIC_", "WANDB", "MLFLOW"))
+    }
+    kept.update(
+        HOME=str(folder),
+        OMP_NUM_THREADS="1",
+        AIM_UI_TELEMETRY_ENABLED="0",
+        WANDB_SILENT="true",
+        MLFLOW_DISABLE_TELEMETRY="true",
+    )
     kept["WANDB__SERVICE_WAIT"] = "300"  # seconds that its service may take to come up
     return kept

@@ -22,11 +22,28 @@ _LOSS = re.compile(r"training loss of the last epoch: (\d+\.\d{6})")
 
 def environment(**further: str) -> dict[str, str]:
     """An environment that nothing of the test run or of the user's settings leaks into."""
-    hidden = ("ACCELERATE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "PYTEST_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    hidden = (
+        "ACCELERATE_",
+        "TORCHELASTIC_",
+        "SLURM_",
+        "OMPI_",
+        "PMI",
+        "PYTEST_",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     # The packages as they are here, also for an interpreter that has others of the same names.
     path = os.pathsep.join(str(ROOT / "packages" / name / "src") for name in PACKAGES)
-    return {**kept, "OMP_NUM_THREADS": "1", "HF_HOME": os.path.join(os.getcwd(), "no-settings"), "PYTHONPATH": path, **further}
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": os.path.join(os.getcwd(), "no-settings"),
+        "PYTHONPATH": path,
+        **further,
+    }
 
 
 def losses_in(output: str) -> list[float]:
@@ -47,7 +64,12 @@ def loss_of_one_process() -> float:
     """The loss of the script run by Python alone."""
     pytest.importorskip("sklearn")
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *ARGUMENTS], env=environment(), capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, str(SCRIPT), *ARGUMENTS],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     (loss,) = losses_in(done.stdout)
     return loss

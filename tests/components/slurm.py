@@ -105,25 +105,36 @@ class Slurm:
                 process.wait()
 
     def _munge_files(self) -> list[str]:
-        names = {"socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log", "seed-file": "munged.seed"}
+        names = {
+            "socket": "munge.socket",
+            "pid-file": "munged.pid",
+            "log-file": "munged.log",
+            "seed-file": "munged.seed",
+        }
         return [f"--{option}={self.folder / name}" for option, name in names.items()]
 
     def _start(self, program: str, *words: str) -> None:
         with (self.folder / f"{program}.out").open("ab") as log:
             command = [str(find(program)), *words]
             self._processes.append(
-                subprocess.Popen(command, env={**os.environ, **self.env}, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                subprocess.Popen(
+                    command, env={**os.environ, **self.env}, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                )
             )
 
     def _idle_nodes(self) -> int:
         words = ["sinfo", "-h", "-N", "-o", "%N %t"]
-        output = subprocess.run(words, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=90, check=False).stdout
+        output = subprocess.run(
+            words, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=90, check=False
+        ).stdout
         return sum(line.split()[1:] == ["idle"] for line in output.splitlines())
 
     def _wait_for(self, condition: object, what: str, seconds: float = 90) -> None:
         deadline = time.monotonic() + seconds
         while not condition():  # type: ignore[operator]
             if time.monotonic() > deadline:
-                logs = "\n".join(f"{file.name}: {file.read_text()[-1500:]}" for file in sorted(self.folder.glob("*.log")))
+                logs = "\n".join(
+                    f"{file.name}: {file.read_text()[-1500:]}" for file in sorted(self.folder.glob("*.log"))
+                )
                 raise RuntimeError(f"SLURM: {what} did not come up within {seconds} s\n{logs}")
             time.sleep(0.1)

@@ -63,7 +63,9 @@ class SshServer:
         self.bin.mkdir()
         shim = self.bin / "ssh"
         # The first value of an option wins: pdsh asks for an answer within ten seconds.
-        shim.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -o ConnectTimeout=100 -F {self.folder}/ssh_config "$@"\n')
+        shim.write_text(
+            f'#!/bin/sh\nexec {shutil.which("ssh")} -o ConnectTimeout=100 -F {self.folder}/ssh_config "$@"\n'
+        )
         shim.chmod(0o755)
         # Debian's sshd wants this folder even where it does not use it.
         Path("/run/sshd").mkdir(exist_ok=True)

@@ -19,7 +19,9 @@ from typing import Any
 
 TABLE = Path(__file__).with_name("reference_launch.json")
 
-_FLAG = re.compile(r"^- `(?P<flags>-[^`]*)` type=(?P<type>\S+) default=(?P<default>.*?)(?: choices=(?P<choices>\[.*\]))?$")
+_FLAG = re.compile(
+    r"^- `(?P<flags>-[^`]*)` type=(?P<type>\S+) default=(?P<default>.*?)(?: choices=(?P<choices>\[.*\]))?$"
+)
 _VARIABLE = re.compile(r"^- `(?P<name>[A-Z][A-Z0-9_]+)`$")
 
 
@@ -36,7 +38,9 @@ def main(listing: Path) -> None:
             variables.append(found["name"])
         elif line.startswith("- `-"):
             sys.exit(f"cannot read: {line}")
-    TABLE.write_text(json.dumps({"flags": flags, "variables": sorted(variables)}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    TABLE.write_text(
+        json.dumps({"flags": flags, "variables": sorted(variables)}, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+    )
     print(f"{TABLE}: {len(flags)} flags, {len(variables)} variables")
 
 

@@ -80,14 +80,21 @@ def transformers_models() -> dict[str, tuple[Callable[[], nn.Module], dict[str, 
     tokens = torch.randint(0, 90, (2, 9), generator=torch.Generator().manual_seed(0))
     small = {"vocab_size": 100, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     gpt2 = transformers.GPT2Config(n_layer=3, n_embd=32, n_head=4, n_positions=64, **small)
-    bert = transformers.BertConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64, vocab_size=100)
-    t5 = transformers.T5Config(num_layers=2, d_model=32, d_ff=64, num_heads=4, d_kv=8, decoder_start_token_id=0, **small)
+    bert = transformers.BertConfig(
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64, vocab_size=100
+    )
+    t5 = transformers.T5Config(
+        num_layers=2, d_model=32, d_ff=64, num_heads=4, d_kv=8, decoder_start_token_id=0, **small
+    )
     llama = transformers.LlamaConfig(
         num_hidden_layers=3, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, **small
     )
     return {
         "gpt2": (lambda: transformers.GPT2LMHeadModel(gpt2), {"input_ids": tokens}),
         "bert": (lambda: transformers.BertForSequenceClassification(bert), {"input_ids": tokens}),
-        "t5": (lambda: transformers.T5ForConditionalGeneration(t5), {"input_ids": tokens, "decoder_input_ids": tokens[:, :4]}),
+        "t5": (
+            lambda: transformers.T5ForConditionalGeneration(t5),
+            {"input_ids": tokens, "decoder_input_ids": tokens[:, :4]},
+        ),
         "llama": (lambda: transformers.LlamaForCausalLM(llama), {"input_ids": tokens}),
     }

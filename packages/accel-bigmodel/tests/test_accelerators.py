@@ -62,7 +62,10 @@ def test_every_mixture_gives_the_bits_of_the_accelerator(kind: str, device: torc
 def test_offloading_to_memory_and_disk(device: torch.device, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = net().to(device)(words().to(device))["logits"].cpu()
-        for offload in (lambda model: cpu_offload(model, device), lambda model: disk_offload(model, tmp_path / "o", device)):
+        for offload in (
+            lambda model: cpu_offload(model, device),
+            lambda model: disk_offload(model, tmp_path / "o", device),
+        ):
             model = offload(net())
             assert torch.equal(model(words())["logits"], expected)
             remove_hook_from_submodules(model)

@@ -64,15 +64,23 @@ class Model(nn.Module):
             leaves[other % len(leaves)].weight = leaves[one % len(leaves)].weight
 
 
-BLOCKS = st.lists(st.tuples(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 5), st.booleans()), min_size=1, max_size=6)
-MODELS = st.builds(Model, BLOCKS, st.integers(0, 30), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=3))
+BLOCKS = st.lists(
+    st.tuples(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 5), st.booleans()),
+    min_size=1,
+    max_size=6,
+)
+MODELS = st.builds(
+    Model, BLOCKS, st.integers(0, 30), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=3)
+)
 LIMITS = st.one_of(
     st.fixed_dictionaries({0: st.integers(0, 1200), 1: st.integers(0, 1200), "cpu": st.integers(0, 1200)}),
     st.fixed_dictionaries({0: st.integers(0, 2000), "cpu": st.integers(0, 2000)}),
     st.fixed_dictionaries({"cpu": st.integers(0, 2000)}),
     st.fixed_dictionaries({0: st.integers(0, 2000), 1: st.integers(0, 2000)}),
 )
-OPTIONS = st.fixed_dictionaries({"offload_buffers": st.booleans(), "clean_result": st.booleans(), "fallback_allocation": st.booleans()})
+OPTIONS = st.fixed_dictionaries(
+    {"offload_buffers": st.booleans(), "clean_result": st.booleans(), "fallback_allocation": st.booleans()}
+)
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -145,13 +153,17 @@ def test_a_device_is_left_only_when_the_next_layer_does_not_fit(model: Model, li
     """Without ties: the first unit on the device after an accelerator would have exceeded that one's limit."""
     if find_tied_parameters(model) or len(limits) < 2 or 1 not in limits:
         return
-    device_map = infer_auto_device_map(model, {0: limits[0], 1: 10**6}, no_split_module_classes=["Whole"], clean_result=False)
+    device_map = infer_auto_device_map(
+        model, {0: limits[0], 1: 10**6}, no_split_module_classes=["Whole"], clean_result=False
+    )
     sizes = compute_module_sizes(model)
     second = [name for name, device in device_map.items() if device == 1]
     if second:
         module = dict(model.named_modules()).get(second[0])
         assert bytes_on(model, device_map).get(0, 0) + sizes[second[0]] > limits[0]
-        assert module is None or isinstance(module, (Whole, Leaf)), "a block that can be split is split to fill the device"
+        assert module is None or isinstance(module, (Whole, Leaf)), (
+            "a block that can be split is split to fill the device"
+        )
 
 
 @given(model=MODELS, limits=LIMITS, options=OPTIONS)
@@ -211,7 +223,11 @@ def test_splitting_and_options() -> None:
     # linear2 visits device 0, which keeps 100 bytes free for it; batchnorm then does not fit, and leaves its 40 bytes of buffers there.
     assert infer_auto_device_map(model, {0: 235}) == {"linear1": 0, "batchnorm": "disk", "linear2": "disk"}
     assert infer_auto_device_map(model, {0: 203}) == {"": "disk"}
-    assert infer_auto_device_map(model, {0: 164}, offload_buffers=True) == {"linear1": 0, "batchnorm": "disk", "linear2": "disk"}
+    assert infer_auto_device_map(model, {0: 164}, offload_buffers=True) == {
+        "linear1": 0,
+        "batchnorm": "disk",
+        "linear2": "disk",
+    }
     assert infer_auto_device_map(model, {0: 118 + 20}, dtype=torch.float16) == {"": 0}
     special = {"dtype": "float16", "special_dtypes": {"linear2.weight": torch.float32}}
     assert infer_auto_device_map(model, {0: 162}, **special) == {"": 0}
@@ -274,7 +290,9 @@ def test_a_map_that_does_not_fit_the_model_is_refused() -> None:
         check_device_map(model, {"": "gpu"})
     with pytest.raises(ConfigurationError, match="this machine has none"):
         check_device_map(model, {"": 0})
-    check_device_map(model, {"linear1": "cpu", "batchnorm": torch.device("cpu"), "linear2.weight": "disk", "linear2.bias": "cpu"})
+    check_device_map(
+        model, {"linear1": "cpu", "batchnorm": torch.device("cpu"), "linear2.weight": "disk", "linear2.bias": "cpu"}
+    )
 
 
 def test_the_map_can_be_read() -> None:
@@ -300,7 +318,10 @@ def test_layers_and_fallback() -> None:
     assert name == "0.0" and module is model[0][0] and [own for own, _ in rest] == ["0.1", "1"]
     assert fallback_allocate(list(model.named_children()), sizes, "10B")[:2] == (None, None)
     assert fallback_allocate(list(model.named_children()), sizes, 90)[0] == "1"
-    assert fallback_allocate(list(model.named_children()), sizes, 30, tied_parameters=[["0.0.weight", "1.weight"]])[0] is None
+    assert (
+        fallback_allocate(list(model.named_children()), sizes, 30, tied_parameters=[["0.0.weight", "1.weight"]])[0]
+        is None
+    )
     size, names, modules = get_module_size_with_ties(["1.weight"], sizes["0"], sizes, list(model.named_children())[1:])
     assert (size, names, modules) == (104 - 64 + 80, ["1"], [model[1]])
     assert get_module_size_with_ties([], 7, sizes, []) == (7, [], [])

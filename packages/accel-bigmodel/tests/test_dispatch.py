@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from accel_bigmodel.offload.store.alignment import ALIGNMENT, is_aligned
-from accel_bigmodel.offload.store.host_buffer_pool import BufferPool
-from accel_bigmodel.offload.store.prefetch import ReadAhead
+from accel_bigmodel.offload.alignment import ALIGNMENT, is_aligned
+from accel_bigmodel.offload.host_buffer_pool import BufferPool
+from accel_bigmodel.offload.prefetch import ReadAhead
 from bigmodel_nets import Net, blocks_on, net, save, transformers_models, words
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -53,7 +53,9 @@ def on_disk(file: Path, device_map: dict | None = None, **settings) -> Net:
 
 
 def reader_of(model: nn.Module) -> ReadAhead:
-    return next(hook.read_ahead for module in model.modules() for hook in align_hooks(module) if hook.read_ahead is not None)
+    return next(
+        hook.read_ahead for module in model.modules() for hook in align_hooks(module) if hook.read_ahead is not None
+    )
 
 
 def same(one: object, other: object) -> bool:
@@ -74,7 +76,9 @@ def test_transformers_models(family: str, tmp_path: Path) -> None:
     for device_map, max_memory in [({"": "disk"}, None), ({"": "cpu"}, None), *(("auto", limit) for limit in limits)]:
         with init_empty_weights():
             empty = build().eval()
-        loaded = load_checkpoint_and_dispatch(empty, tmp_path, device_map, max_memory=max_memory, no_split_module_classes=no_split)
+        loaded = load_checkpoint_and_dispatch(
+            empty, tmp_path, device_map, max_memory=max_memory, no_split_module_classes=no_split
+        )
         with torch.no_grad():
             for _ in range(2):
                 assert torch.equal(loaded(**inputs).logits, expected), (device_map, max_memory)
@@ -182,7 +186,9 @@ def test_models_without_values_are_refused(tmp_path: Path) -> None:
     for device_map in ({"": "cpu"}, blocks_on(model, "disk")):
         with pytest.raises(ConfigurationError, match=r"have no values|nothing says where"):
             dispatch_model(model, device_map)
-    offload_state_dict(tmp_path, {name: value for name, value in net().state_dict().items() if name != "blocks.2.up.bias"})
+    offload_state_dict(
+        tmp_path, {name: value for name, value in net().state_dict().items() if name != "blocks.2.up.bias"}
+    )
     with pytest.raises(ConfigurationError, match=r"1 tensors of Net have no values.*blocks\.2\.up\.bias"):
         dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
 
@@ -203,7 +209,9 @@ def test_cpu_and_disk_offload(tmp_path: Path) -> None:
         assert all(parameter.device.type == "meta" for parameter in model.parameters())
         remove_hook_from_submodules(model)
         assert same(model(words()), expected) and not hasattr(model.head, "_old_forward")
-        assert model.head.weight is model.embed.weight and all(parameter.requires_grad for parameter in model.parameters())
+        assert model.head.weight is model.embed.weight and all(
+            parameter.requires_grad for parameter in model.parameters()
+        )
 
 
 class Borrower(nn.Module):
@@ -354,7 +362,9 @@ def test_a_forked_process_reads_for_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_process_forked_while_the_thread_reads_does_not_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_forked_while_the_thread_reads_does_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = on_disk(save(net(), tmp_path / "model.safetensors"))
     expected = loaded(words())["logits"].sum().item()
     reader, fetch = reader_of(loaded), ReadAhead._fetch
@@ -401,7 +411,7 @@ def test_every_phase_of_a_file_gives_the_same_bits(tmp_path: Path) -> None:
         for pad in range(8):
             file = tmp_path / f"{pad}.safetensors"
             save_file(model.state_dict(), file, metadata={"pad": "x" * 8 * pad})
-            from accel_bigmodel.checkpoint.files.safetensors_file import SafetensorsFile
+            from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
 
             seen.add(SafetensorsFile(file).entries["0.weight"].start % ALIGNMENT)
             for place in ("cpu", "disk"):
@@ -409,7 +419,10 @@ def test_every_phase_of_a_file_gives_the_same_bits(tmp_path: Path) -> None:
                     empty = nn.Sequential(nn.Linear(96, 256), nn.ReLU(), nn.Linear(256, 96)).eval()
                 loaded = load_checkpoint_and_dispatch(empty, file, device_map={"": place})
                 for _ in range(2):
-                    assert all(torch.equal(loaded(row), wanted) for row, wanted in zip(rows, expected, strict=True)), (pad, place)
+                    assert all(torch.equal(loaded(row), wanted) for row, wanted in zip(rows, expected, strict=True)), (
+                        pad,
+                        place,
+                    )
         assert len(seen) == 8
 
 
@@ -474,7 +487,10 @@ print(json.dumps([io("wchar") - before[0], io("\\nwrite_bytes") - before[1], out
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="limits of the address space and counts of written bytes are those of Linux")
+@pytest.mark.skipif(
+    not Path("/proc/self/io").exists(),
+    reason="limits of the address space and counts of written bytes are those of Linux",
+)
 @pytest.mark.timeout(300)  # 336 MB are written and read, on a disk and cores that others use too
 def test_a_model_larger_than_the_memory_runs_and_nothing_is_written(tmp_path: Path) -> None:
     """336 MB of weights where the process may take 224 MB more than it has; benchmarks/big_model_limit.py does it with 6 GB in 2 GB."""
@@ -485,7 +501,9 @@ def test_a_model_larger_than_the_memory_runs_and_nothing_is_written(tmp_path: Pa
         expected = [model(torch.ones(rows, 1024)).double().sum().item() for rows in (3, 1)]
     # -B: bytecode of a module that is imported for the first time would be counted too.
     command = [sys.executable, "-B", "-c", LIMITED, str(tmp_path / "model.safetensors"), str(224 * 2**20)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     given_to_write, dirty_pages, outputs = json.loads(done.stdout)
     assert (given_to_write, outputs) == (0, expected)

@@ -16,7 +16,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accel_bigmodel.estimate import ModelSize, estimate_training, estimate_training_usage, measure_activations, model_size
+from accel_bigmodel.estimate import (
+    ModelSize,
+    estimate_training,
+    estimate_training_usage,
+    measure_activations,
+    model_size,
+)
 from accel_bigmodel.estimate.__main__ import main
 from accel_bigmodel.estimate.command import COMMAND, run
 from accel_state.errors import ConfigurationError, MissingDependencyError
@@ -35,7 +41,11 @@ def bert_cased(tmp_path):
 
 def test_the_table_for_bert_base_cased_is_the_documented_one(bert_cased, capsys) -> None:
     assert run([bert_cased, "--dtypes", "float32", "float16", "int8", "int4"]) == 0
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("|")
+    ]
     assert rows[0] == ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
     assert rows[2:] == [
         ["float32", "84.95 MB", "413.18 MB", "1.61 GB"],
@@ -47,7 +57,10 @@ def test_the_table_for_bert_base_cased_is_the_documented_one(bert_cased, capsys)
 
 def test_the_stages_of_a_step_for_bert_base_cased_are_the_documented_ones(bert_cased, capsys) -> None:
     total = model_size(bert_cased).total
-    stages = [[convert_bytes(value) for value in estimate_training_usage(total, dtype).values()] for dtype in ("float32", "float16")]
+    stages = [
+        [convert_bytes(value) for value in estimate_training_usage(total, dtype).values()]
+        for dtype in ("float32", "float16")
+    ]
     assert stages[0] == ["413.18 MB", "413.18 MB", "826.36 MB", "1.61 GB", "1.61 GB"]
     assert stages[1] == ["413.18 MB", "619.77 MB", "826.36 MB", "826.36 MB", "826.36 MB"]
     with pytest.raises(ConfigurationError, match="'int8' is not one of float32, float16, bfloat16"):
@@ -68,9 +81,17 @@ def test_json_gives_bytes_of_everything(bert_cased, capsys) -> None:
 
 
 def test_tables_of_training(bert_cased, capsys) -> None:
-    assert run([bert_cased, "--dtypes", "float32", "--tensor_parallel", "2", "--batch_size", "1", "--sequence_length", "8"]) == 0
+    assert (
+        run(
+            [bert_cased, "--dtypes", "float32", "--tensor_parallel", "2", "--batch_size", "1", "--sequence_length", "8"]
+        )
+        == 0
+    )
     output = capsys.readouterr().out
-    assert "2 process(es); adamw, float32 weights; mixed precision: no; tensor parallel: 2; 1 sample(s) of 8 tokens each" in output
+    assert (
+        "2 process(es); adamw, float32 weights; mixed precision: no; tensor parallel: 2; 1 sample(s) of 8 tokens each"
+        in output
+    )
     assert "| Strategy" not in output and "| strategy | Weights" in output and "Optimizer step" in output
 
 
@@ -83,15 +104,37 @@ def test_strategies_that_are_asked_for(checkpoint, capsys) -> None:
     own = 4 * 179
     for name in names:
         shared = 1 if name == "no_shard" else 2
-        assert [said[name][part] for part in ("weights", "gradients", "optimizer")] == [own // shared, own // shared, 2 * own // shared]
+        assert [said[name][part] for part in ("weights", "gradients", "optimizer")] == [
+            own // shared,
+            own // shared,
+            2 * own // shared,
+        ]
     assert [said[name]["buffers"] for name in names] == [3 * 288, own + 288, 0, 3 * 288, 3 * 288]
     assert run([str(checkpoint), "--json", "--num_processes", "4", "--tp_size", "2", "--strategy", "fsdp2"]) == 0
-    assert json.loads(capsys.readouterr().out)["training_per_process"]["fsdp2"]["weights"] == 4 * ((179 - 11) // 2 + 11) // 2
     assert (
-        run([str(checkpoint), "--dtypes", "float32", "--num_processes", "4", "--dp_replicate_size", "2", "--strategy", "hybrid_shard"]) == 0
+        json.loads(capsys.readouterr().out)["training_per_process"]["fsdp2"]["weights"]
+        == 4 * ((179 - 11) // 2 + 11) // 2
+    )
+    assert (
+        run(
+            [
+                str(checkpoint),
+                "--dtypes",
+                "float32",
+                "--num_processes",
+                "4",
+                "--dp_replicate_size",
+                "2",
+                "--strategy",
+                "hybrid_shard",
+            ]
+        )
+        == 0
     )
     assert "4 process(es); adamw, float32 weights; mixed precision: no; 2 copies" in capsys.readouterr().out
-    with pytest.raises(ConfigurationError, match=r"4 process\(es\) with tensor parallelism of 2 cannot hold 3 copies.*must divide 2"):
+    with pytest.raises(
+        ConfigurationError, match=r"4 process\(es\) with tensor parallelism of 2 cannot hold 3 copies.*must divide 2"
+    ):
         run([str(checkpoint), "--num_processes", "4", "--tp_size", "2", "--replicas", "3"])
 
 
@@ -100,11 +143,17 @@ def checkpoint(tmp_path):
     """A checkpoint in two shards, with an index."""
     folder = tmp_path / "shards"
     folder.mkdir()
-    first = {"embed.weight": torch.zeros(10, 4, dtype=torch.bfloat16), "h.0.w": torch.zeros(8, 8), "h.0.b": torch.zeros(8)}
+    first = {
+        "embed.weight": torch.zeros(10, 4, dtype=torch.bfloat16),
+        "h.0.w": torch.zeros(8, 8),
+        "h.0.b": torch.zeros(8),
+    }
     second = {"h.1.w": torch.zeros(8, 8), "positions": torch.zeros(3, dtype=torch.int64)}
     save_file(first, folder / "model-00001-of-00002.safetensors")
     save_file(second, folder / "model-00002-of-00002.safetensors")
-    names = {name: "model-00001-of-00002.safetensors" for name in first} | {name: "model-00002-of-00002.safetensors" for name in second}
+    names = {name: "model-00001-of-00002.safetensors" for name in first} | {
+        name: "model-00002-of-00002.safetensors" for name in second
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     return folder
 
@@ -235,12 +284,24 @@ def test_the_command_is_registered_for_the_launcher() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: str(folder), "neither a config.json of a model of transformers or timm nor a .safetensors file"),
+        (
+            lambda folder: str(folder),
+            "neither a config.json of a model of transformers or timm nor a .safetensors file",
+        ),
         (lambda folder: _write(folder / "config.json", "{"), "config.json is not JSON"),
-        (lambda folder: _write(folder / "config.json", "[1]"), "holds a list; the configuration of a model is an object"),
-        (lambda folder: _write(folder / "x.safetensors", "no"), "x.safetensors is not a safetensors file that can be read"),
+        (
+            lambda folder: _write(folder / "config.json", "[1]"),
+            "holds a list; the configuration of a model is an object",
+        ),
+        (
+            lambda folder: _write(folder / "x.safetensors", "no"),
+            "x.safetensors is not a safetensors file that can be read",
+        ),
         (lambda folder: _write(folder / "x.safetensors.index.json", "[]"), "is not the index of a sharded checkpoint"),
-        (lambda folder: _write(folder / "x.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}'), "names 'b.safetensors'"),
+        (
+            lambda folder: _write(folder / "x.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}'),
+            "names 'b.safetensors'",
+        ),
         (lambda folder: "what is/this/name", "neither a folder or file of this machine nor the name of a repository"),
     ],
 )
@@ -279,7 +340,9 @@ def test_code_of_a_model_is_run_only_if_it_is_trusted(tmp_path) -> None:
     config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise SystemExit('the code ran')")
-    with pytest.raises(ConfigurationError, match="pass --trust_remote_code to run it; or pass --library_name safetensors"):
+    with pytest.raises(
+        ConfigurationError, match="pass --trust_remote_code to run it; or pass --library_name safetensors"
+    ):
         model_size(str(tmp_path), trust_remote_code=False)
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(ConfigurationError, match="transformers cannot build the model"):
@@ -289,7 +352,9 @@ def test_code_of_a_model_is_run_only_if_it_is_trusted(tmp_path) -> None:
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))))
+        self.layers = nn.Sequential(
+            *(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)))
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -313,7 +378,12 @@ def test_weights_gradients_and_optimizer_are_those_of_real_tensors(name, make) -
     estimated = estimate_training(sum(p.numel() for p in parameters), optimizer=name)
     assert estimated.weights == sum(p.nbytes for p in parameters)
     assert estimated.gradients == sum(p.grad.nbytes for p in parameters)
-    state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor))
+    state = sum(
+        value.nbytes
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if isinstance(value, torch.Tensor)
+    )
     assert estimated.optimizer == pytest.approx(state, rel=0.01)  # Adam counts its steps too
 
 
@@ -323,8 +393,12 @@ def test_activations_are_those_that_a_real_forward_keeps(mixed_precision, tmp_pa
     from accel_bigmodel.estimate.activations import activations_of_config
 
     for config in (
-        transformers.BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=200),
-        transformers.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=200),
+        transformers.BertConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=200
+        ),
+        transformers.LlamaConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=200
+        ),
         transformers.T5Config(d_model=64, num_layers=2, num_heads=4, d_ff=128, d_kv=16, vocab_size=200),
     ):
         config.save_pretrained(tmp_path)
@@ -362,13 +436,17 @@ def test_an_image_model_is_counted_and_others_are_refused(tmp_path, bert_cased) 
 
 
 def test_activations_need_a_configuration(checkpoint) -> None:
-    with pytest.raises(ConfigurationError, match="--batch_size=2: activations are counted by running the model.*come from safetensors"):
+    with pytest.raises(
+        ConfigurationError, match="--batch_size=2: activations are counted by running the model.*come from safetensors"
+    ):
         run([str(checkpoint), "--batch_size", "2"])
 
 
 def test_shares_of_each_strategy() -> None:
     kwargs = {"num_processes": 8, "largest_layer": 400, "activations": 340}
-    ddp, fsdp, zero1, zero2, zero3 = (estimate_training(1000, name, **kwargs) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3"))
+    ddp, fsdp, zero1, zero2, zero3 = (
+        estimate_training(1000, name, **kwargs) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")
+    )
     assert (ddp.weights, ddp.gradients, ddp.optimizer, ddp.buffers, ddp.activations) == (4000, 4000, 8000, 4000, 340)
     assert (zero1.weights, zero1.gradients, zero1.optimizer, zero1.buffers) == (4000, 4000, 1000, 0)
     assert (zero2.weights, zero2.gradients, zero2.optimizer) == (4000, 500, 1000)

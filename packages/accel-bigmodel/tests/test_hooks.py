@@ -164,7 +164,9 @@ def test_an_offloading_hook(offload_buffers: bool) -> None:
     layer.register_buffer("extra", torch.ones(1), persistent=False)
     expected = layer(x)
     weights = {name: value.clone() for name, value in layer.state_dict().items()}
-    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map=weights, offload_buffers=offload_buffers))
+    add_hook_to_module(
+        layer, AlignDevicesHook("cpu", offload=True, weights_map=weights, offload_buffers=offload_buffers)
+    )
     assert layer.weight.device.type == "meta" and layer.extra.device.type == "cpu"
     assert layer.running_mean.device.type == ("meta" if offload_buffers else "cpu")
     assert torch.equal(layer(x), expected) and layer.weight.device.type == "meta"
@@ -194,7 +196,9 @@ def test_shared_weights_are_one_copy_on_a_device() -> None:
     copies = {weight.data_ptr(): {torch.device("cpu"): weight}}
     layers = [nn.Linear(3, 3, bias=False) for _ in range(2)]
     for layer in layers:
-        add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map={"weight": weight}, tied_params_map=copies))
+        add_hook_to_module(
+            layer, AlignDevicesHook("cpu", offload=True, weights_map={"weight": weight}, tied_params_map=copies)
+        )
         layer._hf_hook.onload()
     assert layers[0].weight.data_ptr() == layers[1].weight.data_ptr() == weight.data_ptr()
 
@@ -238,7 +242,9 @@ def test_models_that_take_turns() -> None:
     moves.clear()
     for layer, wanted in zip(layers, expected, strict=True):
         assert torch.equal(layer(x), wanted)
-    assert moves == [(0, "cpu"), (0, "cpu"), (1, "cpu"), (1, "cpu"), (2, "cpu")], "each one's turn sends the one before it back"
+    assert moves == [(0, "cpu"), (0, "cpu"), (1, "cpu"), (1, "cpu"), (2, "cpu")], (
+        "each one's turn sends the one before it back"
+    )
     moves.clear()
     hooks[2].offload()
     assert moves == [(2, "cpu")]

@@ -21,7 +21,13 @@ def transformer(name):
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
     from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
 
-    small = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 99,
+    }
     gpt2 = GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=99, n_positions=64, pad_token_id=0)
     t5 = T5Config(d_model=32, num_layers=4, num_heads=2, d_ff=64, d_kv=16, vocab_size=99)
     models = {
@@ -55,7 +61,15 @@ def compare_transformers(names):
         held = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
         assert held < sum(parameter.numel() for parameter in whole.parameters()), "every stage holds the whole model"
         # Twice the same shapes: the first time they are learned, the second time ScheduleGPipe moves bare tensors.
-        for size, length, mask in [(4, 7, True), (4, 7, True), (4, 7, False), (5, 9, True), (3, 7, True), (5, 9, True), (1, 5, False)]:
+        for size, length, mask in [
+            (4, 7, True),
+            (4, 7, True),
+            (4, 7, False),
+            (5, 9, True),
+            (3, 7, True),
+            (5, 9, True),
+            (1, 5, False),
+        ]:
             inputs = batch(name, size, length, mask)
             output = model(**inputs) if rank == 0 else model()  # the others need not know the batch
             with torch.no_grad():
@@ -63,7 +77,11 @@ def compare_transformers(names):
             assert type(output) is type(expected) and list(output) == list(expected)
             for key, value in expected.items():
                 torch.testing.assert_close(
-                    output[key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key, name=name: f"{name} {key}: {text}"
+                    output[key],
+                    value,
+                    rtol=1e-5,
+                    atol=1e-6,
+                    msg=lambda text, key=key, name=name: f"{name} {key}: {text}",
                 )
     return model.hf_split_points
 
@@ -79,7 +97,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)) for _ in range(4)
+        )
         self.norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(8, 3)
 
@@ -162,7 +182,9 @@ def run_numbers():
     torch.manual_seed(0)
     model, whole = Counted(), Counted()
     whole.load_state_dict(model.state_dict())
-    model = prepare_pippy(model, no_split_module_classes=["Counting"], example_args=(torch.ones(2, 4),), gather_output=True, num_chunks=1)
+    model = prepare_pippy(
+        model, no_split_module_classes=["Counting"], example_args=(torch.ones(2, 4),), gather_output=True, num_chunks=1
+    )
     for seed in range(4):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
@@ -172,7 +194,10 @@ def run_numbers():
 def refused(function, *args, **kwargs):
     try:
         function(*args, **kwargs)
-    except (ConfigurationError, RuntimeError) as error:  # a failure of the model itself is shown as it is on the rank that tried it
+    except (
+        ConfigurationError,
+        RuntimeError,
+    ) as error:  # a failure of the model itself is shown as it is on the rank that tried it
         return str(error)
     return "nothing"
 

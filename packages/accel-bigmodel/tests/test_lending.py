@@ -48,7 +48,9 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 16)
-        self.blocks = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 3, enable_nested_tensor=False)
+        self.blocks = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 3, enable_nested_tensor=False
+        )
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.blocks(self.embed(words))
@@ -112,7 +114,9 @@ def maps(model: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore:a shared parameter is put on several devices")
 @pytest.mark.parametrize("build", MODELS)
 @pytest.mark.parametrize("offload_buffers", [False, True])
-def test_weights_come_with_who_reads_them(build: Callable[[], nn.Module], offload_buffers: bool, tmp_path: Path) -> None:
+def test_weights_come_with_who_reads_them(
+    build: Callable[[], nn.Module], offload_buffers: bool, tmp_path: Path
+) -> None:
     torch.manual_seed(1)
     whole = build().eval()
     save_model(whole, str(tmp_path / "model.safetensors"))
@@ -121,12 +125,16 @@ def test_weights_come_with_who_reads_them(build: Callable[[], nn.Module], offloa
         for number, device_map in enumerate(maps(whole)):
             with init_empty_weights():
                 model = build().eval()
-            load_checkpoint_and_dispatch(model, tmp_path / "model.safetensors", device_map, offload_buffers=offload_buffers)
+            load_checkpoint_and_dispatch(
+                model, tmp_path / "model.safetensors", device_map, offload_buffers=offload_buffers
+            )
             assert torch.equal(model(WORDS), expected), device_map
             assert torch.equal(copy.deepcopy(model)(WORDS), expected), device_map
             held = get_state_dict_offloaded_model(model)
             assert all(torch.equal(held[name], value) for name, value in whole.state_dict().items())
-            spread = dispatch_model(copy.deepcopy(whole), device_map, offload_dir=tmp_path / str(number), offload_buffers=offload_buffers)
+            spread = dispatch_model(
+                copy.deepcopy(whole), device_map, offload_dir=tmp_path / str(number), offload_buffers=offload_buffers
+            )
             assert torch.equal(spread(WORDS), expected), device_map
             remove_hook_from_submodules(spread)
             assert torch.equal(spread(WORDS), expected), device_map

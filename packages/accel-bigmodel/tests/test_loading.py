@@ -55,7 +55,8 @@ def checkpoints(model: nn.Module, folder: Path) -> dict[str, Path]:
         "bin file": folder / "bin" / "pytorch_model.bin",
         "bin folder": folder / "bin",
         "bin without zip": folder / "old.bin",
-        "index": shards(model, folder / "s1", "model.safetensors.index.json", "safetensors") / "model.safetensors.index.json",
+        "index": shards(model, folder / "s1", "model.safetensors.index.json", "safetensors")
+        / "model.safetensors.index.json",
         "index in folder": shards(model, folder / "s2", "model.safetensors.index.json", "safetensors"),
         "plain index": shards(model, folder / "s3", "index.json", "bin", plain=True),
         "bin index": shards(model, folder / "s4", "pytorch_model.bin.index.json", "bin"),
@@ -85,7 +86,9 @@ def test_other_formats_are_written_for_the_disk(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigurationError, match=r"not a safetensors file: give offload_folder="):
         load_checkpoint_and_dispatch(empty(), tmp_path, device_map={"": "disk"})
-    loaded = load_checkpoint_and_dispatch(empty(), tmp_path, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
+    loaded = load_checkpoint_and_dispatch(
+        empty(), tmp_path, device_map={"": "disk"}, offload_folder=tmp_path / "offload"
+    )
     assert torch.equal(loaded(words())["logits"], expected)
     written = {path.name for path in (tmp_path / "offload").iterdir()}
     assert "index.json" in written and "blocks.0.up.weight.dat" in written
@@ -100,7 +103,9 @@ def test_types(tmp_path: Path) -> None:
     half.mask = half.mask.bfloat16()  # a buffer in no checkpoint stays as it is
     expected = half(words())["logits"]
     for folder in (None, tmp_path / "offload"):
-        loaded = load_checkpoint_and_dispatch(empty(), file, device_map={"": "disk"}, dtype=torch.bfloat16, offload_folder=folder)
+        loaded = load_checkpoint_and_dispatch(
+            empty(), file, device_map={"": "disk"}, dtype=torch.bfloat16, offload_folder=folder
+        )
         loaded.shift, loaded.mask = loaded.shift.bfloat16(), half.mask
         assert torch.equal(loaded(words())["logits"], expected), folder
     assert (tmp_path / "offload" / "blocks.0.up.weight.dat").stat().st_size == 2 * model.blocks[0].up.weight.numel()
@@ -156,7 +161,9 @@ def test_buffers_that_no_checkpoint_holds_are_never_garbage(tmp_path: Path) -> N
         model = Net()
     assert model.mask.device.type == model.shift.device.type == "meta"
     for device_map in ({"": "cpu"}, {"": "disk"}, None):
-        with pytest.raises(ConfigurationError, match=r"buffers of Net are on the meta device.*: mask\. Build the model with"):
+        with pytest.raises(
+            ConfigurationError, match=r"buffers of Net are on the meta device.*: mask\. Build the model with"
+        ):
             load_checkpoint_and_dispatch(model, file, device_map=device_map)
     model.mask = torch.linspace(1, 2, 16)
     loaded = load_checkpoint_and_dispatch(model, file, device_map={"": "cpu"}).eval()
@@ -212,7 +219,9 @@ def test_damaged_and_hostile_files_are_refused(tmp_path: Path) -> None:
         "empty.safetensors": b"",
         "list.safetensors": (4).to_bytes(8, "little") + b"[12]",
         "entry.safetensors": (20).to_bytes(8, "little") + b'{"a": {"dtype": 1}} ',
-        "sizes.safetensors": (64).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,4]}}'.ljust(64) + b"0000",
+        "sizes.safetensors": (64).to_bytes(8, "little")
+        + b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,4]}}'.ljust(64)
+        + b"0000",
         "text.bin": b"neither a zip nor a pickle",
     }
     for name, content in faults.items():
@@ -324,12 +333,18 @@ def test_sharding_follows_the_order_of_names() -> None:
     files, index = shard_checkpoint(state, 10)
     assert [[len(value) for value in part.values()] for part in files.values()] == [[6], [6, 2], [6, 2, 2]]
     assert list(files) == [f"pytorch_model-0000{number}-of-00003.bin" for number in (1, 2, 3)]
-    assert index == {"metadata": {"total_size": 24}, "weight_map": {name: file for file, part in files.items() for name in part}}
+    assert index == {
+        "metadata": {"total_size": 24},
+        "weight_map": {name: file for file, part in files.items() for name in part},
+    }
     assert shard_checkpoint(state, "1KB") == ({"pytorch_model.bin": state}, None)
     shared = torch.zeros(8, dtype=torch.uint8)
     files, _ = shard_checkpoint({"a": shared, "b": torch.zeros(8, dtype=torch.uint8), "c": shared}, 8)
     assert [list(part) for part in files.values()] == [["a", "c"], ["b"]]
-    assert [len(part) for part in shard_checkpoint({"a": torch.zeros(99), "b": torch.zeros(1)}, 8)[0].values()] == [1, 1]
+    assert [len(part) for part in shard_checkpoint({"a": torch.zeros(99), "b": torch.zeros(1)}, 8)[0].values()] == [
+        1,
+        1,
+    ]
 
 
 def test_the_weights_of_an_offloaded_model_can_be_read_back(tmp_path: Path) -> None:

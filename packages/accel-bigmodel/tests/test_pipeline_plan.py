@@ -213,7 +213,9 @@ def test_split_points_that_make_no_sense_are_refused(points, message) -> None:
 def test_too_few_parts_and_missing_weights_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     example = ((torch.randn(1, 4),), {})
-    with pytest.raises(ConfigurationError, match="fewer parts .* than the 3 processes of this run. Start fewer processes"):
+    with pytest.raises(
+        ConfigurationError, match="fewer parts .* than the 3 processes of this run. Start fewer processes"
+    ):
         plan_of(model, model.forward, "auto", None, example, 3)
     with pytest.raises(ConfigurationError, match="4 tensors of the model have no values.*meta device"):
         plan_of(model.to("meta"), model.forward, "auto", None, example, 2)
@@ -227,5 +229,8 @@ def test_chunks_are_cut_and_put_together() -> None:
     joined = merge(pieces, 2)
     assert joined[0]["x"].flatten().tolist() == list(range(6)) and joined[0]["whole"].tolist() == [0, 1, 2, 3]
     assert take(joined, 6, 5)[0]["x"].shape == (5, 1)
-    with pytest.raises(ConfigurationError, match=r"tensor of shape \(\).*Call the model without labels, or prepare it with num_chunks=1"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"tensor of shape \(\).*Call the model without labels, or prepare it with num_chunks=1",
+    ):
         merge([torch.tensor(1.0), torch.tensor(2.0)], 2)

@@ -87,7 +87,9 @@ def space_taken_by_building() -> int:
     return space() - before
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the size of the address space is read as Linux tells it")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="the size of the address space is read as Linux tells it"
+)
 def test_building_takes_no_address_space() -> None:
     """The C library keeps the space of what passes through it, which a limit on the address space counts."""
     # In a process of its own: a thread that another test has left may take 64 MB at any moment.
@@ -149,8 +151,12 @@ def test_sizes() -> None:
     assert compute_module_sizes(model, dtype=CustomDtype.INT4)["embed"] == 20
     assert compute_module_sizes(model, dtype="int4")["embed"] == 20
     assert compute_module_sizes(model, dtype="float16", special_dtypes={"embed.weight": "float32"})["embed"] == 160
-    assert compute_module_total_buffer_size(model) == 32 and compute_module_sizes(model, buffers_only=True)["mask"] == 16
-    assert compute_module_sizes(nn.BatchNorm1d(4), dtype="float16")["num_batches_tracked"] == 8, "integers stay as they are"
+    assert (
+        compute_module_total_buffer_size(model) == 32 and compute_module_sizes(model, buffers_only=True)["mask"] == 16
+    )
+    assert compute_module_sizes(nn.BatchNorm1d(4), dtype="float16")["num_batches_tracked"] == 8, (
+        "integers stay as they are"
+    )
     assert calculate_maximum_sizes(model) == (expected, (320, ["blocks.0.up"]))
     assert set(get_module_leaves(sizes)) == {name for name, _ in named_module_tensors(model, recurse=True)}
 
@@ -172,7 +178,9 @@ def test_configurations_that_tie() -> None:
     transformers = pytest.importorskip("transformers", reason="the configurations are those of transformers")
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=10, bos_token_id=0, eos_token_id=0)
     assert check_tied_parameters_in_config(transformers.GPT2LMHeadModel(config))
-    assert not check_tied_parameters_in_config(transformers.GPT2Model(config)) and not check_tied_parameters_in_config(nn.Linear(1, 1))
+    assert not check_tied_parameters_in_config(transformers.GPT2Model(config)) and not check_tied_parameters_in_config(
+        nn.Linear(1, 1)
+    )
 
 
 def test_moving_tensors() -> None:
@@ -234,7 +242,9 @@ def test_offloaded_tensors_come_back(value: torch.Tensor, tmp_path) -> None:
     assert torch.equal(found.double(), value.double())
     if value.numel():
         found.zero_()
-        assert torch.equal(load_offloaded_weight(tmp_path / "a.b.dat", index["a.b"]).double(), value.double()), "the file is unchanged"
+        assert torch.equal(load_offloaded_weight(tmp_path / "a.b.dat", index["a.b"]).double(), value.double()), (
+            "the file is unchanged"
+        )
     (tmp_path / "a.b.dat").write_bytes(b"123")
     with pytest.raises(ConfigurationError, match="has 3 bytes, and its index says"):
         load_offloaded_weight(tmp_path / "a.b.dat", index["a.b"])
@@ -245,12 +255,18 @@ def test_folders_of_offloaded_weights(tmp_path) -> None:
     state = model.state_dict()
     offload_state_dict(tmp_path / "new" / "folder", state)
     loader = OffloadedWeightsLoader(state_dict={"more": torch.ones(1)}, save_folder=tmp_path / "new" / "folder")
-    assert set(loader) == {*state, "more"} and len(loader) == len(state) + 1 and "more" in loader and "less" not in loader
+    assert (
+        set(loader) == {*state, "more"} and len(loader) == len(state) + 1 and "more" in loader and "less" not in loader
+    )
     assert all(torch.equal(loader[name], value) for name, value in state.items())
     with pytest.raises(KeyError):
         loader["less"]
     part = PrefixedDataset(loader, "blocks.0.")
-    assert len(part) == 6 and "up.weight" in part and set(part) == {name[9:] for name in state if name.startswith("blocks.0.")}
+    assert (
+        len(part) == 6
+        and "up.weight" in part
+        and set(part) == {name[9:] for name in state if name.startswith("blocks.0.")}
+    )
     other = Net()
     load_offloaded_weights(other, loader.index, tmp_path / "new" / "folder")
     assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
@@ -261,4 +277,6 @@ def test_folders_of_offloaded_weights(tmp_path) -> None:
     save_offload_index({"b": {"dtype": "float32", "shape": [1]}}, tmp_path)
     assert set(OffloadedWeightsLoader(save_folder=tmp_path)) == {"a", "b"}
     assert OffloadedWeightsLoader({"a": torch.ones(1)}, tmp_path, device="meta")["a"].device.type == "cpu"
-    assert set(extract_submodules_state_dict(state, ["blocks.0", "scale"])) == {"scale"} | {n for n in state if n.startswith("blocks.0.")}
+    assert set(extract_submodules_state_dict(state, ["blocks.0", "scale"])) == {"scale"} | {
+        n for n in state if n.startswith("blocks.0.")
+    }

@@ -22,7 +22,9 @@ def positions(plan: ShardPlan, rank: int, step: int) -> list[int]:
 
 
 @given(lengths, sizes, worlds, flags, flags, st.integers(0, 130))
-def test_ranks_put_together_are_the_stream(length: int, size: int, world: int, drop_last: bool, even: bool, start: int) -> None:
+def test_ranks_put_together_are_the_stream(
+    length: int, size: int, world: int, drop_last: bool, even: bool, start: int
+) -> None:
     plan = ShardPlan(length, size, world, drop_last, even, start)
     steps = max(plan.steps(rank) for rank in range(world))
     stream: list[int] = []
@@ -52,7 +54,9 @@ def test_padding_starts_over_at_the_first_sample(length: int, size: int, world: 
 
 
 @given(lengths, sizes, worlds, flags, st.integers(0, 40))
-def test_an_epoch_continued_at_a_step_is_the_rest_of_the_epoch(length: int, size: int, world: int, drop_last: bool, steps: int) -> None:
+def test_an_epoch_continued_at_a_step_is_the_rest_of_the_epoch(
+    length: int, size: int, world: int, drop_last: bool, steps: int
+) -> None:
     whole = ShardPlan(length, size, world, drop_last)
     rest = ShardPlan(length, size, world, drop_last, start=whole.position_after(steps))
     for rank in range(world):
@@ -67,9 +71,16 @@ def test_another_number_of_ranks_continues_without_loss_or_repetition(
 ) -> None:
     before = ShardPlan(length, size, world)
     steps = min(steps, before.steps(0))
-    handed_out = [p for s in range(steps) for r in range(world) for p in positions(before, r, s)[: before.real_samples(r, s)]]
+    handed_out = [
+        p for s in range(steps) for r in range(world) for p in positions(before, r, s)[: before.real_samples(r, s)]
+    ]
     after = ShardPlan(length, new_size, new_world, start=before.position_after(steps))
-    rest = [p for s in range(after.steps(0)) for r in range(new_world) for p in positions(after, r, s)[: after.real_samples(r, s)]]
+    rest = [
+        p
+        for s in range(after.steps(0))
+        for r in range(new_world)
+        for p in positions(after, r, s)[: after.real_samples(r, s)]
+    ]
     assert handed_out + rest == list(range(length))
 
 
@@ -105,15 +116,21 @@ def test_a_hundred_million_samples_on_16384_ranks_take_no_memory(rank: int) -> N
 
 def test_a_batch_that_cannot_be_divided_names_both_numbers_and_the_sizes_that_can() -> None:
     assert per_process_batch_size(12, 4) == 3
-    with pytest.raises(ConfigurationError, match=r"batch size of 10 cannot be divided among 4 processes. Use a batch size of 8 or 12"):
+    with pytest.raises(
+        ConfigurationError, match=r"batch size of 10 cannot be divided among 4 processes. Use a batch size of 8 or 12"
+    ):
         per_process_batch_size(10, 4)
-    with pytest.raises(ConfigurationError, match=r"batch size of 3 cannot be divided among 4 processes. Use a batch size of 4"):
+    with pytest.raises(
+        ConfigurationError, match=r"batch size of 3 cannot be divided among 4 processes. Use a batch size of 4"
+    ):
         per_process_batch_size(3, 4)
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:
     check_rank(4, 3)
-    with pytest.raises(ConfigurationError, match=r"process_index=4 is not a rank of 4 processes; it must be in \[0, 3\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"process_index=4 is not a rank of 4 processes; it must be in \[0, 3\]"
+    ):
         check_rank(4, 4)
     with pytest.raises(ConfigurationError, match=r"num_processes=0 is not a number of processes"):
         check_rank(0, 0)

@@ -83,14 +83,18 @@ def put_together(shards: list[Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["sequential", "ordered", "unsized", "custom"])
-@given(length=st.integers(0, 60), size=st.integers(1, 5), world=st.integers(1, 5), drop_last=flags, split=flags, even=flags)
+@given(
+    length=st.integers(0, 60), size=st.integers(1, 5), world=st.integers(1, 5), drop_last=flags, split=flags, even=flags
+)
 def test_ranks_put_together_are_the_data_set(
     kind: str, length: int, size: int, world: int, drop_last: bool, split: bool, even: bool
 ) -> None:
     batch_size = size * world if split else size
 
     def shard(rank: int) -> BatchSamplerShard:
-        sampler: Any = SequentialSampler(range(length)) if kind in ("sequential", "custom") else Ordered(length, kind == "ordered")
+        sampler: Any = (
+            SequentialSampler(range(length)) if kind in ("sequential", "custom") else Ordered(length, kind == "ordered")
+        )
         batches = (Custom if kind == "custom" else BatchSampler)(sampler, batch_size, drop_last)
         return BatchSamplerShard(batches, world, rank, split, even)
 
@@ -106,7 +110,11 @@ def test_ranks_put_together_are_the_data_set(
 
 
 @given(
-    sizes=st.lists(st.integers(1, 6), max_size=20), world=st.integers(1, 5), split=flags, batch_size=st.none() | st.just(6), drop_last=flags
+    sizes=st.lists(st.integers(1, 6), max_size=20),
+    world=st.integers(1, 5),
+    split=flags,
+    batch_size=st.none() | st.just(6),
+    drop_last=flags,
 )
 def test_batches_of_any_size_lose_nothing_and_give_every_rank_the_same_number_of_steps(
     sizes: list[int], world: int, split: bool, batch_size: int | None, drop_last: bool
@@ -206,7 +214,9 @@ def test_other_ranks_indices_are_not_drawn_where_arithmetic_will_do() -> None:
 
 
 def test_split_batches_must_divide() -> None:
-    with pytest.raises(ConfigurationError, match="batch size of 3 cannot be divided among 2 processes. Use a batch size of 2 or 4"):
+    with pytest.raises(
+        ConfigurationError, match="batch size of 3 cannot be divided among 2 processes. Use a batch size of 2 or 4"
+    ):
         BatchSamplerShard(BatchSampler(range(10), 3, False), 2, 0, split_batches=True)
 
 

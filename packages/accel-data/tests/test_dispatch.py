@@ -21,7 +21,10 @@ def batch_of(samples: list[int]) -> dict[str, Any]:
     return {
         "x": torch.tensor(samples, dtype=torch.int64),
         "names": [f"sample {i}" for i in samples],
-        "pair": (torch.tensor([[i, i] for i in samples], dtype=torch.int64).view(-1, 2), np.array(samples, dtype=np.int64)),
+        "pair": (
+            torch.tensor([[i, i] for i in samples], dtype=torch.int64).view(-1, 2),
+            np.array(samples, dtype=np.int64),
+        ),
         "records": [{"id": i} for i in samples],
         "scale": torch.tensor(2.0),
         "title": "all of it",
@@ -51,7 +54,9 @@ def steps_of(sizes: list[int]) -> list[Step]:
     even=flags,
     sliced=flags,
 )
-def test_rounds_put_together_are_what_was_read(sizes: list[int], fixed: bool, world: int, split: bool, even: bool, sliced: bool) -> None:
+def test_rounds_put_together_are_what_was_read(
+    sizes: list[int], fixed: bool, world: int, split: bool, even: bool, sliced: bool
+) -> None:
     if fixed:
         sizes = [4 * world] * (len(sizes) - 1) + sizes[-1:]
     dealer = Dealer(world, split, 4 * world if fixed else None, even_batches=even, slice_fn=by_hand if sliced else None)

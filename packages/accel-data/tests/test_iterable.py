@@ -46,11 +46,22 @@ class Sources(Stream):
                 yield number
 
 
-@given(length=st.integers(0, 50), size=st.integers(1, 4), world=st.integers(1, 4), drop_last=flags, split=flags, even=flags)
-def test_ranks_put_together_are_the_stream(length: int, size: int, world: int, drop_last: bool, split: bool, even: bool) -> None:
+@given(
+    length=st.integers(0, 50), size=st.integers(1, 4), world=st.integers(1, 4), drop_last=flags, split=flags, even=flags
+)
+def test_ranks_put_together_are_the_stream(
+    length: int, size: int, world: int, drop_last: bool, split: bool, even: bool
+) -> None:
     plain = DataLoader(Stream(length), batch_size=size * world if split else size, drop_last=drop_last)
     loaders = [
-        prepare_data_loader(plain, num_processes=world, process_index=rank, split_batches=split, even_batches=even, dispatch_batches=False)
+        prepare_data_loader(
+            plain,
+            num_processes=world,
+            process_index=rank,
+            split_batches=split,
+            even_batches=even,
+            dispatch_batches=False,
+        )
         for rank in range(world)
     ]
     steps: list[list[list[int]]] = []
@@ -65,14 +76,27 @@ def test_ranks_put_together_are_the_stream(length: int, size: int, world: int, d
         steps.append(own)
     count = max(map(len, steps))
     stream = [x for step in range(count) for own in steps if step < len(own) for x in own[step]]
-    expected = length // (size * world) * size * world if drop_last and world > 1 else length // size * size if drop_last else length
+    expected = (
+        length // (size * world) * size * world
+        if drop_last and world > 1
+        else length // size * size
+        if drop_last
+        else length
+    )
     assert stream == list(range(expected))
     if even and world > 1:
         assert {len(own) for own in steps} == {count}
         assert remainders <= {(length % (size * world)) or -1, None, -1 if drop_last else None}
 
 
-@given(length=st.integers(0, 40), size=st.integers(1, 4), world=st.integers(1, 4), drop_last=flags, even=flags, start=st.integers(0, 45))
+@given(
+    length=st.integers(0, 40),
+    size=st.integers(1, 4),
+    world=st.integers(1, 4),
+    drop_last=flags,
+    even=flags,
+    start=st.integers(0, 45),
+)
 def test_a_shard_begun_anywhere(length: int, size: int, world: int, drop_last: bool, even: bool, start: int) -> None:
     shards = [IterableDatasetShard(Stream(length), size, drop_last, world, rank) for rank in range(world)]
     for shard in shards:
@@ -137,7 +161,9 @@ def test_a_shard_method_with_other_arguments_is_refused() -> None:
         def shard(self, of: int, which: int) -> Odd:
             return self
 
-    with pytest.raises(ConfigurationError, match=r"Odd.shard takes \(of, which\), but .* must offer shard\(num_shards, index\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"Odd.shard takes \(of, which\), but .* must offer shard\(num_shards, index\)"
+    ):
         prepare_data_loader(DataLoader(Odd(3)), num_processes=2, process_index=0)
 
 

@@ -63,7 +63,11 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor | np.ndarray):
         return left.dtype == right.dtype and left.tolist() == right.tolist()
     if isinstance(left, dict):
-        return type(left) is type(right) and left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+        return (
+            type(left) is type(right)
+            and left.keys() == right.keys()
+            and all(same(left[key], right[key]) for key in left)
+        )
     if isinstance(left, list | tuple):
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return left == right
@@ -135,7 +139,9 @@ def test_a_seedable_order_depends_on_seed_and_epoch_only() -> None:
 
 
 def test_epochs_count_up_by_themselves_also_when_one_is_abandoned() -> None:
-    loader = prepare_data_loader(DataLoader(Numbers(8), batch_size=2, shuffle=True), use_seedable_sampler=True, data_seed=1)
+    loader = prepare_data_loader(
+        DataLoader(Numbers(8), batch_size=2, shuffle=True), use_seedable_sampler=True, data_seed=1
+    )
     expected = [lists(loader) for _ in range(3)]
     loader.set_epoch(0)
     for _ in loader:
@@ -176,7 +182,9 @@ def test_the_gradient_state_follows_nested_and_interleaved_loops() -> None:
     inner = prepare_data_loader(DataLoader(Numbers(3), batch_size=2))
     seen = []
     for _ in outer:
-        seen.append((gradient_state.active_dataloader is outer, gradient_state.end_of_dataloader, gradient_state.remainder))
+        seen.append(
+            (gradient_state.active_dataloader is outer, gradient_state.end_of_dataloader, gradient_state.remainder)
+        )
         for _ in inner:
             assert gradient_state.active_dataloader is inner
             assert gradient_state.remainder == 1
@@ -227,7 +235,16 @@ def first_of(samples: list[Any]) -> Any:
     return torch.stack(samples)
 
 
-SETTINGS = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "prefetch_factor", "persistent_workers"]
+SETTINGS = [
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+]
 
 
 @pytest.mark.parametrize("iterable", [False, True])
@@ -305,7 +322,9 @@ def test_a_loader_that_iterates_in_its_own_way_is_warned_about() -> None:
 def test_sizes() -> None:
     loader = prepare_data_loader(DataLoader(Numbers(10), batch_size=2), num_processes=3, process_index=1)
     assert (loader.batch_size, loader.total_batch_size, loader.total_dataset_length, len(loader)) == (2, 6, 10, 2)
-    loader = prepare_data_loader(DataLoader(Numbers(10), batch_size=6), num_processes=3, process_index=1, split_batches=True)
+    loader = prepare_data_loader(
+        DataLoader(Numbers(10), batch_size=6), num_processes=3, process_index=1, split_batches=True
+    )
     assert (loader.batch_size, loader.total_batch_size, loader.total_dataset_length, len(loader)) == (2, 6, 10, 2)
     assert loader.remainder == -1
     list(loader)

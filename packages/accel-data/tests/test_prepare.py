@@ -11,7 +11,13 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import accel_data
-from accel_data import DataLoaderConfiguration, DataLoaderDispatcher, DataLoaderShard, prepare_data_loader, skip_first_batches
+from accel_data import (
+    DataLoaderConfiguration,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from accel_data.layout import data_ranks
 from accel_state.errors import ConfigurationError
 
@@ -61,7 +67,9 @@ def test_defaults_of_the_configuration() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["begin", "end", "reset", "state_dict", "load_state_dict", "set_epoch", "get_sampler", "set_sampler"])
+@pytest.mark.parametrize(
+    "name", ["begin", "end", "reset", "state_dict", "load_state_dict", "set_epoch", "get_sampler", "set_sampler"]
+)
 def test_methods_of_loaders(name: str) -> None:
     assert callable(getattr(DataLoaderShard, name))
     assert callable(getattr(DataLoaderDispatcher, name))
@@ -73,7 +81,9 @@ def test_a_prepared_loader_is_not_prepared_again() -> None:
 
 
 def test_contradictions_are_named() -> None:
-    with pytest.raises(ConfigurationError, match="batch size of 3 cannot be divided among 2 processes. Use a batch size of 2 or 4"):
+    with pytest.raises(
+        ConfigurationError, match="batch size of 3 cannot be divided among 2 processes. Use a batch size of 2 or 4"
+    ):
         prepare_data_loader(DataLoader(range(9), batch_size=3), num_processes=2, process_index=0, split_batches=True)
     with pytest.raises(ConfigurationError, match=r"process_index=5 is not a rank of 2 processes"):
         prepare_data_loader(DataLoader(range(9)), num_processes=2, process_index=5)
@@ -82,7 +92,9 @@ def test_contradictions_are_named() -> None:
     with pytest.raises(ConfigurationError, match="it cannot serve rank 1 of 2"):
         prepare_data_loader(DataLoader(Stream()), num_processes=2, process_index=1, dispatch_batches=True)
     sampler = DistributedSampler(range(9), num_replicas=4, rank=1)
-    with pytest.raises(ConfigurationError, match="DistributedSampler is for rank 1 of 4, and this process is rank 0 of 2"):
+    with pytest.raises(
+        ConfigurationError, match="DistributedSampler is for rank 1 of 4, and this process is rank 0 of 2"
+    ):
         prepare_data_loader(DataLoader(range(9), sampler=sampler), num_processes=2, process_index=0)
     with pytest.raises(ConfigurationError, match="num_batches=-1 is not a number of batches"):
         skip_first_batches(DataLoader(range(3)), -1)

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from accel_data import prepare_data_loader, skip_first_batches
 from accel_state.errors import ConfigurationError, MissingDependencyError
@@ -204,7 +211,9 @@ def test_resuming_at_every_step_gives_the_uninterrupted_stream(kind: str, world:
         assert resumed.state_dict() is not None
         assert continued(resumed, len(batches) - position) == batches[position:], (position, state["position"])
         if hasattr(resumed.dataset, "reads"):
-            assert resumed.dataset.reads == sum(len(batch) if isinstance(batch, list) else 1 for batch in batches[position:])
+            assert resumed.dataset.reads == sum(
+                len(batch) if isinstance(batch, list) else 1 for batch in batches[position:]
+            )
 
 
 @pytest.mark.parametrize("kind", ["shared generator", "own generator", "process generators", "buckets", "iterable"])
@@ -249,7 +258,10 @@ def test_random_numbers_of_loop_and_data_go_on_as_if_nothing_had_happened(data: 
     def loader() -> Any:
         shuffle = None if data is AugmentedStream else True
         return prepare_data_loader(
-            DataLoader(data(), batch_size=2, shuffle=shuffle), num_processes=world, process_index=0, dispatch_batches=False
+            DataLoader(data(), batch_size=2, shuffle=shuffle),
+            num_processes=world,
+            process_index=0,
+            dispatch_batches=False,
         )
 
     result: list[Any] = []
@@ -325,7 +337,9 @@ def test_states_of_other_loaders_are_refused() -> None:
         build("sequential").load_state_dict(middle)
     workers = build("iterable", 2)
     state = dict(workers.state_dict(), position=2)
-    with pytest.raises(ConfigurationError, match="num_workers=2 in the middle of an epoch, and this one has num_workers=1"):
+    with pytest.raises(
+        ConfigurationError, match="num_workers=2 in the middle of an epoch, and this one has num_workers=1"
+    ):
         build("iterable", 1).load_state_dict(state)
     with pytest.raises(ConfigurationError, match="the state is from 1 processes in the middle of an epoch"):
         build("iterable", 2, 2).load_state_dict(state)
@@ -436,7 +450,9 @@ def test_in_a_new_process(tmp_path: Path) -> None:
     next(iterator), next(iterator)
     torch.save(loader.state_dict(), tmp_path / "loader.pt")
     rest = [batch.tolist() for batch in iterator] + [batch.tolist() for batch in loader]
-    done = subprocess.run([sys.executable, __file__, str(tmp_path / "loader.pt")], capture_output=True, text=True, timeout=110, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path / "loader.pt")], capture_output=True, text=True, timeout=110, check=True
+    )
     assert done.stdout.strip() == str(rest)
 
 
@@ -444,7 +460,9 @@ def test_every_combination_of_samplers_and_ranks_has_a_state_of_plain_values() -
     for kind, world in product(KINDS, (1, 2)):
         loader = build(kind, 0, world)
         next(iterator := iter(loader))
-        assert torch.equal(*[torch.tensor(state["position"]) for state in (loader.state_dict(), through_file(loader.state_dict()))])
+        assert torch.equal(
+            *[torch.tensor(state["position"]) for state in (loader.state_dict(), through_file(loader.state_dict()))]
+        )
         del iterator
 
 

@@ -91,7 +91,9 @@ def gather_names(loader: PreparedLoader) -> tuple[list[str], int]:
             step = [name for part in collectives.all_gather_object(local) for name in part]
         else:
             parts = collectives.all_gather_object(batch["name"])
-            assert len({len(part) for part in parts}) == 1, f"ragged is False, and the sizes are {[len(part) for part in parts]}"
+            assert len({len(part) for part in parts}) == 1, (
+                f"ragged is False, and the sizes are {[len(part) for part in parts]}"
+            )
             step = [name for part in parts for name in part]
             if loader.end_of_dataloader and loader.remainder > 0:
                 step = step[: loader.remainder]
@@ -189,7 +191,10 @@ def check_declared_parts() -> None:
     own = list(range(state.process_index * 10, state.process_index * 10 + 3 + state.process_index))
     plain = DataLoader(own, batch_size=2)
     plain.already_sharded = True
-    for loader in (prepare_data_loader(plain), prepare_data_loader(DataLoader(own, batch_size=2), already_sharded=True)):
+    for loader in (
+        prepare_data_loader(plain),
+        prepare_data_loader(DataLoader(own, batch_size=2), already_sharded=True),
+    ):
         seen = []
         for batch in loader:
             real = len(batch) if loader.real_samples is None else loader.real_samples
@@ -217,27 +222,36 @@ def check_dynamic_batches() -> None:
     batches = [[0], [1, 2], [3, 4, 5], [6], [7, 8, 9, 10], [11], [12, 13]]
     for dispatch, count in product((False, True), range(len(batches) + 1)):
         length = sum(map(len, batches[:count]))
-        loader = prepare_data_loader(DataLoader(Numbers(14), batch_sampler=Ragged(batches[:count])), dispatch_batches=dispatch)
+        loader = prepare_data_loader(
+            DataLoader(Numbers(14), batch_sampler=Ragged(batches[:count])), dispatch_batches=dispatch
+        )
         names, _ = gather_names(loader)
         assert names == [f"sample {i}" for i in range(length)], (dispatch, count, names)
 
 
 def pad_to_longest(samples: list[dict[str, Any]]) -> dict[str, Any]:
     longest = max(int(sample["x"]) for sample in samples) + 1
-    return {"x": torch.stack([torch.full((longest,), int(s["x"])) for s in samples]), "name": [s["name"] for s in samples]}
+    return {
+        "x": torch.stack([torch.full((longest,), int(s["x"])) for s in samples]),
+        "name": [s["name"] for s in samples],
+    }
 
 
 def check_dispatch_of_unequal_shapes() -> None:
     """Batches padded to lengths of their own, the last round incomplete: nothing can be cut, and nothing is lost."""
     for length in (5, 6, 9):
-        loader = prepare_data_loader(DataLoader(Stream(length), batch_size=2, collate_fn=pad_to_longest), dispatch_batches=True)
+        loader = prepare_data_loader(
+            DataLoader(Stream(length), batch_size=2, collate_fn=pad_to_longest), dispatch_batches=True
+        )
         names, _ = gather_names(loader)
         assert names == [f"sample {i}" for i in range(length)]
 
 
 def build_21(dispatch: bool, iterable: bool) -> Any:
     data = Stream(21) if iterable else Numbers(21)
-    plain = DataLoader(data, batch_size=2, shuffle=None if iterable else True, generator=torch.Generator().manual_seed(5))
+    plain = DataLoader(
+        data, batch_size=2, shuffle=None if iterable else True, generator=torch.Generator().manual_seed(5)
+    )
     return prepare_data_loader(plain, dispatch_batches=dispatch, put_on_device=True)
 
 
@@ -313,7 +327,9 @@ def read_failing(dispatch: bool, sources: bool) -> None:
         data: Any = Failing()
         loader = prepare_data_loader(DataLoader(data, batch_size=1), already_sharded=True)
     else:
-        loader = prepare_data_loader(DataLoader(Stream(20, fail_at=9), batch_size=2), dispatch_batches=dispatch, put_on_device=True)
+        loader = prepare_data_loader(
+            DataLoader(Stream(20, fail_at=9), batch_size=2), dispatch_batches=dispatch, put_on_device=True
+        )
     for _ in loader:
         pass
 

@@ -55,7 +55,12 @@ def test_on_a_cpu_the_native_one_is_taken_and_the_log_says_why(caplog: pytest.Lo
 
 @pytest.mark.parametrize(
     ("has_te", "has_ao", "in_8_bits", "expected"),
-    [(True, True, True, "te"), (False, True, True, "ao"), (False, False, True, "native"), (False, True, False, "native")],
+    [
+        (True, True, True, "te"),
+        (False, True, True, "ao"),
+        (False, False, True, "native"),
+        (False, True, False, "native"),
+    ],
 )
 def test_on_a_gpu_the_best_of_what_is_installed_is_taken(
     monkeypatch: pytest.MonkeyPatch, has_te: bool, has_ao: bool, in_8_bits: bool, expected: str
@@ -106,7 +111,9 @@ def test_torchao_takes_its_own_settings_and_filters() -> None:
     from torchao.float8 import Float8LinearConfig
 
     config = Float8LinearConfig(emulate=True)
-    model = convert(network(), FP8Recipe(backend="ao", config=config, module_filter_func=lambda layer, name: name == "0"))
+    model = convert(
+        network(), FP8Recipe(backend="ao", config=config, module_filter_func=lambda layer, name: name == "0")
+    )
     assert [name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"] == ["0"]
     assert model[0].config.emulate  # type: ignore[index]
     plain = convert_model_to_fp8_ao(network())
@@ -117,7 +124,11 @@ def test_torchao_takes_its_own_settings_and_filters() -> None:
 
 @with_torchao
 def test_torchao_gathers_in_8_bits_only_what_is_sharded() -> None:
-    for recipe, sharded, expected in (("tensorwise", True, True), ("tensorwise", False, False), ("rowwise", True, False)):
+    for recipe, sharded, expected in (
+        ("tensorwise", True, True),
+        ("tensorwise", False, False),
+        ("rowwise", True, False),
+    ):
         model = convert(network(), FP8Recipe(backend="ao", ao_recipe=recipe), sharded=sharded)
         assert model[2].config.enable_fsdp_float8_all_gather is expected  # type: ignore[index]
 

@@ -59,9 +59,16 @@ def steps(model: nn.Module, count: int, size: float = 1.0) -> None:
         ("HYBRID", "max", 0, 2, 1),
     ],
 )
-def test_histories_and_scales_follow_the_recipe(fp8_format: str, algorithm: str, margin: int, interval: int, length: int) -> None:
+def test_histories_and_scales_follow_the_recipe(
+    fp8_format: str, algorithm: str, margin: int, interval: int, length: int
+) -> None:
     model = network(
-        fp8_format=fp8_format, amax_compute_algo=algorithm, margin=margin, interval=interval, amax_history_len=length, scaling="delayed"
+        fp8_format=fp8_format,
+        amax_compute_algo=algorithm,
+        margin=margin,
+        interval=interval,
+        amax_history_len=length,
+        scaling="delayed",
     )
     watches = {0: Watch(model[0]), 2: Watch(model[2])}
     steps(model, 7)
@@ -134,7 +141,9 @@ def test_activation_checkpointing_changes_neither_results_nor_histories(reentran
 
     torch.manual_seed(0)
     recipe = FP8Recipe(amax_history_len=4, module_filter_func=always)
-    state = train(convert_to_native(Checkpointed(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))), recipe))
+    state = train(
+        convert_to_native(Checkpointed(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))), recipe)
+    )
     expected = train(network(amax_history_len=4))
     assert all(torch.equal(state[f"layers.{name}"], tensor) for name, tensor in expected.items())
     assert expected["0.fp8_updates"] == 4

@@ -134,7 +134,9 @@ def history_is_the_largest_of_all_ranks() -> dict[str, Any]:
     train(ddp, last=4)
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     alone = convert_to_native(
-        nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)), FP8Recipe(amax_history_len=4), groups[rank]
+        nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)),
+        FP8Recipe(amax_history_len=4),
+        groups[rank],
     )
     apart = convert_to_native(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), FP8Recipe(), None, False)
     for one in (alone, apart):

@@ -54,7 +54,10 @@ def test_rounding_stays_within_its_bound(data: st.DataObject, fmt: Float8Format,
 
 
 @given(
-    data=st.data(), formats=st.tuples(FORMATS, st.just(E4M3)), rowwise=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16])
+    data=st.data(),
+    formats=st.tuples(FORMATS, st.just(E4M3)),
+    rowwise=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 @settings(max_examples=80, deadline=None)
 def test_a_product_stays_within_its_bound(

@@ -42,7 +42,9 @@ def one_layer(inputs: int = 32, outputs: int = 48, bias: bool = True, **settings
 
 def stack() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 30), nn.ReLU(), nn.Linear(30, 16))
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 30), nn.ReLU(), nn.Linear(30, 16)
+    )
 
 
 def within(got: Tensor, exact: Tensor, bound: Tensor) -> bool:
@@ -60,7 +62,13 @@ def within(got: Tensor, exact: Tensor, bound: Tensor) -> bool:
 )
 @settings(max_examples=60, deadline=None)
 def test_the_three_products_of_a_layer_are_within_the_bound_of_their_formats(
-    rows: int, scaling: str, fp8_format: str, override: tuple[bool, bool, bool], magnitude: int, outlier: bool, seed: int
+    rows: int,
+    scaling: str,
+    fp8_format: str,
+    override: tuple[bool, bool, bool],
+    magnitude: int,
+    outlier: bool,
+    seed: int,
 ) -> None:
     model = one_layer(bias=False, scaling=scaling, fp8_format=fp8_format, override_linear_precision=override, margin=0)
     generator = torch.Generator().manual_seed(seed)
@@ -174,9 +182,16 @@ def test_evaluation_is_in_high_precision_unless_asked_otherwise() -> None:
 
 def test_which_layers_are_converted() -> None:
     model = convert_to_native(stack(), FP8Recipe())
-    assert [type(layer) is NativeLinear for layer in model if isinstance(layer, nn.Linear)] == [False, True, False, False]
+    assert [type(layer) is NativeLinear for layer in model if isinstance(layer, nn.Linear)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     chosen = convert_to_native(stack(), FP8Recipe(module_filter_func=lambda layer, name: name in ("0", "4")))
-    assert [name for name, layer in chosen.named_modules() if isinstance(layer, NativeLinear)] == ["0"], "30 is no multiple of 16"
+    assert [name for name, layer in chosen.named_modules() if isinstance(layer, NativeLinear)] == ["0"], (
+        "30 is no multiple of 16"
+    )
     assert not has_native_layers(convert_to_native(nn.Linear(32, 32), FP8Recipe())), "first and last at once"
     assert not has_native_layers(convert_to_native(nn.ReLU(), FP8Recipe()))
 
@@ -190,7 +205,12 @@ def test_subclasses_whose_forward_is_their_own_are_left_alone() -> None:
 
 def test_the_filter_by_name() -> None:
     model = stack()
-    assert [filter_first_and_last_linear_layers(model, name) for name in ("0", "2", "4", "6")] == [False, True, False, False]
+    assert [filter_first_and_last_linear_layers(model, name) for name in ("0", "2", "4", "6")] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert filter_first_and_last_linear_layers(model[0], "0") and not filter_first_and_last_linear_layers(model[4], "4")
 
 
@@ -235,7 +255,9 @@ def test_converting_twice_changes_nothing_and_with_other_settings_is_refused() -
 
 
 def test_copies_and_pickles_train_on_their_own() -> None:
-    model = convert_to_native(stack(), FP8Recipe(amax_history_len=4, module_filter_func=lambda layer, name: name == "2"))
+    model = convert_to_native(
+        stack(), FP8Recipe(amax_history_len=4, module_filter_func=lambda layer, name: name == "2")
+    )
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         for _ in range(2):
             twin(torch.randn(8, 32)).sum().backward()

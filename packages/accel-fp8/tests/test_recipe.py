@@ -63,5 +63,8 @@ def test_the_launchers_settings_with_the_callers_on_top() -> None:
     with patch_environment(ACCELERATE_FP8_BACKEND="native", ACCELERATE_FP8_MARGIN="3", ACCELERATE_FP8_FORMAT="E4M3"):
         recipe = FP8Recipe.from_environment(margin=1, fp8_format=None)
     assert (recipe.backend, recipe.margin, recipe.fp8_format) == ("native", 1, "E4M3")
-    with patch_environment(ACCELERATE_FP8_MARGIN="many"), pytest.raises(ConfigurationError, match="ACCELERATE_FP8_MARGIN.*from 0 to 32"):
+    with (
+        patch_environment(ACCELERATE_FP8_MARGIN="many"),
+        pytest.raises(ConfigurationError, match="ACCELERATE_FP8_MARGIN.*from 0 to 32"),
+    ):
         FP8Recipe.from_environment()

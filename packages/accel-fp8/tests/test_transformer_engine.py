@@ -15,7 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-from accel_fp8 import FP8Recipe, apply_fp8_autowrap, contextual_fp8_autocast, convert_model, create_backend, has_transformer_engine_layers
+from accel_fp8 import (
+    FP8Recipe,
+    apply_fp8_autowrap,
+    contextual_fp8_autocast,
+    convert_model,
+    create_backend,
+    has_transformer_engine_layers,
+)
 from accel_fp8.backends import te as te_backend
 from accel_state.errors import ConfigurationError, MissingDependencyError
 
@@ -45,7 +52,9 @@ def network() -> nn.Module:
         {
             "first": nn.Linear(16, 32),
             "norm": nn.LayerNorm(32, eps=1e-3),
-            "inner": nn.Sequential(nn.Linear(32, 32, bias=False), nn.LayerNorm(32, elementwise_affine=False), nn.LayerNorm((4, 8))),
+            "inner": nn.Sequential(
+                nn.Linear(32, 32, bias=False), nn.LayerNorm(32, elementwise_affine=False), nn.LayerNorm((4, 8))
+            ),
             "shared": shared,
             "again": shared,
             "odd": nn.Linear(32, 10),
@@ -93,8 +102,15 @@ def test_only_one_kind_of_layer(te: Any, linear: bool, norm: bool) -> None:
 
 
 def test_the_recipe_in_its_own_terms(te: Any) -> None:
-    recipe = te_backend.build_recipe(FP8Recipe(margin=2, fp8_format="e4m3", amax_history_len=8, amax_compute_algo="max"))
-    assert (recipe.margin, recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo) == (2, "E4M3", 8, "max")
+    recipe = te_backend.build_recipe(
+        FP8Recipe(margin=2, fp8_format="e4m3", amax_history_len=8, amax_compute_algo="max")
+    )
+    assert (recipe.margin, recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo) == (
+        2,
+        "E4M3",
+        8,
+        "max",
+    )
     assert type(te_backend.build_recipe(FP8Recipe(use_mxfp8_block_scaling=True))).__name__ == "MXFP8BlockScaling"
 
 
@@ -110,7 +126,9 @@ def test_an_older_version_gets_them_and_has_no_block_scaling(te: Any, monkeypatc
     given = {}
 
     class Older:
-        def __init__(self, margin, interval, fp8_format, amax_history_len, amax_compute_algo, override_linear_precision):
+        def __init__(
+            self, margin, interval, fp8_format, amax_history_len, amax_compute_algo, override_linear_precision
+        ):
             given.update(interval=interval, override=override_linear_precision)
 
     monkeypatch.setattr(recipes, "DelayedScaling", Older)
@@ -145,7 +163,10 @@ def test_a_newer_version_calls_its_autocast_otherwise(te: Any, monkeypatch: pyte
     old = te.fp8_autocast
     monkeypatch.delattr(te, "fp8_autocast")
     monkeypatch.setattr(
-        te, "autocast", lambda enabled, recipe, amax_reduction_group: old(enabled, recipe, amax_reduction_group), raising=False
+        te,
+        "autocast",
+        lambda enabled, recipe, amax_reduction_group: old(enabled, recipe, amax_reduction_group),
+        raising=False,
     )
     with te_backend.te_autocast(True, "recipe", "group"):
         pass
@@ -158,7 +179,9 @@ def test_what_it_says_of_the_machine_is_passed_on(te: Any, monkeypatch: pytest.M
     reason = te_backend.TransformerEngineBackend.unavailable(device)
     assert reason is not None and "compute capability 8.9" in reason
     monkeypatch.delattr(te, "is_fp8_available")
-    monkeypatch.setattr(te, "fp8", type("fp8", (), {"check_fp8_support": staticmethod(lambda: (True, ""))}), raising=False)
+    monkeypatch.setattr(
+        te, "fp8", type("fp8", (), {"check_fp8_support": staticmethod(lambda: (True, ""))}), raising=False
+    )
     assert te_backend.TransformerEngineBackend.unavailable(device) is None
     assert te_backend.TransformerEngineBackend.merit(device) is not None
 
@@ -180,7 +203,9 @@ def test_without_it_the_message_says_how_to_get_it() -> None:
     for call in (lambda: convert_model(network()), lambda: has_transformer_engine_layers(network())):
         with pytest.raises(MissingDependencyError, match=r"pip install 'accel-fp8\[te\]'"):
             call()
-    with pytest.raises(ConfigurationError, match="'te' cannot compute here: Transformer Engine computes on NVIDIA GPUs only"):
+    with pytest.raises(
+        ConfigurationError, match="'te' cannot compute here: Transformer Engine computes on NVIDIA GPUs only"
+    ):
         create_backend(FP8Recipe(backend="te"), torch.device("cpu"))
     assert te_backend.TransformerEngineBackend.unavailable(torch.device("cuda")) is None
     with pytest.raises(MissingDependencyError, match=r"pip install 'accel-fp8\[te\]'"):

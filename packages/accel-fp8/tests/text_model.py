@@ -31,7 +31,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n, length, width = x.shape
         query, key, value = (
-            part.view(n, length, self.heads, -1).transpose(1, 2) for part in self.qkv(self.before_attention(x)).split(width, dim=-1)
+            part.view(n, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.before_attention(x)).split(width, dim=-1)
         )
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(n, length, width))

@@ -146,12 +146,16 @@ def wait_until() -> Callable[..., None]:
 
 
 @pytest.fixture
-def sleepers(shell: Shell, started: Callable[..., subprocess.Popen[str]], wait_until: Callable[..., None]) -> Callable[..., Any]:
+def sleepers(
+    shell: Shell, started: Callable[..., subprocess.Popen[str]], wait_until: Callable[..., None]
+) -> Callable[..., Any]:
     """Start a two-rank launch whose ranks write their pids and sleep; returns the launcher and the pids."""
 
     def start(extra: str = "", *options: str) -> tuple[subprocess.Popen[str], list[int]]:
         script = (
-            "import os, signal, sys, time, pathlib\n" + extra + "\npathlib.Path('pid' + os.environ['RANK']).write_text(str(os.getpid()))\n"
+            "import os, signal, sys, time, pathlib\n"
+            + extra
+            + "\npathlib.Path('pid' + os.environ['RANK']).write_text(str(os.getpid()))\n"
         )
         script += "time.sleep(300)\n"
         (shell.folder / "sleep.py").write_text(script)

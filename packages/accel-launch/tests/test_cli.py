@@ -41,7 +41,9 @@ def test_import_is_light_and_changes_no_variable(shell) -> None:
 
 def test_help_lists_commands_and_options(shell) -> None:
     top = shell.accel("--help")
-    assert top.returncode == 0 and re.search(r"^  launch +start a script on one or many processes", top.stdout, re.MULTILINE)
+    assert top.returncode == 0 and re.search(
+        r"^  launch +start a script on one or many processes", top.stdout, re.MULTILINE
+    )
     help_text = shell.accel("launch", "--help")
     assert help_text.returncode == 0
     for word in ("--num_processes N", "--module, -m", "OMP_NUM_THREADS", "--cpu"):
@@ -59,7 +61,9 @@ def test_unknown_command(shell) -> None:
     assert result.stderr == "accel: error: 'lauch' is not a command. Did you mean launch? `accel --help` lists them.\n"
 
 
-def install_command(shell, name: str, module: str, text: str, group: str = "accel.commands", attribute: str = "COMMAND") -> None:
+def install_command(
+    shell, name: str, module: str, text: str, group: str = "accel.commands", attribute: str = "COMMAND"
+) -> None:
     """What pip leaves behind of a package with an entry point."""
     shell.write(f"{module}.py", text)
     info = shell.folder / f"{module}-1.0.dist-info"

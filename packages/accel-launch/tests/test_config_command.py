@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from accel_launch.config.read.read import load_settings
-from accel_launch.config.read.update import update_file
-from accel_launch.config.read.write import write_basic_config, write_file
+from accel_launch.config.read import load_settings
+from accel_launch.config.update import update_file
+from accel_launch.config.write import write_basic_config, write_file
 
 from accel_launch.config.read import write
 from accel_state.errors import ConfigurationError
@@ -36,7 +36,11 @@ def default_file(shell) -> Path:
 
 def fails(shell, *words: str | Path, **env: str) -> str:
     result = shell.accel("config", *words, **env)
-    assert result.returncode == 2 and "Traceback" not in result.stderr, (result.returncode, result.stdout, result.stderr)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, (
+        result.returncode,
+        result.stdout,
+        result.stderr,
+    )
     assert result.stderr.startswith("accel config: error: ") and result.stderr.count("\n") == 1
     return result.stderr
 
@@ -63,7 +67,9 @@ class TestDefault:
         path = default_file(shell)
         assert (result.returncode, result.stdout) == (0, f"Configuration saved in {path}\n")
         content = yaml.safe_load(path.read_text())
-        assert content["mixed_precision"] == "bf16" and content["num_processes"] >= 1 and list(content) == sorted(content)
+        assert (
+            content["mixed_precision"] == "bf16" and content["num_processes"] >= 1 and list(content) == sorted(content)
+        )
         assert content["distributed_type"] == ("NO" if content["num_processes"] == 1 else "MULTI_GPU")
         shell.write("s.py", "import os; print(os.environ['ACCELERATE_MIXED_PRECISION'])")
         assert shell.accel("launch", "--num_processes", "1", "s.py").stdout == "bf16\n"
@@ -80,9 +86,13 @@ class TestDefault:
         assert not (shell.folder / "c.toml").exists()
 
     def test_bad_precision(self, shell) -> None:
-        assert "mixed_precision: 'fp61' is not one of no, fp16, bf16, fp8" in fails(shell, "default", "--mixed_precision", "fp61")
+        assert "mixed_precision: 'fp61' is not one of no, fp16, bf16, fp8" in fails(
+            shell, "default", "--mixed_precision", "fp61"
+        )
 
-    def test_write_basic_config(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_write_basic_config(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         assert write_basic_config("fp16") == tmp_path / "hf" / "accel" / "default_config.yaml"
         assert write_basic_config("bf16", tmp_path / "a" / "b.json") == tmp_path / "a" / "b.json"
@@ -105,11 +115,17 @@ class TestUpdate:
         assert result.returncode == 0, result.stderr
         content = yaml.safe_load(path.read_text())
         assert content["mixed_precision"] == "fp16" and content["num_processes"] == 2
-        assert content["dynamo_config"] == {"dynamo_backend": "EAGER"} and not {"fp16", "dynamo_backend", "use_mps_device"} & set(content)
+        assert content["dynamo_config"] == {"dynamo_backend": "EAGER"} and not {
+            "fp16",
+            "dynamo_backend",
+            "use_mps_device",
+        } & set(content)
         assert content["machine_rank"] == 0 and "use_cpu" not in content, "what the file leaves to the machine stays so"
         assert f"{path}, line 2: fp16 is now a value of mixed_precision\n" in result.stdout
         lines = path.read_text().splitlines()
-        assert "num_processes: 2  # both" in lines and lines[-1] == "# of the old days", "what was said of a key that is gone comes last"
+        assert "num_processes: 2  # both" in lines and lines[-1] == "# of the old days", (
+            "what was said of a key that is gone comes last"
+        )
         assert os.listdir(shell.folder) == ["old.yaml"]
 
     def test_comments_stay_with_what_they_are_about(self, shell) -> None:
@@ -141,9 +157,9 @@ class TestUpdate:
             prefetch = lines.index("  fsdp_backward_prefetch: BACKWARD_PRE  # faster")
             assert prefetch > where and lines[prefetch - 1] == "  # per block"
         after = load_settings({"config_file": str(path)}, environ={})
-        assert {name: after[name] for name in before.settings} | {"config_file": 0} == {name: before[name] for name in before.settings} | {
-            "config_file": 0
-        }
+        assert {name: after[name] for name in before.settings} | {"config_file": 0} == {
+            name: before[name] for name in before.settings
+        } | {"config_file": 0}
         assert os.listdir(shell.folder) == ["old.yaml"]
 
     def test_a_file_with_comments_that_becomes_json_is_kept(self, shell, tmp_path: Path) -> None:
@@ -162,7 +178,9 @@ class TestUpdate:
         assert yaml.safe_load(default_file(shell).read_text())["num_processes"] == 3
         assert f"num_processes: 3 in {default_file(shell)}" in shell.accel("config", "show").stdout
 
-    @pytest.mark.parametrize("text", ["num_proceses: 2\n", "num_processes: many\n", "a: [1", "- 1\n", "fsdp_config: 3\n"])
+    @pytest.mark.parametrize(
+        "text", ["num_proceses: 2\n", "num_processes: many\n", "a: [1", "- 1\n", "fsdp_config: 3\n"]
+    )
     def test_a_wrong_file_is_left_as_it_is(self, shell, text: str) -> None:
         path = shell.write("c.yaml", text)
         message = fails(shell, "update", "--config_file", path)
@@ -173,8 +191,12 @@ class TestUpdate:
         path = shell.write("c.yaml", "# one\nnum_processes: 2\nuse_mps_device: true\n")
         shell.write("c.yaml.bak", "precious")
         notes = update_file(path, shell.folder / "c.json")
-        assert (shell.folder / "c.yaml.bak").read_text() == "precious" and "# one" in (shell.folder / "c.yaml.bak1").read_text()
-        assert f"{path}, line 3: use_mps_device is left out: the device of an Apple machine is found without it" in notes
+        assert (shell.folder / "c.yaml.bak").read_text() == "precious" and "# one" in (
+            shell.folder / "c.yaml.bak1"
+        ).read_text()
+        assert (
+            f"{path}, line 3: use_mps_device is left out: the device of an Apple machine is found without it" in notes
+        )
 
     def test_the_file_that_the_environment_names(self, shell) -> None:
         path = shell.write("c.yaml", "fp16: true\n")
@@ -191,14 +213,18 @@ class TestUpdate:
 @pytest.mark.parametrize(
     "name", ["x" * 300 + ".yaml", "~nobody-of-this-name/x.yaml", "a/" * 3000 + "x.yaml"], ids=["long", "nobody", "deep"]
 )
-@pytest.mark.parametrize("words", [["default"], ["update"], ["show"], []], ids=["default", "update", "show", "questions"])
+@pytest.mark.parametrize(
+    "words", [["default"], ["update"], ["show"], []], ids=["default", "update", "show", "questions"]
+)
 def test_names_that_no_file_can_have(shell, name: str, words: list[str]) -> None:
     if words == ["default"] and name.startswith("~"):
         assert shell.accel("config", "default", "--config_file", name).returncode == 0  # as the shell itself takes it
         return
     result = shell.accel("config", *words, "--config_file", name)
     assert (
-        result.returncode == 2 and result.stderr.splitlines()[-1].startswith("accel config: error: ") and "Traceback" not in result.stderr
+        result.returncode == 2
+        and result.stderr.splitlines()[-1].startswith("accel config: error: ")
+        and "Traceback" not in result.stderr
     )
     assert shell.accel("launch", "--config_file", name, "s.py").returncode == 2
     assert shell.accel("config", "show", HF_HOME=name).returncode == 0
@@ -210,7 +236,8 @@ class TestShow:
         words = ["config", "show", "--config_file", "c.yaml", "--num_processes", "4", "--json"]
         shown = json.loads(shell.accel(*words, ACCELERATE_MIXED_PRECISION="bf16").stdout)["settings"]
         origin = {
-            name: (shown[name]["value"], shown[name]["source"]) for name in ("num_processes", "mixed_precision", "num_machines", "role")
+            name: (shown[name]["value"], shown[name]["source"])
+            for name in ("num_processes", "mixed_precision", "num_machines", "role")
         }
         assert origin == {
             "num_processes": (4, "command line"),
@@ -219,13 +246,20 @@ class TestShow:
             "role": ("default", "default"),
         }
         table = shell.accel(*words[:-1], ACCELERATE_MIXED_PRECISION="bf16").stdout
-        assert "--num_processes 4" in table and "ACCELERATE_MIXED_PRECISION=bf16" in table and "num_machines: 1 in c.yaml, line 3" in table
+        assert (
+            "--num_processes 4" in table
+            and "ACCELERATE_MIXED_PRECISION=bf16" in table
+            and "num_machines: 1 in c.yaml, line 3" in table
+        )
         assert "FSDP (not in use)" in table and "FSDP\n" in shell.accel("config", "show", "--use_fsdp").stdout
 
     def test_notes_and_secrets(self, shell) -> None:
         shell.write("c.yaml", "ipex_config: {ipex: true}\nfp16: true\n")
         result = shell.accel("config", "show", "--config_file", "c.yaml", AWS_SECRET_ACCESS_KEY="hush")
-        assert "note: c.yaml, line 2: fp16 is now" in result.stdout and "note: ipex_config.ipex: true in c.yaml, line 1" in result.stdout
+        assert (
+            "note: c.yaml, line 2: fp16 is now" in result.stdout
+            and "note: ipex_config.ipex: true in c.yaml, line 1" in result.stdout
+        )
         assert "hush" not in result.stdout and "(hidden)" in result.stdout
         assert "hush" not in shell.accel("config", "show", "--json", AWS_SECRET_ACCESS_KEY="hush").stdout
 
@@ -254,10 +288,16 @@ class TestWriting:
         real.chmod(0o640)
         link.symlink_to(real)
         write_file(link, {"num_processes": 2})
-        assert link.is_symlink() and real.read_text() == "num_processes: 2\n" and stat.S_IMODE(real.stat().st_mode) == 0o640
+        assert (
+            link.is_symlink()
+            and real.read_text() == "num_processes: 2\n"
+            and stat.S_IMODE(real.stat().st_mode) == 0o640
+        )
 
     @pytest.mark.parametrize("broken", ["fsync", "replace"])
-    def test_a_full_disk_leaves_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    def test_a_full_disk_leaves_the_old_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+    ) -> None:
         path = tmp_path / "c.yaml"
         path.write_text("num_processes: 1\n")
 
@@ -278,7 +318,10 @@ class TestWriting:
 
     @pytest.mark.parametrize("suffix", [".yaml", ".json"])
     def test_any_text_comes_back(self, tmp_path: Path, suffix: str) -> None:
-        content = {"additional_args": {"a": "\ud800", "b": "\N{GREEK SMALL LETTER BETA}"}, "compute_environment": "AMAZON_SAGEMAKER"}
+        content = {
+            "additional_args": {"a": "\ud800", "b": "\N{GREEK SMALL LETTER BETA}"},
+            "compute_environment": "AMAZON_SAGEMAKER",
+        }
         write_file(tmp_path / f"c{suffix}", content)
         assert (
             load_settings({"config_file": str(tmp_path / f"c{suffix}")}, environ={})["sagemaker_additional_args"]
@@ -298,7 +341,12 @@ class TestEnv:
     def test_it_prints_versions_devices_and_configuration(self, shell) -> None:
         shell.accel("config", "default")
         text = shell.accel("env", ACCELERATE_LOG_LEVEL="info", OMP_NUM_THREADS="1").stdout
-        for part in ("- accel-launch version: ", "- PyTorch version: ", "- Python version: ", "\t- compute_environment: LOCAL_MACHINE"):
+        for part in (
+            "- accel-launch version: ",
+            "- PyTorch version: ",
+            "- Python version: ",
+            "\t- compute_environment: LOCAL_MACHINE",
+        ):
             assert part in text
         assert "\t- ACCELERATE_LOG_LEVEL: info" in text and f"- Configuration file: {default_file(shell)}" in text
 
@@ -310,7 +358,10 @@ class TestEnv:
     def test_a_broken_file_is_a_fact(self, shell) -> None:
         path = shell.write("c.yaml", "num_proceses: 2\n")
         facts = json.loads(shell.accel("env", "--json", "--config_file", path).stdout)
-        assert facts["Configuration"] == {"num_proceses": 2} and "Did you mean num_processes?" in facts["Configuration error"]
+        assert (
+            facts["Configuration"] == {"num_proceses": 2}
+            and "Did you mean num_processes?" in facts["Configuration error"]
+        )
 
     def test_without_torch(self, shell) -> None:
         shell.write("torch.py", "raise ImportError('broken wheel')")
@@ -352,7 +403,8 @@ def test_console_scripts(shell) -> None:
 
 def test_options_of_every_kind_from_python(shell) -> None:
     shell.write(
-        "s.py", "import os; print(*(os.environ.get(name) for name in ('FSDP_OFFLOAD_PARAMS', 'FSDP_VERSION', 'AWS_SECRET_ACCESS_KEY')))"
+        "s.py",
+        "import os; print(*(os.environ.get(name) for name in ('FSDP_OFFLOAD_PARAMS', 'FSDP_VERSION', 'AWS_SECRET_ACCESS_KEY')))",
     )
     result = shell.python(
         """
@@ -374,14 +426,21 @@ class TestStreams:
     def run(self, shell, words: str, **env: str) -> subprocess.CompletedProcess[bytes]:
         command = f"exec {shlex.quote(sys.executable)} -m accel_launch {words}"
         return subprocess.run(
-            ["bash", "-c", command], cwd=shell.folder, env={**shell.env, **env}, capture_output=True, timeout=110, check=False
+            ["bash", "-c", command],
+            cwd=shell.folder,
+            env={**shell.env, **env},
+            capture_output=True,
+            timeout=110,
+            check=False,
         )
 
     @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
     @pytest.mark.parametrize("words", ["--help", "config show", "config show --json", "env"])
     def test_a_full_disk(self, shell, words: str) -> None:
         result = self.run(shell, f"{words} > /dev/full")
-        assert result.returncode == 2 and result.stderr.count(b"\n") == 1 and b"No space left on device" in result.stderr
+        assert (
+            result.returncode == 2 and result.stderr.count(b"\n") == 1 and b"No space left on device" in result.stderr
+        )
 
     @pytest.mark.parametrize("words", ["config show", "config default --config_file c.yaml"])
     def test_no_output(self, shell, words: str) -> None:
@@ -390,14 +449,22 @@ class TestStreams:
     def test_no_input(self, shell) -> None:
         for end in ("<&-", "</dev/null"):
             result = self.run(shell, f"config --config_file c.yaml {end}")
-            assert result.returncode == 2 and b"the input ended at the question for compute_environment" in result.stderr
+            assert (
+                result.returncode == 2 and b"the input ended at the question for compute_environment" in result.stderr
+            )
 
     def test_bytes_that_are_no_text(self, shell) -> None:
         shell.folder.joinpath("answers").write_bytes(b"\xff\n\n\n\xff\n" + b"\n" * 20)
         result = self.run(shell, "config --config_file c.yaml < answers")
-        assert result.returncode == 0 and b"Traceback" not in result.stderr and b"holds bytes that are no text" in result.stdout
+        assert (
+            result.returncode == 0
+            and b"Traceback" not in result.stderr
+            and b"holds bytes that are no text" in result.stdout
+        )
 
     def test_a_terminal_without_the_letters(self, shell) -> None:
         shell.write("\N{GREEK SMALL LETTER ALPHA}.yaml", "role: \N{GREEK SMALL LETTER BETA}\n")
-        result = self.run(shell, "config show --config_file \N{GREEK SMALL LETTER ALPHA}.yaml", PYTHONIOENCODING="ascii")
+        result = self.run(
+            shell, "config show --config_file \N{GREEK SMALL LETTER ALPHA}.yaml", PYTHONIOENCODING="ascii"
+        )
         assert result.returncode == 0 and rb"role: \u03b2 in \u03b1.yaml, line 1" in result.stdout

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from accel_launch.config.read.read import load_settings
-from accel_launch.config.read.update import update_file
+from accel_launch.config.read import load_settings
+from accel_launch.config.update import update_file
 
 from accel_launch.accelerators.registry import find_visible
 from accel_launch.cli import main
@@ -38,7 +38,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         num_processes: 2
         use_cpu: false
         """,
-        {"distributed_type": "MULTI_GPU", "mixed_precision": "fp16", "num_processes": 2, "cpu": False, "main_process_ip": None},
+        {
+            "distributed_type": "MULTI_GPU",
+            "mixed_precision": "fp16",
+            "num_processes": 2,
+            "cpu": False,
+            "main_process_ip": None,
+        },
         {"ACCELERATE_MIXED_PRECISION": "fp16"},
     ),
     "fsdp": (
@@ -108,7 +114,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         num_processes: 2
         use_cpu: false
         """,
-        {"use_deepspeed": True, "zero_stage": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "zero3_init_flag": True},
+        {
+            "use_deepspeed": True,
+            "zero_stage": 2,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 1.0,
+            "zero3_init_flag": True,
+        },
         {
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
@@ -189,7 +201,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         same_network: true
         use_cpu: false
         """,
-        {"use_megatron_lm": True, "megatron_lm_tp_degree": 2, "megatron_lm_pp_degree": 2, "megatron_lm_sequence_parallelism": True},
+        {
+            "use_megatron_lm": True,
+            "megatron_lm_tp_degree": 2,
+            "megatron_lm_pp_degree": 2,
+            "megatron_lm_sequence_parallelism": True,
+        },
         {
             "ACCELERATE_USE_MEGATRON_LM": "true",
             "MEGATRON_LM_TP_DEGREE": "2",
@@ -225,7 +242,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
             "ec2_instance_type": "ml.p3.16xlarge",
             "aws_profile": "xxxxx",
             "pytorch_version": "1.10.2",
-            "sagemaker_additional_args": {"enable_network_isolation": True, "use_spot_instances": True, "max_wait": 86400},
+            "sagemaker_additional_args": {
+                "enable_network_isolation": True,
+                "use_spot_instances": True,
+                "max_wait": 86400,
+            },
         },
         {"ACCELERATE_MIXED_PRECISION": "fp16"},
     ),
@@ -275,7 +296,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         tpu_use_sudo: false
         use_cpu: true
         """,
-        {"mpirun_hostfile": "/data/hostfile", "mpirun_ccl": 1, "num_machines": 4, "num_processes": 16, "main_process_port": 29500},
+        {
+            "mpirun_hostfile": "/data/hostfile",
+            "mpirun_ccl": 1,
+            "num_machines": 4,
+            "num_processes": 16,
+            "main_process_port": 29500,
+        },
         {"CCL_WORKER_COUNT": "1", "ACCELERATE_USE_CPU": "true"},
     ),
     "fp8 with Transformer Engine": (
@@ -313,10 +340,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         LOCAL + "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nnum_processes: 8\nparallelism_config:\n"
         "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n  parallelism_config_tp_size: 2\n",
         {"use_parallelism_config": True, "parallelism_config_tp_size": 2},
-        {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_CP_SIZE": "1"},
+        {
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_TP_SIZE": "2",
+            "PARALLELISM_CONFIG_CP_SIZE": "1",
+        },
     ),
     "tpu pod": (
-        LOCAL + "distributed_type: TPU\ndowncast_bf16: 'yes'\nmixed_precision: bf16\nnum_processes: 8\ntpu_name: pod\ntpu_zone: zone-a\n"
+        LOCAL
+        + "distributed_type: TPU\ndowncast_bf16: 'yes'\nmixed_precision: bf16\nnum_processes: 8\ntpu_name: pod\ntpu_zone: zone-a\n"
         "tpu_use_cluster: true\ntpu_use_sudo: false\ntpu_env: [A=1, B=2]\ntpu_vm: [one, two]\ncommand_file: null\ncommands: [echo hello]\n",
         {
             "tpu": True,
@@ -329,25 +361,29 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"ACCELERATE_DOWNCAST_BF16": "true"},
     ),
     "0.11": (
-        LOCAL + "deepspeed_config: {}\ndistributed_type: 'NO'\nfsdp_config: {}\nmain_process_ip: null\nmain_process_port: null\n"
+        LOCAL
+        + "deepspeed_config: {}\ndistributed_type: 'NO'\nfsdp_config: {}\nmain_process_ip: null\nmain_process_port: null\n"
         "mixed_precision: 'no'\nnum_processes: 1\nuse_cpu: false\n",
         {"mixed_precision": "no", "num_processes": 1},
         {"ACCELERATE_MIXED_PRECISION": "no"},
     ),
     "0.11 with FSDP": (
-        LOCAL + "distributed_type: FSDP\nfsdp_config:\n  min_num_params: 2000\n  offload_params: false\n  sharding_strategy: 1\n"
+        LOCAL
+        + "distributed_type: FSDP\nfsdp_config:\n  min_num_params: 2000\n  offload_params: false\n  sharding_strategy: 1\n"
         "mixed_precision: 'no'\nnum_processes: 2\nuse_cpu: false\n",
         {"fsdp_min_num_params": 2000, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": False},
         {"FSDP_MIN_NUM_PARAMS": "2000", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"},
     ),
     "0.13": (
-        LOCAL + "distributed_type: MPS\ndynamo_backend: 'NO'\ndowncast_bf16: 'no'\ngpu_ids: null\nmegatron_lm_config: {}\n"
+        LOCAL
+        + "distributed_type: MPS\ndynamo_backend: 'NO'\ndowncast_bf16: 'no'\ngpu_ids: null\nmegatron_lm_config: {}\n"
         "mixed_precision: 'no'\nnum_processes: 1\nrdzv_backend: static\nsame_network: true\nuse_mps_device: true\nuse_cpu: false\n",
         {"dynamo_backend": "NO", "distributed_type": "NO"},
         {"ACCELERATE_DYNAMO_BACKEND": "NO"},
     ),
     "1.5 with tensor parallelism": (
-        LOCAL + "distributed_type: TP\nmixed_precision: 'no'\nnum_processes: 2\ntp_config:\n  tp_size: 2\nuse_cpu: false\n",
+        LOCAL
+        + "distributed_type: TP\nmixed_precision: 'no'\nnum_processes: 2\ntp_config:\n  tp_size: 2\nuse_cpu: false\n",
         {"use_parallelism_config": True, "parallelism_config_tp_size": 2, "distributed_type": "MULTI_GPU"},
         {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"},
     ),
@@ -382,7 +418,11 @@ def load(path: Path, **options: str) -> Resolution:
 
 
 def values(settings: Resolution) -> dict[str, Any]:
-    return {name: setting.value for name, setting in settings.settings.items() if not setting.option.retired and name != "config_file"}
+    return {
+        name: setting.value
+        for name, setting in settings.settings.items()
+        if not setting.option.retired and name != "config_file"
+    }
 
 
 @ALL
@@ -412,7 +452,9 @@ def test_update_changes_no_setting(tmp_path: Path, name: str, suffix: str) -> No
     after = load(path)
     assert values(after) == values(before)
     assert not after.notes(), "today's keys only"
-    assert {key: text for key, text in before.environment().items() if text != "false"}.items() <= after.environment().items()
+    assert {
+        key: text for key, text in before.environment().items() if text != "false"
+    }.items() <= after.environment().items()
     update_file(path, path)
     assert values(load(path)) == values(before)
     assert not list(tmp_path.glob(".config*"))
@@ -437,7 +479,9 @@ def test_show_has_every_setting_and_its_place(tmp_path: Path, capsys: pytest.Cap
 
 
 @ALL
-def test_a_dry_run_hands_it_over(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_dry_run_hands_it_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     text, _, variables = CONFIGS[name]
     if "gpu_ids: 0" in text and not find_visible(all_variables()).count:
         pytest.skip("gpu_ids asks for GPUs, and this machine has none")
@@ -459,18 +503,33 @@ def test_a_dry_run_hands_it_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("num_proceses: 2", "num_proceses is not a known key. Did you mean num_processes? Its value is 2. Known: additional_args, "),
+        (
+            "num_proceses: 2",
+            "num_proceses is not a known key. Did you mean num_processes? Its value is 2. Known: additional_args, ",
+        ),
         ("zero_stage: 2", "zero_stage is not a known key. Did you mean deepspeed_config.zero_stage?"),
         ("tpu_cluster2: 2", "Did you mean tpu_cluster?"),
-        ("fsdp_config: {zero_stage: 2}", "fsdp_config.zero_stage is not a known key. Did you mean deepspeed_config.zero_stage?"),
-        ("dynamo_config: {backend: INDUCTOR}", "backend is not a known key. Did you mean dynamo_config.dynamo_backend?"),
-        ("fsdp_config: {fsdp_versoin: 2}", "Did you mean fsdp_config.fsdp_version? Its value is 2. Known: fsdp_config."),
+        (
+            "fsdp_config: {zero_stage: 2}",
+            "fsdp_config.zero_stage is not a known key. Did you mean deepspeed_config.zero_stage?",
+        ),
+        (
+            "dynamo_config: {backend: INDUCTOR}",
+            "backend is not a known key. Did you mean dynamo_config.dynamo_backend?",
+        ),
+        (
+            "fsdp_config: {fsdp_versoin: 2}",
+            "Did you mean fsdp_config.fsdp_version? Its value is 2. Known: fsdp_config.",
+        ),
         ("fsdp_config: 2", "fsdp_config must be a mapping of keys to values, not 2"),
         ("tp_config: 2", "tp_config must be a mapping of keys to values, not 2"),
         ("num_processes: [2]", "num_processes in {path}, line 2: [2] is not an integer of at least 1"),
         ("fsdp_config: {fsdp_version: 3}", "fsdp_config.fsdp_version in {path}, line 2: '3' is not one of 1, 2"),
         ("machine_rank: 1", "machine_rank: 1 in {path}, line 2: with 1 machine(s), ranks go from 0 to 0"),
-        ("mixed_precision: bf16\nfp16: true", "{path}, line 3: fp16=True contradicts mixed_precision='bf16' in {path}, line 2"),
+        (
+            "mixed_precision: bf16\nfp16: true",
+            "{path}, line 3: fp16=True contradicts mixed_precision='bf16' in {path}, line 2",
+        ),
         (
             "distributed_type: FSDP\nuse_deepspeed: true",
             "use_deepspeed: true in {path}, line 3 and distributed_type: FSDP in {path}, line 2",
@@ -592,7 +651,10 @@ class TestDeepSpeedScenarios:
             "'gradient_clipping', 'zero_stage', 'offload_optimizer_device', 'offload_param_device', 'zero3_save_16bit_model', "
             "'mixed_precision']. Please specify them appropriately in the DeepSpeed config file."
         )
-        assert "deepspeed_config.zero_stage: 3 in" in message and "line 12, ds_config.json has zero_optimization.stage: 3" in message
+        assert (
+            "deepspeed_config.zero_stage: 3 in" in message
+            and "line 12, ds_config.json has zero_optimization.stage: 3" in message
+        )
         assert "mixed_precision (not set), ds_config.json enables bf16" in message
 
     def test_2_without_them_it_is_handed_over(self) -> None:
@@ -608,6 +670,9 @@ class TestDeepSpeedScenarios:
 
     def test_3_auto_is_filled_in_from_the_command_line(self) -> None:
         environment = self.check(SCENARIO_2, OPEN, **SCENARIO_3_FLAGS).environment()
-        assert environment["ACCELERATE_MIXED_PRECISION"] == "fp16" and environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+        assert (
+            environment["ACCELERATE_MIXED_PRECISION"] == "fp16"
+            and environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+        )
         assert environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "5"
         assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "nvme"

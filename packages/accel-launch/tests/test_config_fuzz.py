@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from accel_launch.config.read.read import load_settings, read_config
-from accel_launch.config.read.update import update_file
-from accel_launch.config.read.write import declared
+from accel_launch.config.read import load_settings, read_config
+from accel_launch.config.update import update_file
+from accel_launch.config.write import declared
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -37,8 +37,12 @@ scalars = st.one_of(
     st.dates(),
     st.sampled_from(["no", "yes", "true", "NO", "auto", "-1", "1e9", "~x"]),
 )
-values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3), max_leaves=5)
-good = st.sampled_from(sorted({str(choice) for opt in OPTIONS.values() for choice in opt.choices or ("1", "2", "true")}))
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3), max_leaves=5
+)
+good = st.sampled_from(
+    sorted({str(choice) for opt in OPTIONS.values() for choice in opt.choices or ("1", "2", "true")})
+)
 typos = st.sampled_from(KEYS).map(lambda key: key[:-1] or "x")
 
 
@@ -64,7 +68,9 @@ texts = st.one_of(
     mappings().map(_dump),
     mappings().map(lambda content: json.dumps(content, default=str, skipkeys=True)),
     # Cut off somewhere, or with something foreign in it.
-    st.tuples(mappings().map(_dump), st.integers(0, 200), words).map(lambda parts: parts[0][: parts[1]] + parts[2] + parts[0][parts[1] :]),
+    st.tuples(mappings().map(_dump), st.integers(0, 200), words).map(
+        lambda parts: parts[0][: parts[1]] + parts[2] + parts[0][parts[1] :]
+    ),
     st.text(st.sampled_from("{}[]:,-&*!|>'\"%@` \n\tab1#?"), max_size=40),
     words,
 ).map(lambda text: text.encode())

@@ -51,7 +51,9 @@ def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
     (shell.folder / "accel" / "default_config.yaml").unlink()
     result = shell.python(code)
     lines = result.stdout.splitlines()
-    failed = [index for index, line in enumerate(lines) if line.startswith("fail ") and line[6:20].strip() not in SCARCE]
+    failed = [
+        index for index, line in enumerate(lines) if line.startswith("fail ") and line[6:20].strip() not in SCARCE
+    ]
     assert result.returncode == 1 and re.match(r"\d thing\(s\) to mend", lines[-1])
     assert [lines[index][6:20].strip() for index in failed] == ["open files", "processes"]
     assert all(lines[index + 1].startswith("        -> ") for index in failed)
@@ -77,7 +79,9 @@ def test_what_a_machine_can_lack(monkeypatch) -> None:
     for soft, state in ((100, "fail"), (1024, "warn"), (4096, "ok"), (-1, "ok")):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, 10**6))
         found = findings(machine.check_limits)["open files"]
-        assert found.state == state and found.advice.startswith("`ulimit -n 4096` before launching: ") == (state != "ok")
+        assert found.state == state and found.advice.startswith("`ulimit -n 4096` before launching: ") == (
+            state != "ok"
+        )
     monkeypatch.setattr("accel_launch.accelerators.registry.find_installed", lambda: (4, ("CUDA_VISIBLE_DEVICES",)))
     found = findings(machine.check_devices)
     assert found["devices"].failed and "the machine has 4 accelerator(s), and torch" in found["devices"].text

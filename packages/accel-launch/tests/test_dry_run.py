@@ -32,7 +32,18 @@ def dry(shell):
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_what_is_shown_is_what_is_started(shell, dry, free_port, processes) -> None:
     port = str(free_port())
-    words = ["--cpu", "--num_processes", processes, "--mixed_precision", "bf16", "--main_process_port", port, "s.py", "--lr", "a b"]
+    words = [
+        "--cpu",
+        "--num_processes",
+        processes,
+        "--mixed_precision",
+        "bf16",
+        "--main_process_port",
+        port,
+        "s.py",
+        "--lr",
+        "a b",
+    ]
     (start,) = dry(*words)
     assert shell.accel("launch", "-q", *words).returncode == 0
     ranks = start["ranks"] or [{}]
@@ -58,10 +69,14 @@ def test_every_machine_is_shown(dry) -> None:
     first, second = dry(*words)
     assert [start["machine"] for start in (first, second)] == ["machine 0 of 2", "machine 1 of 2, this one"]
     assert [rank["RANK"] for start in (first, second) for rank in start["ranks"]] == ["0", "1", "2", "3"]
-    assert {(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for start in (first, second) for rank in start["ranks"]} == {("10.0.0.1", "29500")}
+    assert {(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for start in (first, second) for rank in start["ranks"]} == {
+        ("10.0.0.1", "29500")
+    }
     assert "started there by: accel launch" in first["notes"][0] and "--machine_rank=0 s.py x" in first["notes"][0]
     assert "up to 2 times" in second["notes"][-1]
-    _, other = dry("--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=h", "--rdzv_backend=c10d", "s.py")
+    _, other = dry(
+        "--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=h", "--rdzv_backend=c10d", "s.py"
+    )
     assert "the machines meet at h:29500, which decides their ranks" in other["notes"]
     assert "MASTER_ADDR" not in other["ranks"][0] and "machine_rank" not in other["notes"][1]
 
@@ -70,8 +85,14 @@ def test_as_text(shell) -> None:
     shell.write("s.py", SHOW)
     out = shell.accel("launch", "--dry_run", "-q", "--cpu", "--num_processes", "2", "s.py", "a b").stdout
     lines = out.splitlines()
-    assert lines[0] == "this machine: 2 processes" and lines[1].startswith("  command: ") and lines[1].endswith(" s.py 'a b'")
-    assert "  ACCELERATE_USE_CPU=true" in lines and any(line.startswith("  RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 ") for line in lines)
+    assert (
+        lines[0] == "this machine: 2 processes"
+        and lines[1].startswith("  command: ")
+        and lines[1].endswith(" s.py 'a b'")
+    )
+    assert "  ACCELERATE_USE_CPU=true" in lines and any(
+        line.startswith("  RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 ") for line in lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +100,10 @@ def test_as_text(shell) -> None:
     [
         (["--use_fsdp", "--fsdp_version=2"], {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}),
         (["--use_megatron_lm", "--megatron_lm_tp_degree=2"], {"ACCELERATE_USE_MEGATRON_LM": "true"}),
-        (["--use_deepspeed", "--zero_stage=3"], {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),
+        (
+            ["--use_deepspeed", "--zero_stage=3"],
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+        ),
         (["--mixed_precision=fp8"], {"ACCELERATE_MIXED_PRECISION": "fp8"}),
         (["--dynamo_backend=inductor"], {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}),
         (["--enable_cpu_affinity"], {"ACCELERATE_CPU_AFFINITY": "true"}),
@@ -96,9 +120,18 @@ class TestMpirun:
     def test_the_hostfile_says_how_many_machines(self, shell, dry) -> None:
         shell.write("hosts", "node0 slots=4  # the first\nnode1:4\n\n")
         (start,) = dry(
-            "--cpu", "--num_processes=4", "--mpirun_hostfile=hosts", "--mpirun_ccl=2", "--main_process_port=1234", "s.py", "x", PATH=""
+            "--cpu",
+            "--num_processes=4",
+            "--mpirun_hostfile=hosts",
+            "--mpirun_ccl=2",
+            "--main_process_port=1234",
+            "s.py",
+            "x",
+            PATH="",
         )
-        assert start["command"][:7] == ["mpirun", "-f", "hosts", "-n", "4", "-ppn", "2"], "without an MPI: as Intel MPI takes it"
+        assert start["command"][:7] == ["mpirun", "-f", "hosts", "-n", "4", "-ppn", "2"], (
+            "without an MPI: as Intel MPI takes it"
+        )
         assert "no mpirun is on PATH" in start["notes"][-1] and start["command"][-3:] == ["script", "s.py", "x"]
         expected = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234", "CCL_WORKER_COUNT": "2", "KMP_BLOCKTIME": "1"}
         assert {name: start["environment"][name] for name in expected} == expected
@@ -107,7 +140,11 @@ class TestMpirun:
         ("says", "program", "words"),
         [
             ("mpirun (Open MPI) 4.1.4", "mpirun", ["--map-by", "ppr:2:node"]),
-            ("Intel(R) MPI Library for Linux* OS, Version 2021.11\nHYDRA", "mpirun", ["-genv", "I_MPI_PIN_DOMAIN", "omp"]),
+            (
+                "Intel(R) MPI Library for Linux* OS, Version 2021.11\nHYDRA",
+                "mpirun",
+                ["-genv", "I_MPI_PIN_DOMAIN", "omp"],
+            ),
             ("HYDRA build details:\n    Version: 4.0.2", "mpirun", ["-ppn", "2"]),
             ("Version: mvapich2-2.3.7", "mpirun_rsh", ["-hostfile", "hosts"]),
         ],
@@ -120,7 +157,9 @@ class TestMpirun:
             "--num_processes=2",
             "--mpirun_hostfile=hosts",
             "s.py",
-            PATH=str(shell.folder / "bin") + ":/usr/bin:/bin" if program == "mpirun" else str(shell.folder / "bin") + ":/nowhere",
+            PATH=str(shell.folder / "bin") + ":/usr/bin:/bin"
+            if program == "mpirun"
+            else str(shell.folder / "bin") + ":/nowhere",
         )
         assert start["command"][0] == program
         position = start["command"].index(words[0])
@@ -129,14 +168,18 @@ class TestMpirun:
     def test_the_hostfile_lists_too_few(self, shell) -> None:
         shell.write("s.py", "")
         shell.write("hosts", "node0\nnode1\n")
-        result = shell.accel("launch", "--cpu", "--num_processes=6", "--num_machines=3", "--mpirun_hostfile=hosts", "--dry-run", "s.py")
+        result = shell.accel(
+            "launch", "--cpu", "--num_processes=6", "--num_machines=3", "--mpirun_hostfile=hosts", "--dry-run", "s.py"
+        )
         assert (result.returncode, result.stdout) == (2, "")
         assert "--num_machines 3, but the hostfile lists 2: node0, node1 (--mpirun_hostfile hosts)." in result.stderr
 
     def test_what_only_an_agent_can_do_is_refused(self, shell) -> None:
         shell.write("s.py", "")
         shell.write("hosts", "localhost\n")
-        result = shell.accel("launch", "--cpu", "--num_processes=2", "--mpirun_hostfile=hosts", "--log_dir=logs", "--dry-run", "s.py")
+        result = shell.accel(
+            "launch", "--cpu", "--num_processes=2", "--mpirun_hostfile=hosts", "--log_dir=logs", "--dry-run", "s.py"
+        )
         assert (result.returncode, result.stdout) == (2, "")
         assert "--log_dir logs has no effect on ranks that mpirun starts. Leave it out" in result.stderr
 
@@ -151,7 +194,10 @@ class TestMpirun:
         [
             ("", "lists no machine"),
             ("a b c : d\n", "hosts, line 1: 'a b c : d' is not a machine"),
-            ("a slots=1\nb slots=many\n", "hosts, line 2: 'b slots=many' is not a machine. Allowed: HOST, HOST:SLOTS, HOST slots=SLOTS."),
+            (
+                "a slots=1\nb slots=many\n",
+                "hosts, line 2: 'b slots=many' is not a machine. Allowed: HOST, HOST:SLOTS, HOST slots=SLOTS.",
+            ),
             (None, "cannot be read: No such file"),
         ],
     )
@@ -177,7 +223,9 @@ class TestDeepSpeed:
 
     @pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm"])
     def test_each_launcher(self, deepspeed, launcher) -> None:
-        runner, first, second = deepspeed(f"--deepspeed_multinode_launcher={launcher}", "--zero_stage=2", "--main_process_ip=10.0.0.1")
+        runner, first, second = deepspeed(
+            f"--deepspeed_multinode_launcher={launcher}", "--zero_stage=2", "--main_process_ip=10.0.0.1"
+        )
         text = " ".join(runner["command"])
         assert (
             "-m deepspeed.launcher.runner --no_local_rank --hostfile hosts --num_nodes 2 --master_addr 10.0.0.1 "
@@ -185,7 +233,9 @@ class TestDeepSpeed:
         )
         assert runner["command"][-4:-1] == ["script", "encoded", "s.py"] and decode(runner["command"][-1]) == ["x"]
         assert runner["environment"]["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
-        assert [rank["RANK"] for start in (first, second) for rank in start["ranks"]] == [str(rank) for rank in range(8)]
+        assert [rank["RANK"] for start in (first, second) for rank in start["ranks"]] == [
+            str(rank) for rank in range(8)
+        ]
 
     def test_filters(self, deepspeed) -> None:
         runner, first, second = deepspeed("--deepspeed_inclusion_filter=w1:0,2@w0:3")
@@ -195,8 +245,12 @@ class TestDeepSpeed:
         assert "--exclude w0@w1:1" in " ".join(runner["command"]) and only["notes"] == ["slots 0, 2, 3 of the hostfile"]
 
     def test_without_ssh(self, deepspeed) -> None:
-        runner, *_ = deepspeed("--deepspeed_multinode_launcher=nossh", "--num_machines=2", "--machine_rank=1", "--num_processes=4")
-        assert "--num_nodes 2 --num_gpus 2 --master_addr w0 --master_port 29500 --no_ssh --node_rank 1" in " ".join(runner["command"])
+        runner, *_ = deepspeed(
+            "--deepspeed_multinode_launcher=nossh", "--num_machines=2", "--machine_rank=1", "--num_processes=4"
+        )
+        assert "--num_nodes 2 --num_gpus 2 --master_addr w0 --master_port 29500 --no_ssh --node_rank 1" in " ".join(
+            runner["command"]
+        )
 
     def test_standard_is_torchs_agent(self, dry) -> None:
         words = ("--use_deepspeed", "--num_machines=2", "--machine_rank=0", "--main_process_ip=h", "--num_processes=2")
@@ -237,12 +291,18 @@ class TestCloud:
     )
 
     def test_sagemaker(self, shell, dry) -> None:
-        shell.write("c.yaml", self.SAGEMAKER + "mixed_precision: fp16\nregion: eu-west-1\nadditional_args: {use_spot_instances: true}\n")
+        shell.write(
+            "c.yaml",
+            self.SAGEMAKER + "mixed_precision: fp16\nregion: eu-west-1\nadditional_args: {use_spot_instances: true}\n",
+        )
         secret = {"AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "topsecret"}
         (start,) = dry("--config_file=c.yaml", "s.py", "--lr", "0.1", "--flag=True", **secret)
         assert start["machine"] == "2 x ml.p3.16xlarge of SageMaker, in eu-west-1"
         assert start["command"] == ["python", "s.py", "--lr", "0.1", "--flag", "True"]
-        assert start["environment"]["ACCELERATE_MIXED_PRECISION"] == "fp16" and start["environment"]["ACCELERATE_USE_SAGEMAKER"] == "true"
+        assert (
+            start["environment"]["ACCELERATE_MIXED_PRECISION"] == "fp16"
+            and start["environment"]["ACCELERATE_USE_SAGEMAKER"] == "true"
+        )
         assert "use_spot_instances: True" in start["notes"] and "topsecret" not in json.dumps(start)
 
     @pytest.mark.parametrize(
@@ -273,13 +333,28 @@ class TestCloud:
         assert start["environment"]["XLA_DOWNCAST_BF16"] == "1"
 
     def test_tpu_pod(self, shell, dry) -> None:
-        words = ("--tpu", "--tpu_cluster", "--tpu_use_sudo", "--tpu_name=pod", "--tpu_zone=z", "--env=A=b c", "s.py", "--lr", "0.1")
+        words = (
+            "--tpu",
+            "--tpu_cluster",
+            "--tpu_use_sudo",
+            "--tpu_name=pod",
+            "--tpu_zone=z",
+            "--env=A=b c",
+            "s.py",
+            "--lr",
+            "0.1",
+        )
         (start,) = dry(*words)
         gcloud = start["command"]
-        assert gcloud[:8] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "pod", "--zone", "z"] and gcloud[-2:] == ["--worker", "all"]
+        assert gcloud[:8] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "pod", "--zone", "z"] and gcloud[-2:] == [
+            "--worker",
+            "all",
+        ]
         line = gcloud[gcloud.index("--command") + 1]
         assert line.startswith(f"cd {shell.folder} && sudo env ") and "'A=b c'" in line
-        assert "accel launch" in line and line.endswith("--tpu=true --tpu_cluster=false --main_training_function=main s.py --lr 0.1")
+        assert "accel launch" in line and line.endswith(
+            "--tpu=true --tpu_cluster=false --main_training_function=main s.py --lr 0.1"
+        )
         starts = dry("--tpu", "--tpu_cluster", "--vm=m0", "--vm=m1", "--tpu_zone=z", "s.py")
         assert [start["command"][3] for start in starts] == ["m0", "m1"]
 
@@ -287,7 +362,10 @@ class TestCloud:
         ("words", "says"),
         [
             (["--tpu", "--tpu_cluster", "s.py"], "--tpu_name and --tpu_zone must be given"),
-            (["--tpu", "--tpu_cluster", "--tpu_name=p", "--tpu_zone=z", "--env=AB", "s.py"], "--env 'AB' is not NAME=VALUE"),
+            (
+                ["--tpu", "--tpu_cluster", "--tpu_name=p", "--tpu_zone=z", "--env=AB", "s.py"],
+                "--env 'AB' is not NAME=VALUE",
+            ),
             (["--tpu", "--no_python", "/bin/true"], "--no_python and --tpu contradict each other"),
         ],
     )

@@ -30,7 +30,18 @@ def read_ranks(shell, world_size: int) -> list[dict]:
 
 def test_two_ranks_reduce_and_get_their_settings(shell) -> None:
     shell.write("s.py", ALL_REDUCE)
-    words = ["--cpu", "--num_processes", "2", "--mixed_precision", "bf16", "s.py", "--flag", "${local_rank} $$", "--", "--num_processes"]
+    words = [
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--mixed_precision",
+        "bf16",
+        "s.py",
+        "--flag",
+        "${local_rank} $$",
+        "--",
+        "--num_processes",
+    ]
     result = shell.accel("launch", *words)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     for rank, report in enumerate(read_ranks(shell, 2)):
@@ -70,7 +81,9 @@ def test_two_default_launches_on_one_host(shell, started) -> None:
     """
     shell.write("s.py", script)
     first = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py", "a", "b"))
-    second = started(shell.start("launch", "--cpu", "--num_processes", "2", "--main_process_port", "0", "s.py", "b", "a"))
+    second = started(
+        shell.start("launch", "--cpu", "--num_processes", "2", "--main_process_port", "0", "s.py", "b", "a")
+    )
     assert sorted(first.communicate(timeout=110)[0].splitlines()) == ["a 2.0", "a 2.0"] and first.returncode == 0
     assert sorted(second.communicate(timeout=110)[0].splitlines()) == ["b 20.0", "b 20.0"] and second.returncode == 0
 
@@ -98,7 +111,11 @@ def test_the_first_failing_ranks_traceback_ends_the_output(shell) -> None:
         r'  File "\S+/s.py", line 5, in train\n    raise ValueError\("boom"\)\nValueError: boom\n',
         end,
     ), end
-    assert "ChildFailedError" not in result.stderr and "torchelastic" not in result.stderr and "worker.py" not in result.stderr
+    assert (
+        "ChildFailedError" not in result.stderr
+        and "torchelastic" not in result.stderr
+        and "worker.py" not in result.stderr
+    )
     assert not os.listdir(shell.env["TMPDIR"])
 
 
@@ -187,7 +204,8 @@ def test_tee_and_log_dir(shell) -> None:
     assert sorted(result.stdout.splitlines()) == ["[trainer0]:out 0", "[trainer1]:out 1"]
     assert sorted(result.stderr.splitlines()) == ["[trainer0]:err", "err"]
     files = {
-        str(path.relative_to(shell.folder / "logs")).split("/", 1)[1]: path.read_text() for path in (shell.folder / "logs").rglob("*.log")
+        str(path.relative_to(shell.folder / "logs")).split("/", 1)[1]: path.read_text()
+        for path in (shell.folder / "logs").rglob("*.log")
     }
     assert {name: text for name, text in files.items() if text} == {
         "attempt_0/0/stdout.log": "out 0\n",
@@ -219,7 +237,9 @@ def test_a_last_line_is_not_lost_between_two_looks(shell) -> None:
         tail_log.open = SlowAtTheEnd
         sys.exit(main(["launch", "--cpu", "--num_processes", "2", "--tee", "1", "--log_dir", "logs", "s.py"]))
     """)
-    assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["[default0]:last", "[default1]:last"]), result.stderr
+    assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["[default0]:last", "[default1]:last"]), (
+        result.stderr
+    )
 
 
 def test_the_output_of_a_single_process_is_kept_too(shell) -> None:
@@ -252,7 +272,8 @@ def test_debug_shows_the_agents_log(shell) -> None:
 
 def test_processes_are_bound_to_cores_of_their_own(shell) -> None:
     shell.write(
-        "s.py", "import os\nfrom accel_state import PartialState\nPartialState()\nprint(sorted(os.sched_getaffinity(0)), flush=True)\n"
+        "s.py",
+        "import os\nfrom accel_state import PartialState\nPartialState()\nprint(sorted(os.sched_getaffinity(0)), flush=True)\n",
     )
     result = shell.accel("launch", "--cpu", "--num_processes", "2", "--enable_cpu_affinity", "s.py")
     assert result.returncode == 0, result.stderr

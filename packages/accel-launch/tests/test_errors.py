@@ -30,7 +30,9 @@ def test_no_script(shell) -> None:
 
 @pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", ""])
 def test_bad_num_processes(shell, script, value) -> None:
-    message = fails(shell, "--num_processes", value, script) if value != "-1" else fails(shell, "--num_processes=-1", script)
+    message = (
+        fails(shell, "--num_processes", value, script) if value != "-1" else fails(shell, "--num_processes=-1", script)
+    )
     assert "--num_processes: " in message and "an integer of at least 1" in message
 
 
@@ -39,7 +41,10 @@ def test_bad_num_processes(shell, script, value) -> None:
     [
         (["--num_processes"], ["--num_processes needs a value", "at least 1"]),
         (["--mixed_precision", "fp61", "s.py"], ["--mixed_precision", "'fp61'", "no, fp16, bf16"]),
-        (["--mixed_precison", "fp16", "s.py"], ["--mixed_precison is not an option", "Did you mean --mixed_precision?"]),
+        (
+            ["--mixed_precison", "fp16", "s.py"],
+            ["--mixed_precison is not an option", "Did you mean --mixed_precision?"],
+        ),
         (["--num_proc", "2", "s.py"], ["--num_proc is not an option"]),
         (["--fp16", "s.py"], ["--fp16 is not an option. Did you mean --mixed_precision fp16?"]),
         (["--nnodes", "2", "s.py"], ["--nnodes is not an option. Did you mean --num_machines?"]),
@@ -55,12 +60,25 @@ def test_bad_num_processes(shell, script, value) -> None:
         (["--main_process_port", "70000", "s.py"], ["--main_process_port", "'70000'", "65535"]),
         (["--rdzv_conf", "timeout", "s.py"], ["--rdzv_conf", "key=value"]),
         (["--gpu_ids", "0,0", "s.py"], ["--gpu_ids", "different GPU ids"]),
-        (["--num_machines", "2", "--num_processes", "3", "s.py"], ["--num_processes 3", "--num_machines 2", "multiple"]),
+        (
+            ["--num_machines", "2", "--num_processes", "3", "s.py"],
+            ["--num_processes 3", "--num_machines 2", "multiple"],
+        ),
         (["--num_machines", "2", "--num_processes", "2", "s.py"], ["--num_machines 2 needs --main_process_ip"]),
         (["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "h", "s.py"], ["needs --machine_rank"]),
-        (["--num_machines=2", "--num_processes=2", "--main_process_ip=h", "--machine_rank=2", "s.py"], ["--machine_rank 2", "0 to 1"]),
         (
-            ["--num_machines=2", "--num_processes=2", "--main_process_ip=h", "--machine_rank=0", "--main_process_port=0", "s.py"],
+            ["--num_machines=2", "--num_processes=2", "--main_process_ip=h", "--machine_rank=2", "s.py"],
+            ["--machine_rank 2", "0 to 1"],
+        ),
+        (
+            [
+                "--num_machines=2",
+                "--num_processes=2",
+                "--main_process_ip=h",
+                "--machine_rank=0",
+                "--main_process_port=0",
+                "s.py",
+            ],
             ["--main_process_port 0"],
         ),
         (["--machine_rank", "1", "s.py"], ["--machine_rank 1", "--num_machines"]),
@@ -74,8 +92,12 @@ def test_bad_options(shell, script, words, parts) -> None:
 
 
 def test_bad_variable_is_named(shell, script) -> None:
-    assert "environment variable ACCELERATE_MIXED_PRECISION: 'fp61'" in fails(shell, script, ACCELERATE_MIXED_PRECISION="fp61")
-    assert "ACCELERATE_USE_CPU=true and ACCELERATE_MULTI_GPU=true" in fails(shell, script, ACCELERATE_USE_CPU="1", ACCELERATE_MULTI_GPU="1")
+    assert "environment variable ACCELERATE_MIXED_PRECISION: 'fp61'" in fails(
+        shell, script, ACCELERATE_MIXED_PRECISION="fp61"
+    )
+    assert "ACCELERATE_USE_CPU=true and ACCELERATE_MULTI_GPU=true" in fails(
+        shell, script, ACCELERATE_USE_CPU="1", ACCELERATE_MULTI_GPU="1"
+    )
 
 
 @pytest.mark.skipif(any(name.startswith("nvidia") for name in os.listdir("/dev")), reason="this machine has a GPU")
@@ -127,7 +149,9 @@ def test_an_unknown_host(shell, script) -> None:
 
 def test_a_log_dir_that_cannot_be_made(shell, script) -> None:
     shell.write("file", "")
-    assert "--log_dir 'file/logs' cannot be made: Not a directory" in fails(shell, "--num_processes=2", "--log_dir=file/logs", script)
+    assert "--log_dir 'file/logs' cannot be made: Not a directory" in fails(
+        shell, "--num_processes=2", "--log_dir=file/logs", script
+    )
 
 
 class TestConfigFile:

@@ -93,7 +93,10 @@ def test_a_function_that_ends_its_process_is_not_waited_for(session) -> None:
     assert lines[:4] == ["exit() 1 well", "exit() 01 well", "exit(0) 1 well", "exit(0) 01 well"]
     assert lines[4:6] == ["exit(3) 1 failed first | stemExit: 3", "exit(3) 01 failed first | stemExit: 3"]
     assert lines[6:8] == ["os._exit(0) 1 well", "os._exit(0) 01 well"]
-    assert [line.rpartition(" | ")[0] for line in lines[8:]] == ["interrupt 1 was ended by SIGINT", "interrupt 01 was ended by SIGINT"]
+    assert [line.rpartition(" | ")[0] for line in lines[8:]] == [
+        "interrupt 1 was ended by SIGINT",
+        "interrupt 01 was ended by SIGINT",
+    ]
 
 
 def test_a_rank_that_has_just_been_forked_can_be_ended(session) -> None:
@@ -307,7 +310,9 @@ def test_cuda_in_use_names_the_culprit(shell) -> None:
 
 
 def test_launch_from_python(session, shell) -> None:
-    shell.write("s.py", "import os, sys; print(os.environ['ACCELERATE_MIXED_PRECISION'], sys.argv[1:], flush=True); sys.exit(5)")
+    shell.write(
+        "s.py", "import os, sys; print(os.environ['ACCELERATE_MIXED_PRECISION'], sys.argv[1:], flush=True); sys.exit(5)"
+    )
     lines = session("""
         import sys
         from accel_launch import launch

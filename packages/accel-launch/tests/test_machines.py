@@ -17,7 +17,9 @@ def start_machines(shell, started, port: int, script: str, *words: str, ranks: b
         f"--main_process_port={port}",
         *words,
     ]
-    return [started(shell.start(*common, *([f"--machine_rank={rank}"] if ranks else []), script)) for rank in (1, 0)][::-1]
+    return [started(shell.start(*common, *([f"--machine_rank={rank}"] if ranks else []), script)) for rank in (1, 0)][
+        ::-1
+    ]
 
 
 SUM = """
@@ -54,7 +56,10 @@ def test_two_machines_form_one_world(shell, started, free_port, backend) -> None
 
 def test_a_machine_that_succeeded_does_not_wait_for_one_that_failed(shell, started, free_port) -> None:
     """torch's own exit barrier would wait 300 seconds here."""
-    shell.write("s.py", "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '0' else 2); sys.exit(4 * int(os.environ['RANK']))")
+    shell.write(
+        "s.py",
+        "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '0' else 2); sys.exit(4 * int(os.environ['RANK']))",
+    )
     machines = start_machines(shell, started, free_port(), "s.py")
     begin = time.monotonic()
     errors = [machine.communicate(timeout=110)[1] for machine in machines]
@@ -85,4 +90,6 @@ def test_machines_that_do_not_meet_say_so(shell, free_port, backend) -> None:
     ]
     result = shell.accel("launch", "--cpu", "--quiet", *words, "s.py")
     assert result.returncode == 2, result.stderr
-    assert "error: the 2 machines did not meet at 127.0.0.1:" in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    assert "error: the 2 machines did not meet at 127.0.0.1:" in result.stderr and result.stderr.count("\n") == 1, (
+        result.stderr
+    )

@@ -15,15 +15,34 @@ from accel_launch.plan import Plan, make_plan
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, load_groups, resolve
 
-JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+JOB = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+}
 BATCH = {**JOB, "SLURMD_NODENAME": "gpu07", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 STEP = {
     **BATCH,
-    **{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+    **{
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    },
     **{"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_PROCID": "1", "SLURM_NODEID": "1", "MASTER_ADDR": "10.0.0.7"},
 }
-TASKS = {**STEP, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
-OPENMPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"))}
+TASKS = {
+    **STEP,
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+OPENMPI = {
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"))
+}
 
 
 @pytest.fixture
@@ -31,7 +50,9 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A plan from variables and options, on a machine with so many GPUs."""
 
     def make(environ: dict[str, str], gpus: int = 0, config: str | None = None, **options: str) -> Plan:
-        monkeypatch.setattr(plan_module, "find_visible", lambda env: Visible(gpus, "CUDA_VISIBLE_DEVICES" if gpus else None))
+        monkeypatch.setattr(
+            plan_module, "find_visible", lambda env: Visible(gpus, "CUDA_VISIBLE_DEVICES" if gpus else None)
+        )
         script, file = tmp_path / "s.py", tmp_path / "c.yaml"
         script.touch()
         if config is not None:
@@ -68,12 +89,22 @@ class TestNode:
 
     def test_the_command_line_wins_over_slurm(self, plan) -> None:
         made = plan(STEP, machine_rank="0", main_process_ip="me", main_process_port="5")
-        assert (made.rendezvous.machine_rank, made.rendezvous.main_process_ip, made.rendezvous.main_process_port) == (0, "me", 5)
+        assert (made.rendezvous.machine_rank, made.rendezvous.main_process_ip, made.rendezvous.main_process_port) == (
+            0,
+            "me",
+            5,
+        )
         assert plan(STEP, num_machines="1").num_processes == 1, "each node for itself"
         assert plan({**STEP, "ACCELERATE_MACHINE_RANK": "0"}).rendezvous.machine_rank == 0
 
     def test_a_task_alone_is_alone(self, plan) -> None:
-        lone = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+        lone = {
+            **STEP,
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "1",
+            "SLURM_PROCID": "0",
+        }
         made = plan({**lone, "SLURM_NODEID": "0"}, num_processes="2")
         assert (made.place.role, made.num_processes, made.num_machines) == (Role.ALONE, 2, 1)
 
@@ -87,12 +118,16 @@ class TestRank:
         assert (made.kind, made.num_processes, made.local_processes) == (Kind.RANK, ranks, 2)
         (start,) = choose_launcher(made).starts(made)
         assert (
-            start.ranks[0]["RANK"] == str(ranks - 1) and start.ranks[0]["LOCAL_RANK"] == "1" and start.ranks[0]["WORLD_SIZE"] == str(ranks)
+            start.ranks[0]["RANK"] == str(ranks - 1)
+            and start.ranks[0]["LOCAL_RANK"] == "1"
+            and start.ranks[0]["WORLD_SIZE"] == str(ranks)
         )
         assert start.ranks[0]["MASTER_ADDR"] == ("10.0.0.7" if ranks == 4 else "127.0.0.1")
 
     def test_what_only_an_agent_can_do_is_refused(self, plan) -> None:
-        with pytest.raises(ConfigurationError, match=r"^--max_restarts 3 has no effect on ranks that openmpi starts\. Leave it out"):
+        with pytest.raises(
+            ConfigurationError, match=r"^--max_restarts 3 has no effect on ranks that openmpi starts\. Leave it out"
+        ):
             plan(OPENMPI, max_restarts="3")
         with pytest.raises(ConfigurationError, match="^--tee 3 has no effect on ranks that slurm starts"):
             plan(TASKS, tee="3")
@@ -110,12 +145,16 @@ class TestRank:
         assert start.environment["CCL_WORKER_COUNT"] == "1"
 
     def test_another_number_of_processes_is_refused(self, plan) -> None:
-        with pytest.raises(ConfigurationError, match="--num_processes 8, but slurm has started 4 launchers, 2 on this node"):
+        with pytest.raises(
+            ConfigurationError, match="--num_processes 8, but slurm has started 4 launchers, 2 on this node"
+        ):
             plan(TASKS, num_processes="8")
 
     def test_nobody_knows_where_rank_0_is(self, plan) -> None:
         made = plan({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "4"})
-        with pytest.raises(ConfigurationError, match="openmpi started 4 ranks on 2 nodes and tells none of them where rank 0 is"):
+        with pytest.raises(
+            ConfigurationError, match="openmpi started 4 ranks on 2 nodes and tells none of them where rank 0 is"
+        ):
             choose_launcher(made).starts(made)
 
 
@@ -123,11 +162,22 @@ class TestBatch:
     """A batch script, or the shell of salloc, where srun has not been called."""
 
     def test_a_launcher_is_started_on_each_node(self, plan) -> None:
-        made = plan(BATCH, config="num_machines: 2\nmachine_rank: 0\nmain_process_ip: gpu07\n", num_processes="4", mixed_precision="bf16")
+        made = plan(
+            BATCH,
+            config="num_machines: 2\nmachine_rank: 0\nmain_process_ip: gpu07\n",
+            num_processes="4",
+            mixed_precision="bf16",
+        )
         (start,) = choose_launcher(made).starts(made)
-        assert made.kind is Kind.SRUN and start.command[:4] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
+        assert made.kind is Kind.SRUN and start.command[:4] == [
+            "srun",
+            "--nodes=2",
+            "--ntasks=2",
+            "--ntasks-per-node=1",
+        ]
         assert (
-            start.command[-6:-2] == ["accel_launch", "launch", "--num_processes=4", "--mixed_precision=bf16"] and start.command[-1] == "a"
+            start.command[-6:-2] == ["accel_launch", "launch", "--num_processes=4", "--mixed_precision=bf16"]
+            and start.command[-1] == "a"
         )
 
     def test_the_tasks_that_were_asked_for(self, plan) -> None:
@@ -135,15 +185,21 @@ class TestBatch:
         (start,) = choose_launcher(plan(asked)).starts(plan(asked))
         assert plan(asked).num_processes == 6 and start.environment == {"ACCEL_LAUNCH_TASKS_PER_NODE": "3"}
         assert plan({**STEP, "ACCEL_LAUNCH_TASKS_PER_NODE": "3"}).num_processes == 6
-        assert plan({**STEP, "ACCEL_LAUNCH_TASKS_PER_NODE": "3"}, gpus=2).num_processes == 4, "GPUs are counted where there are any"
+        assert plan({**STEP, "ACCEL_LAUNCH_TASKS_PER_NODE": "3"}, gpus=2).num_processes == 4, (
+            "GPUs are counted where there are any"
+        )
         assert "one for each task of the SLURM job" in plan(asked).notes[0]
 
     def test_one_node(self, plan) -> None:
         here = {**BATCH, "SLURM_JOB_NODELIST": "gpu07"}
         assert plan(here).place.role is Role.ALONE
-        assert plan({name: value for name, value in here.items() if name != "SLURMD_NODENAME"}).kind is Kind.SRUN, "the login node"
+        assert plan({name: value for name, value in here.items() if name != "SLURMD_NODENAME"}).kind is Kind.SRUN, (
+            "the login node"
+        )
 
-    @pytest.mark.parametrize("options", [{"num_machines": "1"}, {"machine_rank": "0", "num_machines": "2", "main_process_ip": "h"}])
+    @pytest.mark.parametrize(
+        "options", [{"num_machines": "1"}, {"machine_rank": "0", "num_machines": "2", "main_process_ip": "h"}]
+    )
     def test_who_says_where_machines_are_starts_them(self, plan, options) -> None:
         assert plan(BATCH, **options).kind is Kind.LOCAL
 
@@ -153,7 +209,9 @@ class TestBatch:
         assert choose_launcher(made).starts(made)[0].command[1] == "--nodes=2"
 
     def test_what_cannot_be_shared_evenly(self, plan) -> None:
-        with pytest.raises(ConfigurationError, match="--num_processes 3 cannot be divided evenly over the 2 machines that there are"):
+        with pytest.raises(
+            ConfigurationError, match="--num_processes 3 cannot be divided evenly over the 2 machines that there are"
+        ):
             plan(BATCH, num_processes="3")
 
     def test_srun_is_missing(self, plan, monkeypatch, tmp_path) -> None:

@@ -31,7 +31,9 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     nvidia = Nvidia(dev)
     count = nvidia.count_visible
     monkeypatch.setattr(
-        plan_module, "find_visible", lambda env: Visible(count(env), "CUDA_VISIBLE_DEVICES") if count(env) else Visible(0, None)
+        plan_module,
+        "find_visible",
+        lambda env: Visible(count(env), "CUDA_VISIBLE_DEVICES") if count(env) else Visible(0, None),
     )
     return nvidia
 
@@ -94,7 +96,9 @@ class TestAccelerators:
         for node, simd in enumerate((0, 304, 304)):
             folder = tmp_path / str(node)
             folder.mkdir()
-            (folder / "properties").write_text(f"cpu_cores_count {8 if not simd else 0}\nsimd_count {simd}\nmem_banks_count 1\n")
+            (folder / "properties").write_text(
+                f"cpu_cores_count {8 if not simd else 0}\nsimd_count {simd}\nmem_banks_count 1\n"
+            )
         amd = Amd(tmp_path)
         assert amd.count_visible({}) == 2
         assert amd.count_visible({"HIP_VISIBLE_DEVICES": "1"}) == 1
@@ -155,21 +159,27 @@ class TestCounts:
         assert made.num_processes == 2 and made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
         assert made.full_environment({"CUDA_VISIBLE_DEVICES": "0", "X": "1"})["CUDA_VISIBLE_DEVICES"] == "1,3"
         assert "CUDA_VISIBLE_DEVICES" not in plan(tmp_path, gpu_ids="all").environment
-        with pytest.raises(ConfigurationError, match=r"--gpu_ids 1,4: this machine has 4 GPU\(s\), with the ids 0 to 3"):
+        with pytest.raises(
+            ConfigurationError, match=r"--gpu_ids 1,4: this machine has 4 GPU\(s\), with the ids 0 to 3"
+        ):
             plan(tmp_path, gpu_ids="1,4")
 
     def test_more_processes_than_gpus(self, tmp_path, four_gpus) -> None:
-        with pytest.raises(ConfigurationError, match="--multi_gpu: 5 processes .* need as many GPUs, and 4 .* --num_processes 4"):
+        with pytest.raises(
+            ConfigurationError, match="--multi_gpu: 5 processes .* need as many GPUs, and 4 .* --num_processes 4"
+        ):
             plan(tmp_path, multi_gpu="true", num_processes="5")
-        assert plan(tmp_path, num_processes="5").num_processes == 5, "a script may run on the CPU of a machine with GPUs"
+        assert plan(tmp_path, num_processes="5").num_processes == 5, (
+            "a script may run on the CPU of a machine with GPUs"
+        )
 
     def test_threads(self, tmp_path, no_gpu) -> None:
         assert plan(tmp_path, num_processes="64").environment == {"OMP_NUM_THREADS": "1"}
         assert "OMP_NUM_THREADS" not in plan(tmp_path, num_processes="1").environment
         assert plan(tmp_path, {"OMP_NUM_THREADS": "5"}, num_processes="2").environment == {"OMP_NUM_THREADS": "5"}
-        assert plan(tmp_path, {"OMP_NUM_THREADS": "5"}, num_processes="2", num_cpu_threads_per_process="3").environment == {
-            "OMP_NUM_THREADS": "3"
-        }
+        assert plan(
+            tmp_path, {"OMP_NUM_THREADS": "5"}, num_processes="2", num_cpu_threads_per_process="3"
+        ).environment == {"OMP_NUM_THREADS": "3"}
 
 
 class TestContradictions:
@@ -184,7 +194,9 @@ class TestContradictions:
         assert made.num_processes == 4 and made.environment["ACCELERATE_USE_CPU"] == "false"
 
     def test_both_in_one_file(self, tmp_path, four_gpus) -> None:
-        with pytest.raises(ConfigurationError, match=r"use_cpu: true in .*, line 1 and multi_gpu: true in .*, line 2 contradict"):
+        with pytest.raises(
+            ConfigurationError, match=r"use_cpu: true in .*, line 1 and multi_gpu: true in .*, line 2 contradict"
+        ):
             plan(tmp_path, config="use_cpu: true\nmulti_gpu: true\n")
 
 
@@ -195,7 +207,14 @@ def test_the_first_failure_is_the_one_the_others_follow_from() -> None:
     assert first_failure([late, ended, early]) is early
     assert first_failure([late, ended, early, crashed]) is crashed
     assert first_failure([ended]) is ended
-    lost = RankFailure(0, 0, 1, 1, time_ns=5, traceback="Traceback ...\nRuntimeError: [pair.cc] Connection closed by peer [127.0.0.1]:1\n")
+    lost = RankFailure(
+        0,
+        0,
+        1,
+        1,
+        time_ns=5,
+        traceback="Traceback ...\nRuntimeError: [pair.cc] Connection closed by peer [127.0.0.1]:1\n",
+    )
     own = RankFailure(4, 4, 5, 1, time_ns=15, traceback="Traceback ...\nValueError: boom\n")
     assert first_failure([lost, crashed]) is crashed and first_failure([lost, own]) is own
     assert first_failure([own, crashed]) is own, "an error on one rank may crash another in its collective"

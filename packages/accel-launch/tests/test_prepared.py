@@ -27,14 +27,21 @@ from accel_state.errors import ConfigurationError
 def arguments(script: Path, **options: Any) -> argparse.Namespace:
     # Parsers leave what nobody gave at None, and have attributes of their own.
     return argparse.Namespace(
-        training_script=str(script), training_script_args=["--lr", "1"], num_machines=None, of_the_program=7, cpu=True, **options
+        training_script=str(script),
+        training_script_args=["--lr", "1"],
+        num_machines=None,
+        of_the_program=7,
+        cpu=True,
+        **options,
     )
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
-    path.write_text("import json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ['ACCELERATE_MIXED_PRECISION']]))\n")
+    path.write_text(
+        "import json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ['ACCELERATE_MIXED_PRECISION']]))\n"
+    )
     return path
 
 
@@ -53,7 +60,9 @@ def test_several_processes_have_no_single_command(script: Path) -> None:
 
 
 def test_what_all_processes_have_in_common(script: Path) -> None:
-    environment = prepare_multi_gpu_env(arguments(script, num_processes=2, use_fsdp=True, fsdp_version=2, fsdp_reshard_after_forward=False))
+    environment = prepare_multi_gpu_env(
+        arguments(script, num_processes=2, use_fsdp=True, fsdp_version=2, fsdp_reshard_after_forward=False)
+    )
     assert environment["ACCELERATE_USE_FSDP"] == "true" and environment["FSDP_VERSION"] == "2"
     assert environment["FSDP_RESHARD_AFTER_FORWARD"] == "false" and environment["PATH"] == os.environ["PATH"]
     with pytest.raises(ConfigurationError, match="mixed_precision"):
@@ -61,7 +70,9 @@ def test_what_all_processes_have_in_common(script: Path) -> None:
 
 
 def test_what_a_tpu_adds(script: Path) -> None:
-    args = argparse.Namespace(training_script=str(script), training_script_args=[], mixed_precision="bf16", downcast_bf16=True)
+    args = argparse.Namespace(
+        training_script=str(script), training_script_args=[], mixed_precision="bf16", downcast_bf16=True
+    )
     returned, environment = prepare_tpu(args, {"A": "1"})
     assert returned is args and environment == {"A": "1", "PJRT_DEVICE": "TPU", "XLA_DOWNCAST_BF16": "1"}
     assert prepare_tpu(args, {}, pod=True)[1] == {"PJRT_DEVICE": "TPU", "XLA_DOWNCAST_BF16": "1"}
@@ -82,9 +93,12 @@ def note_place(queue: Any) -> None:
 def test_a_process_started_by_somebody_else_gets_its_rank(kind: str, ranks: list[Any], tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    with patch_environment(LOCAL_WORLD_SIZE=2, NODE_RANK=1, WORLD_SIZE=2, ACCELERATE_DEBUG_RDV_FILE=str(tmp_path / "meet")):
+    with patch_environment(
+        LOCAL_WORLD_SIZE=2, NODE_RANK=1, WORLD_SIZE=2, ACCELERATE_DEBUG_RDV_FILE=str(tmp_path / "meet")
+    ):
         processes = [
-            context.Process(target=PrepareForLaunch(note_place, kind, debug=True), args=(index, queue), daemon=True) for index in range(2)
+            context.Process(target=PrepareForLaunch(note_place, kind, debug=True), args=(index, queue), daemon=True)
+            for index in range(2)
         ]
         for process in processes:
             process.start()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from accel_launch.config.read.write import declared, nest, to_text
+from accel_launch.config.write import declared, nest, to_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +28,9 @@ OPTIONS = declared()
 DOWN, UP, ENTER = "\x1b[B", "\x1b[A", "\r"
 
 
-def answer(given_answers: Mapping[str, Any], known: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], list[str]]:
+def answer(
+    given_answers: Mapping[str, Any], known: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """Answer the questions that are asked with these, or with what is proposed; the file's content, and the names asked for."""
     asked: list[str] = []
 
@@ -64,7 +66,15 @@ def test_conditions_can_hold(name: str) -> None:
 class TestWhatIsAsked:
     def test_one_cpu(self) -> None:
         content, asked = answer({"distributed_type": "NO", "cpu": "yes", "mixed_precision": "bf16"})
-        assert asked == ["compute_environment", "distributed_type", "debug", "cpu", "dynamo_backend", "use_deepspeed", "mixed_precision"]
+        assert asked == [
+            "compute_environment",
+            "distributed_type",
+            "debug",
+            "cpu",
+            "dynamo_backend",
+            "use_deepspeed",
+            "mixed_precision",
+        ]
         assert content["use_cpu"] is True and content["num_processes"] == 1 and content["distributed_type"] == "NO"
         assert "fsdp_config" not in content and "deepspeed_config" not in content
 
@@ -81,7 +91,11 @@ class TestWhatIsAsked:
         )
         assert "cpu" not in asked and "gpu_ids" not in asked
         assert content["mpirun_config"] == {"mpirun_ccl": 1, "mpirun_hostfile": "/data/hostfile"}
-        assert content["use_cpu"] is True and content["distributed_type"] == "MULTI_CPU" and content["main_process_port"] == 29500
+        assert (
+            content["use_cpu"] is True
+            and content["distributed_type"] == "MULTI_CPU"
+            and content["main_process_port"] == 29500
+        )
         assert content["same_network"] is True and content["num_processes"] == 16
 
     def test_deepspeed_with_a_file_asks_for_nothing_that_the_file_holds(self) -> None:
@@ -93,27 +107,60 @@ class TestWhatIsAsked:
         }
         content, asked = answer({**answers, "num_processes": 4})
         assert content["deepspeed_config"] == {"deepspeed_config_file": "ds_config.json", "zero3_init_flag": True}
-        assert content["distributed_type"] == "DEEPSPEED" and "mixed_precision" not in content and "use_deepspeed" not in content
-        assert not {"zero_stage", "gradient_clipping", "gradient_accumulation_steps", "mixed_precision", "use_fsdp"} & set(asked)
+        assert (
+            content["distributed_type"] == "DEEPSPEED"
+            and "mixed_precision" not in content
+            and "use_deepspeed" not in content
+        )
+        assert not {
+            "zero_stage",
+            "gradient_clipping",
+            "gradient_accumulation_steps",
+            "mixed_precision",
+            "use_fsdp",
+        } & set(asked)
 
     def test_deepspeed_by_questions(self) -> None:
-        answers = {"distributed_type": "MULTI_GPU", "use_deepspeed": "yes", "zero_stage": 3, "offload_param_device": "nvme"}
-        content, asked = answer({**answers, "offload_param_nvme_path": "/nvme", "num_processes": 2, "gradient_accumulation_steps": 4})
+        answers = {
+            "distributed_type": "MULTI_GPU",
+            "use_deepspeed": "yes",
+            "zero_stage": 3,
+            "offload_param_device": "nvme",
+        }
+        content, asked = answer(
+            {**answers, "offload_param_nvme_path": "/nvme", "num_processes": 2, "gradient_accumulation_steps": 4}
+        )
         section = content["deepspeed_config"]
-        assert section["zero_stage"] == 3 and section["offload_param_nvme_path"] == "/nvme" and section["gradient_accumulation_steps"] == 4
+        assert (
+            section["zero_stage"] == 3
+            and section["offload_param_nvme_path"] == "/nvme"
+            and section["gradient_accumulation_steps"] == 4
+        )
         assert "gradient_accumulation_steps" not in content, "where other tools look for it"
         assert "offload_optimizer_nvme_path" not in asked
 
     def test_fsdp(self) -> None:
-        answers = {"distributed_type": "MULTI_GPU", "use_fsdp": "yes", "fsdp_version": 1, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}
+        answers = {
+            "distributed_type": "MULTI_GPU",
+            "use_fsdp": "yes",
+            "fsdp_version": 1,
+            "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+        }
         content, asked = answer({**answers, "num_processes": 2})
         assert content["distributed_type"] == "FSDP" and content["fsdp_config"]["fsdp_min_num_params"] == 100_000_000
         assert "fsdp_transformer_layer_cls_to_wrap" not in asked and "fsdp_reshard_after_forward" not in asked
         assert "fsdp_sharding_strategy" in asked and "use_megatron_lm" not in asked
 
     def test_megatron_as_documented(self) -> None:
-        answers = {"distributed_type": "MULTI_GPU", "use_megatron_lm": "yes", "megatron_lm_tp_degree": 2, "megatron_lm_pp_degree": 2}
-        content, _ = answer({**answers, "megatron_lm_num_micro_batches": 2, "num_processes": 4, "mixed_precision": "bf16"})
+        answers = {
+            "distributed_type": "MULTI_GPU",
+            "use_megatron_lm": "yes",
+            "megatron_lm_tp_degree": 2,
+            "megatron_lm_pp_degree": 2,
+        }
+        content, _ = answer(
+            {**answers, "megatron_lm_num_micro_batches": 2, "num_processes": 4, "mixed_precision": "bf16"}
+        )
         assert content["megatron_lm_config"] == {
             "megatron_lm_gradient_clipping": 1.0,
             "megatron_lm_num_micro_batches": 2,
@@ -126,9 +173,15 @@ class TestWhatIsAsked:
         assert content["distributed_type"] == "MEGATRON_LM"
 
     def test_sagemaker(self) -> None:
-        content, asked = answer({"compute_environment": "AMAZON_SAGEMAKER", "iam_role_name": "role", "distributed_type": "DATA_PARALLEL"})
+        content, asked = answer(
+            {"compute_environment": "AMAZON_SAGEMAKER", "iam_role_name": "role", "distributed_type": "DATA_PARALLEL"}
+        )
         assert not {"machine_rank", "use_fsdp", "cpu", "num_processes"} & set(asked) and "num_machines" in asked
-        assert content["iam_role_name"] == "role" and content["distributed_type"] == "DATA_PARALLEL" and content["region"] == "us-east-1"
+        assert (
+            content["iam_role_name"] == "role"
+            and content["distributed_type"] == "DATA_PARALLEL"
+            and content["region"] == "us-east-1"
+        )
         assert "machine_rank" not in content and not any("key" in key for key in content)
 
     def test_what_was_not_asked_for_is_kept_and_what_is_off_is_dropped(self) -> None:
@@ -145,7 +198,14 @@ class TestWhatIsAsked:
 
     def test_answers_that_contradict(self) -> None:
         with pytest.raises(ConfigurationError, match="not a multiple of"):
-            answer({"distributed_type": "MULTI_GPU", "use_megatron_lm": "yes", "megatron_lm_tp_degree": 3, "num_processes": 2})
+            answer(
+                {
+                    "distributed_type": "MULTI_GPU",
+                    "use_megatron_lm": "yes",
+                    "megatron_lm_tp_degree": 3,
+                    "num_processes": 2,
+                }
+            )
 
 
 def _texts(opt: Option) -> list[str]:
@@ -184,7 +244,7 @@ def test_any_answers_give_a_file_that_stands_for_them(data: st.DataObject) -> No
 def _as_file(content: Mapping[str, Any]) -> Any:
     from tempfile import TemporaryDirectory
 
-    from accel_launch.config.read.read import read_config
+    from accel_launch.config.read import read_config
 
     with TemporaryDirectory() as folder:
         path = Path(folder) / "c.yaml"
@@ -198,9 +258,15 @@ class TestAsText:
         shell.write("answers.txt", "\n".join(lines) + "\n")
         result = self._run(shell, "config", "--config_file", "c.yaml")
         assert result.returncode == 0, result.stderr
-        assert "num_processes: 'two' is not an integer of at least 1" in result.stdout, "asked again after a wrong answer"
+        assert "num_processes: 'two' is not an integer of at least 1" in result.stdout, (
+            "asked again after a wrong answer"
+        )
         content = yaml.safe_load((shell.folder / "c.yaml").read_text())
-        assert (content["distributed_type"], content["num_processes"], content["mixed_precision"]) == ("MULTI_CPU", 2, "bf16")
+        assert (content["distributed_type"], content["num_processes"], content["mixed_precision"]) == (
+            "MULTI_CPU",
+            2,
+            "bf16",
+        )
         # Once more, with nothing but Enter: what the file says is proposed, and stays.
         shell.write("answers.txt", "\n" * 20)
         assert self._run(shell, "config", "--config_file", "c.yaml").returncode == 0
@@ -220,21 +286,33 @@ class TestAsText:
         path = shell.write("c.yaml", "num_processes: 3\n")
         shell.write("answers.txt", "0\n")
         result = self._run(shell, "config", "--config_file", "c.yaml")
-        assert result.returncode == 2 and "the input ended at the question for distributed_type; nothing was written" in result.stderr
+        assert (
+            result.returncode == 2
+            and "the input ended at the question for distributed_type; nothing was written" in result.stderr
+        )
         assert path.read_text() == "num_processes: 3\n"
 
     def test_a_broken_file_is_replaced_only_on_demand(self, shell) -> None:
         path = shell.write("c.yaml", "num_proceses: 3\n")
         shell.write("answers.txt", "no\n")
-        assert self._run(shell, "config", "--config_file", "c.yaml").returncode == 2 and path.read_text() == "num_proceses: 3\n"
+        assert (
+            self._run(shell, "config", "--config_file", "c.yaml").returncode == 2
+            and path.read_text() == "num_proceses: 3\n"
+        )
         shell.write("answers.txt", "yes\n" + "\n" * 30)
-        assert self._run(shell, "config", "--config_file", "c.yaml").returncode == 0 and "num_processes" in yaml.safe_load(path.read_text())
+        assert self._run(
+            shell, "config", "--config_file", "c.yaml"
+        ).returncode == 0 and "num_processes" in yaml.safe_load(path.read_text())
 
     def test_contradicting_answers_can_be_mended(self, shell) -> None:
         first = ["0", "2", "", "", "", "no", "no", "yes", "3", "1", "", "", "", "", "2", "", "", ""]
         shell.write("answers.txt", "\n".join([*first, "no", ""]))
         result = self._run(shell, "config", "--config_file", "c.yaml")
-        assert result.returncode == 2 and "These answers do not go together: " in result.stdout and not (shell.folder / "c.yaml").exists()
+        assert (
+            result.returncode == 2
+            and "These answers do not go together: " in result.stdout
+            and not (shell.folder / "c.yaml").exists()
+        )
 
     def test_a_name_that_cannot_be_written_is_refused_at_once(self, shell) -> None:
         result = shell.accel("config", "--config_file", "c.toml")
@@ -243,19 +321,30 @@ class TestAsText:
     def test_numbers_names_and_choices(self, capsys: pytest.CaptureFixture[str]) -> None:
         for text, expected in (("1\n", "EAGER"), ("inductor\n", "INDUCTOR"), ("99\nno\n", "NO"), ("\n", "TVM")):
             assert TextPrompts(io.StringIO(text)).ask(OPTIONS["dynamo_backend"], "TVM", None) == expected
-        assert TextPrompts(io.StringIO("1\n")).ask(OPTIONS["fsdp_version"], 2, None) == 1, "a number that is a choice is no position"
+        assert TextPrompts(io.StringIO("1\n")).ask(OPTIONS["fsdp_version"], 2, None) == 1, (
+            "a number that is a choice is no position"
+        )
         assert "'99' is not one of NO, EAGER" in capsys.readouterr().out
         assert (
-            TextPrompts(io.StringIO("DEEPSPEED\n2\n")).ask(OPTIONS["distributed_type"], "NO", ("NO", "MULTI_CPU", "MULTI_GPU"))
+            TextPrompts(io.StringIO("DEEPSPEED\n2\n")).ask(
+                OPTIONS["distributed_type"], "NO", ("NO", "MULTI_CPU", "MULTI_GPU")
+            )
             == "MULTI_GPU"
         )
 
     def test_what_is_shown_can_be_typed(self, capsys: pytest.CaptureFixture[str]) -> None:
         kinds = ("NO", "MULTI_CPU", "XLA")
-        for text, expected in (("Multi-CPU\n", "MULTI_CPU"), ("tpu\n", "XLA"), ("no distributed training\n", "NO"), ("FSDP\n0\n", "NO")):
+        for text, expected in (
+            ("Multi-CPU\n", "MULTI_CPU"),
+            ("tpu\n", "XLA"),
+            ("no distributed training\n", "NO"),
+            ("FSDP\n0\n", "NO"),
+        ):
             assert TextPrompts(io.StringIO(text)).ask(OPTIONS["distributed_type"], "NO", kinds) == expected
         assert "'FSDP' is not one of No distributed training, multi-CPU, TPU\n" in capsys.readouterr().out
-        answer = TextPrompts(io.StringIO("aws (amazon sagemaker)\n")).ask(OPTIONS["compute_environment"], "LOCAL_MACHINE", None)
+        answer = TextPrompts(io.StringIO("aws (amazon sagemaker)\n")).ask(
+            OPTIONS["compute_environment"], "LOCAL_MACHINE", None
+        )
         assert answer == "AMAZON_SAGEMAKER"
 
 
@@ -264,7 +353,9 @@ def terminal(shell) -> Iterator[pexpect.spawn]:
     """`accel config` on a terminal of its own."""
     env = {**os.environ, **shell.env, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
     words = ["-m", "accel_launch", "config", "--config_file", "c.yaml"]
-    child = pexpect.spawn(sys.executable, words, cwd=str(shell.folder), env=env, encoding="utf-8", dimensions=(40, 150), timeout=100)
+    child = pexpect.spawn(
+        sys.executable, words, cwd=str(shell.folder), env=env, encoding="utf-8", dimensions=(40, 150), timeout=100
+    )
     child.delaybeforesend = 0.2
     yield child
     child.close(force=True)
@@ -295,8 +386,15 @@ class TestOnATerminal:
         terminal.expect(pexpect.EOF)
         terminal.wait()
         content = yaml.safe_load((shell.folder / "c.yaml").read_text())
-        assert content["distributed_type"] == "MULTI_CPU" and content["num_processes"] == 2 and content["mixed_precision"] == "bf16"
-        assert content["dynamo_config"]["dynamo_backend"] == "INDUCTOR" and content["dynamo_config"]["dynamo_use_dynamic"] is True
+        assert (
+            content["distributed_type"] == "MULTI_CPU"
+            and content["num_processes"] == 2
+            and content["mixed_precision"] == "bf16"
+        )
+        assert (
+            content["dynamo_config"]["dynamo_backend"] == "INDUCTOR"
+            and content["dynamo_config"]["dynamo_use_dynamic"] is True
+        )
         assert terminal.exitstatus == 0
 
     def test_a_wrong_line_is_not_accepted(self, terminal: pexpect.spawn) -> None:

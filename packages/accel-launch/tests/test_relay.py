@@ -52,7 +52,11 @@ def test_the_first_report_is_told_last(shell, relay) -> None:
     shell.write("s.py", "import sys\nprint('out')\nprint('err', file=sys.stderr)\nraise KeyError(sys.argv[1:])\n")
     result = relay(9, f"script encoded s.py {encode(['', 'a b', '$x'])}", f"script encoded s.py {encode([])}")
     assert result.returncode == 1, "the rank's own code, not the program's"
-    assert result.stdout == "out\nout\n" and result.stderr.count("err\n") == 2 and "accel-launch-failure" not in result.stderr
+    assert (
+        result.stdout == "out\nout\n"
+        and result.stderr.count("err\n") == 2
+        and "accel-launch-failure" not in result.stderr
+    )
     end = result.stderr[result.stderr.index("accel launch: ") :]
     assert end.startswith("accel launch: rank 0 of 2 failed first") and end.endswith("KeyError: ['', 'a b', '$x']\n")
 

@@ -31,14 +31,17 @@ class Machines:
         self.handlers = [self.make(rank) for rank in range(count)]
 
     def make(self, rank: int) -> RoundsRendezvous:
-        return RoundsRendezvous("127.0.0.1", self.port, rank, self.count, "run", self.timeout, self.max_restarts, forks=False)
+        return RoundsRendezvous(
+            "127.0.0.1", self.port, rank, self.count, "run", self.timeout, self.max_restarts, forks=False
+        )
 
     def meet(self, ranks: list[int]) -> list[tuple[int, int, int]]:
         """Number of the round, rank and port of the processes' store, of each."""
         with ThreadPoolExecutor(len(ranks)) as pool:
             found = list(pool.map(lambda rank: self.handlers[rank].next_rendezvous(), ranks))
         return [
-            (self.handlers[rank].round, info.rank, info.bootstrap_store_info.master_port) for rank, info in zip(ranks, found, strict=True)
+            (self.handlers[rank].round, info.rank, info.bootstrap_store_info.master_port)
+            for rank, info in zip(ranks, found, strict=True)
         ]
 
     def close(self) -> None:
@@ -69,13 +72,18 @@ def test_rounds_have_stores_of_their_own(machines) -> None:
         while three.handlers[0].num_nodes_waiting() == 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert [handler.num_nodes_waiting() for handler in (three.handlers[0], three.handlers[2])] == [1, 1] and not again.done()
+        assert [handler.num_nodes_waiting() for handler in (three.handlers[0], three.handlers[2])] == [
+            1,
+            1,
+        ] and not again.done()
         met = three.meet([0, 2])
         info = again.result(60)
     assert [number for number, _, _ in met] == [1, 1] and three.handlers[1].round == 1
     ports = {port for _, _, port in met} | {info.bootstrap_store_info.master_port}
     assert len(ports) == 1 and three.port not in ports
-    fresh = dist.TCPStore("127.0.0.1", ports.pop(), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    fresh = dist.TCPStore(
+        "127.0.0.1", ports.pop(), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     fresh.set("rank", "here")
     assert fresh.get("rank") == b"here"
     assert [handler.num_nodes_waiting() for handler in three.handlers] == [0, 0, 0]
@@ -202,7 +210,12 @@ def launch(shell, started, free_port):
 
     def run(machines: int, restarts: int, *words: object) -> tuple[list[int], list[str]]:
         shell.write("s.py", STEPS)
-        common = [f"--num_processes={2 * machines}", f"--num_machines={machines}", "--main_process_ip=127.0.0.1", "--monitor_interval=0.1"]
+        common = [
+            f"--num_processes={2 * machines}",
+            f"--num_machines={machines}",
+            "--main_process_ip=127.0.0.1",
+            "--monitor_interval=0.1",
+        ]
         common += [f"--main_process_port={free_port()}", f"--max_restarts={restarts}"]
         launchers = [
             started(shell.start("launch", "--cpu", *common, f"--machine_rank={rank}", "s.py", *map(str, words)))
@@ -222,14 +235,19 @@ def test_a_killed_rank_restarts_every_machine_once(shell, launch, victim: int) -
     starts = {file: (shell.folder / file).read_text() for file in os.listdir(shell.folder) if file.startswith("start")}
     assert set(starts) == {f"start{count}.{rank}" for count in (0, 1) for rank in range(6)}
     first, second = ({text for file, text in starts.items() if file.startswith(f"start{count}.")} for count in (0, 1))
-    assert len(first) == len(second) == 1 and first != second, "the processes of a round meet at one port, which no former one uses"
+    assert len(first) == len(second) == 1 and first != second, (
+        "the processes of a round meet at one port, which no former one uses"
+    )
 
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_all_machines_end_when_one_has_no_restarts_left(launch, victim: int) -> None:
     codes, errors = launch(2, 1, "always", victim)  # in less time than the other machine's processes sleep
     failed, other = victim // 2, 1 - victim // 2
-    assert codes[failed] == 128 + signal.SIGKILL and f"rank {victim} of 4 was ended by SIGKILL" in errors[failed].splitlines()[-1]
+    assert (
+        codes[failed] == 128 + signal.SIGKILL
+        and f"rank {victim} of 4 was ended by SIGKILL" in errors[failed].splitlines()[-1]
+    )
     assert codes[other] == 1
     assert errors[other].splitlines()[-1] == (
         f"accel launch: the processes of this machine were ended; those of machine rank {failed} failed."
@@ -240,4 +258,7 @@ def test_a_machine_whose_processes_have_ended_is_not_waited_for(launch) -> None:
     codes, errors = launch(2, 1, "late", 3)
     assert codes == [1, 128 + signal.SIGKILL], errors
     assert re.fullmatch(r"accel launch: rank 3 of 4 was ended by SIGKILL .*", errors[1].splitlines()[-1])
-    assert errors[0].splitlines()[-1] == "accel launch: the processes of this machine succeeded; those of machine rank 1 failed."
+    assert (
+        errors[0].splitlines()[-1]
+        == "accel launch: the processes of this machine succeeded; those of machine rank 1 failed."
+    )

@@ -25,7 +25,10 @@ def test_a_signal_ends_everything(sleepers, ended) -> None:
 
 def test_an_ignored_signal_stays_ignored(shell, started) -> None:
     """What nohup does: without this, closing the terminal would end the job."""
-    shell.write("s.py", "import pathlib, time; pathlib.Path('ready').touch()\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)")
+    shell.write(
+        "s.py",
+        "import pathlib, time; pathlib.Path('ready').touch()\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)",
+    )
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         launcher = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py"))
@@ -186,22 +189,34 @@ def ready(shell, ranks: int) -> list[int]:
     return [int(text) for text in texts] if len(texts) == ranks and all(texts) else []
 
 
-@pytest.mark.parametrize(("number", "ranks", "restarts"), [(signal.SIGTERM, 2, 0), (signal.SIGUSR1, 2, 1), (signal.SIGTERM, 1, 1)])
+@pytest.mark.parametrize(
+    ("number", "ranks", "restarts"), [(signal.SIGTERM, 2, 0), (signal.SIGUSR1, 2, 1), (signal.SIGTERM, 1, 1)]
+)
 def test_ranks_that_save_get_their_time(shell, started, wait_until, number: int, ranks: int, restarts: int) -> None:
     """And they are not started again: whoever signals the launcher means the machine."""
     shell.write("s.py", SAVES)
-    launcher = started(shell.start("launch", "--cpu", "--num_processes", str(ranks), "--max_restarts", str(restarts), "s.py"))
+    launcher = started(
+        shell.start("launch", "--cpu", "--num_processes", str(ranks), "--max_restarts", str(restarts), "s.py")
+    )
     wait_until(lambda: ready(shell, ranks), "the ranks are ready")
     launcher.send_signal(number)
     assert launcher.wait(60) == 75
 
 
-def test_ranks_that_save_are_not_forgotten_over_telling_the_other_machines(shell, started, wait_until, free_port) -> None:
+def test_ranks_that_save_are_not_forgotten_over_telling_the_other_machines(
+    shell, started, wait_until, free_port
+) -> None:
     """No rank is left while this launcher waits for the others to hear of it, for as long as they may take."""
     shell.write("s.py", SAVES.replace('range(int(os.environ["WORLD_SIZE"]))', "[1]"))
-    words = ["--num_processes=2", "--num_machines=2", "--main_process_ip=127.0.0.1", f"--main_process_port={free_port()}"]
+    words = [
+        "--num_processes=2",
+        "--num_machines=2",
+        "--main_process_ip=127.0.0.1",
+        f"--main_process_port={free_port()}",
+    ]
     first, second = (
-        started(shell.start("launch", "--cpu", "--monitor_interval=4", *words, f"--machine_rank={rank}", "s.py")) for rank in (0, 1)
+        started(shell.start("launch", "--cpu", "--monitor_interval=4", *words, f"--machine_rank={rank}", "s.py"))
+        for rank in (0, 1)
     )
     wait_until(lambda: ready(shell, 2), "the ranks are ready")
     second.terminate()

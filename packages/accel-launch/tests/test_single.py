@@ -55,7 +55,11 @@ def test_precedence_end_to_end(show, shell) -> None:
     config = shell.write("c.yaml", "mixed_precision: fp16\ngradient_accumulation_steps: 2\ndebug: true\n")
     env = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DEBUG_MODE": "0"}
     got = show("--config_file", str(config), "--debug", "show.py", **env)["env"]
-    assert got == {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2", "ACCELERATE_DEBUG_MODE": "true"}
+    assert got == {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+        "ACCELERATE_DEBUG_MODE": "true",
+    }
 
 
 def test_default_config_file(show, shell) -> None:
@@ -174,7 +178,10 @@ def test_signals_reach_the_script(shell, started) -> None:
 def test_the_launcher_says_how_many_processes_it_chose(shell) -> None:
     shell.write("s.py", "")
     said = shell.accel("launch", "--cpu", "s.py").stderr
-    assert said == "accel launch: starting 1 process (one for each machine on the CPU, as asked); --num_processes sets another number\n"
+    assert (
+        said
+        == "accel launch: starting 1 process (one for each machine on the CPU, as asked); --num_processes sets another number\n"
+    )
     assert shell.accel("launch", "--cpu", "-q", "s.py").stderr == ""
     assert shell.accel("launch", "--cpu", "--num_processes", "1", "s.py").stderr == ""
 
@@ -200,5 +207,7 @@ def test_python_options_carry_over(shell) -> None:
 
     shell.write("s.py", "import sys; print(sys.flags.optimize, sys.flags.dont_write_bytecode, sys.warnoptions)")
     words = [sys.executable, "-OO", "-B", "-W", "ignore", "-m", "accel_launch", "launch", "--cpu", "s.py"]
-    result = subprocess.run(words, cwd=shell.folder, env=shell.env, capture_output=True, text=True, timeout=100, check=True)
+    result = subprocess.run(
+        words, cwd=shell.folder, env=shell.env, capture_output=True, text=True, timeout=100, check=True
+    )
     assert result.stdout == "2 1 ['ignore']\n"

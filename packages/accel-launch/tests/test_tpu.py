@@ -69,7 +69,9 @@ def test_a_module(tpu) -> None:
     assert [core[0] for core in cores(tpu)] == [5]
 
 
-@pytest.mark.parametrize(("name", "says"), [("train", "s.py has no function 'train'"), ("LIMIT", "s.py has no function 'LIMIT'")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("train", "s.py has no function 'train'"), ("LIMIT", "s.py has no function 'LIMIT'")]
+)
 def test_the_function_is_missing(tpu, name, says) -> None:
     result = tpu.accel("launch", "--tpu", f"--main_training_function={name}", "job/s.py")
     assert result.returncode == 2 and says in result.stderr and result.stderr.count("\n") == 1, result.stderr
@@ -117,13 +119,20 @@ class TestTpuConfig:
         words = ("--command", "echo", "hi", "--command", "ls -l", "--install_accel", "--accel_version", "1.2")
         result = shell.accel("tpu-config", "--debug", *self.WORDS, *words)
         line = "cd /usr/share; pip install accel==1.2; echo hi; ls -l"
-        assert result.stdout == f"Running gcloud compute tpus tpu-vm ssh pod --zone z --command '{line}' --worker all\n", result.stderr
+        assert (
+            result.stdout == f"Running gcloud compute tpus tpu-vm ssh pod --zone z --command '{line}' --worker all\n"
+        ), result.stderr
 
     def test_the_file_and_the_configuration(self, shell) -> None:
         shell.write("commands", "# first\necho 1\n\necho 2\n")
         shell.write("c.yaml", "tpu_name: pod\ntpu_zone: z\ncommands: [pwd]\ndistributed_type: TPU\n")
-        assert "'cd /usr/share; pwd' --worker all" in shell.accel("tpu-config", "--debug", "--config_file", "c.yaml").stdout
-        shown = shell.accel("tpu-config", "--debug", "--config_file", "c.yaml", "--command_file", "commands", "--use_alpha").stdout
+        assert (
+            "'cd /usr/share; pwd' --worker all"
+            in shell.accel("tpu-config", "--debug", "--config_file", "c.yaml").stdout
+        )
+        shown = shell.accel(
+            "tpu-config", "--debug", "--config_file", "c.yaml", "--command_file", "commands", "--use_alpha"
+        ).stdout
         assert shown.startswith("Running gcloud alpha compute") and "'cd /usr/share; echo 1; echo 2'" in shown
         shown = shell.accel("tpu-config", "--debug", "--tpu_zone=z", "--vm=a", "--vm=b", "--install_accel").stdout
         assert [line.split()[4] for line in shown.splitlines()] == ["a", "b"] and "pip install -U accel" in shown
@@ -133,9 +142,9 @@ class TestTpuConfig:
         shell.write("bin/gcloud", f'#!/bin/sh\nprintf "%s\\n" "$@"\nexit {code}\n').chmod(0o755)
         result = shell.accel("tpu-config", *self.WORDS, "--command=ls", PATH=f"{shell.folder / 'bin'}:/usr/bin:/bin")
         assert result.returncode == code
-        assert result.stdout.splitlines()[:5] == ["compute", "tpus", "tpu-vm", "ssh", "pod"] and ("have run" in result.stdout) is (
-            code == 0
-        )
+        assert result.stdout.splitlines()[:5] == ["compute", "tpus", "tpu-vm", "ssh", "pod"] and (
+            "have run" in result.stdout
+        ) is (code == 0)
 
     @pytest.mark.parametrize(
         ("words", "says"),

@@ -16,7 +16,11 @@ def test_defaults_are_those_that_other_libraries_know() -> None:
         *("load_in_8bit", "llm_int8_threshold", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
         *("bnb_4bit_compute_dtype", "torch_dtype", "skip_modules", "keep_in_fp32_modules"),
     ]
-    assert (config.llm_int8_threshold, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == (6.0, "fp4", False)
+    assert (config.llm_int8_threshold, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == (
+        6.0,
+        "fp4",
+        False,
+    )
     assert (config.bnb_4bit_compute_dtype, config.torch_dtype) == (torch.float16, torch.float16)
     assert config.target_dtype == CustomDtype.INT4
     assert BnbQuantizationConfig(load_in_8bit=True).target_dtype == torch.int8
@@ -37,7 +41,10 @@ def test_types_are_taken_by_name_or_as_they_are(given) -> None:
         ({"load_in_8bit": True, "llm_int8_threshold": -1}, "llm_int8_threshold=-1 must be a number, 0 or more"),
         ({"load_in_8bit": True, "llm_int8_threshold": True}, "must be a number"),
         ({"load_in_8bit": True, "llm_int8_threshold": float("nan")}, "must be a number"),
-        ({"load_in_8bit": True, "bnb_4bit_quant_type": "nf4"}, "bnb_4bit_quant_type='nf4' has no effect with load_in_8bit"),
+        (
+            {"load_in_8bit": True, "bnb_4bit_quant_type": "nf4"},
+            "bnb_4bit_quant_type='nf4' has no effect with load_in_8bit",
+        ),
         ({"load_in_8bit": True, "bnb_4bit_use_double_quant": True}, "no effect"),
         ({"load_in_8bit": True, "bnb_4bit_compute_dtype": "bf16"}, "no effect"),
         ({"load_in_4bit": True, "llm_int8_threshold": 5.0}, "llm_int8_threshold=5.0 has no effect with load_in_4bit"),

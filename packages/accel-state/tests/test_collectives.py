@@ -14,7 +14,16 @@ from accel_state.collectives.packing import SMALL_BYTES, ByteLayout
 from accel_state.testing import run_world
 
 Pair = namedtuple("Pair", "a b")
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.int8, torch.int64, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.bool,
+    torch.int8,
+    torch.int64,
+    torch.complex64,
+]
 
 
 def make(rank: int) -> dict[str, Any]:
@@ -39,18 +48,26 @@ def check_all() -> None:
     check_reduce(rank, world)
     check_padding(rank, world)
     check_objects(rank, world)
-    assert ops.copy_tensor_to_devices(torch.arange(3) + rank if rank == world - 1 else None).tolist() == [world - 1, world, world + 1]
+    assert ops.copy_tensor_to_devices(torch.arange(3) + rank if rank == world - 1 else None).tolist() == [
+        world - 1,
+        world,
+        world + 1,
+    ]
     assert ops.gather_tensor_shape(torch.ones(2, 5) if rank == 1 else None) == torch.Size([2, 5])
 
 
 def equal(left: Any, right: Any) -> bool:
     lefts, rights = ops.nested.leaves(left), ops.nested.leaves(right)
-    return len(lefts) == len(rights) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(lefts, rights, strict=True))
+    return len(lefts) == len(rights) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(lefts, rights, strict=True)
+    )
 
 
 def check_gather(rank: int, everyone: list[Any]) -> None:
     gathered = ops.gather(everyone[rank])
-    at_least_1d = [ops.recursively_apply(lambda t: t.detach().reshape(1) if t.ndim == 0 else t.detach(), data) for data in everyone]
+    at_least_1d = [
+        ops.recursively_apply(lambda t: t.detach().reshape(1) if t.ndim == 0 else t.detach(), data) for data in everyone
+    ]
     assert equal(gathered, ops.concatenate(at_least_1d))
     assert type(gathered["pair"]) is Pair and not gathered["pair"].b[0].requires_grad
     with pytest.raises(TypeError, match="it met a str"):
@@ -79,7 +96,9 @@ def check_reduce(rank: int, world: int) -> None:
     summed = ops.reduce(data, "sum", scale=0.5)
     assert summed["f"][0].tolist() == [total / 2, float(total)]
     assert ops.reduce(data, "sum")["b"].tolist() == [1, world]
-    assert ops.reduce(data, "max")["i"].tolist() == [world - 1, 2 * (world - 1)] and ops.reduce(data, "min")["i"].tolist() == [0, 0]
+    assert ops.reduce(data, "max")["i"].tolist() == [world - 1, 2 * (world - 1)] and ops.reduce(data, "min")[
+        "i"
+    ].tolist() == [0, 0]
     assert ops.reduce(data, "none")["i"].tolist() == [rank, 2 * rank]
     assert ops.reduce(torch.ones(3, dtype=torch.bfloat16), "sum").tolist() == [float(world)] * 3
     large = torch.ones(SMALL_BYTES)
@@ -89,7 +108,11 @@ def check_reduce(rank: int, world: int) -> None:
 def check_padding(rank: int, world: int) -> None:
     data = [torch.full((rank + 1, 2), rank + 1), torch.full((3,), rank), torch.tensor(rank)]
     padded = ops.pad_across_processes(data, pad_index=-1)
-    assert padded[0].shape == (world, 2) and (padded[0][: rank + 1] == rank + 1).all() and (padded[0][rank + 1 :] == -1).all()
+    assert (
+        padded[0].shape == (world, 2)
+        and (padded[0][: rank + 1] == rank + 1).all()
+        and (padded[0][rank + 1 :] == -1).all()
+    )
     assert padded[1].shape == (3,) and padded[2].item() == rank
     first = ops.pad_across_processes(torch.ones(2, rank + 1), dim=-1, pad_first=True)
     assert first.shape == (2, world) and first[0].tolist() == [0.0] * (world - rank - 1) + [1.0] * (rank + 1)
@@ -131,7 +154,12 @@ def test_a_single_process_is_a_world_of_one() -> None:
 
 
 def test_layout_is_aligned_and_reversible() -> None:
-    tensors = [torch.ones(3, dtype=torch.bool), torch.randn(5, dtype=torch.float64), torch.randn(2, 2).bfloat16(), torch.tensor(1 + 2j)]
+    tensors = [
+        torch.ones(3, dtype=torch.bool),
+        torch.randn(5, dtype=torch.float64),
+        torch.randn(2, 2).bfloat16(),
+        torch.tensor(1 + 2j),
+    ]
     layout = ByteLayout(tensors)
     assert all(start % 16 == 0 for start, _ in layout.spans)
     assert all(torch.equal(a, b) for a, b in zip(tensors, layout.unpack(layout.pack(tensors), tensors), strict=True))

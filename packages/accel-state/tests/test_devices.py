@@ -100,7 +100,10 @@ def test_conformance(name):
     assert device.out_of_memory_messages
     assert not device.is_out_of_memory(RuntimeError("something else"))
     assert not device.is_out_of_memory(ValueError(device.out_of_memory_messages[0]))
-    assert all(device.is_out_of_memory(RuntimeError(f"{message}. Tried to allocate 2 GiB")) for message in device.out_of_memory_messages)
+    assert all(
+        device.is_out_of_memory(RuntimeError(f"{message}. Tried to allocate 2 GiB"))
+        for message in device.out_of_memory_messages
+    )
     assert repr(name) in repr(device)
     # Its generator can be synchronised under its own name; Apple's has no name in the list.
     assert name in ("cpu", "mps") or RNGType(name).value == name
@@ -128,7 +131,9 @@ def test_a_missing_plug_in_is_named(name):
 
 def test_a_device_that_is_not_there_cannot_be_assigned():
     missing = next(name for name in ("cuda", "mps", "xpu") if not devices.get(name).is_available())
-    with pytest.raises(ConfigurationError, match=f"local rank 1 has no {missing} device of its own: this process sees 0"):
+    with pytest.raises(
+        ConfigurationError, match=f"local rank 1 has no {missing} device of its own: this process sees 0"
+    ):
         devices.get(missing).device(1)
 
 
@@ -211,7 +216,9 @@ def test_the_base_class_drives_a_plug_in(tmp_path):
 
 def test_one_visible_device_is_the_ranks_own(tmp_path):
     folder = install_plug_in(tmp_path, count=1)
-    assert run_world(device_of_local_rank, 1, folder, 3, state=False, env={"ASCEND_RT_VISIBLE_DEVICES": "5"}) == ["npu:0"]
+    assert run_world(device_of_local_rank, 1, folder, 3, state=False, env={"ASCEND_RT_VISIBLE_DEVICES": "5"}) == [
+        "npu:0"
+    ]
     with pytest.raises(WorldError, match="local rank 3 has no npu device of its own: this process sees 1"):
         run_world(device_of_local_rank, 1, folder, 3, state=False)
 
@@ -231,5 +238,8 @@ def test_detection_initialises_nothing():
         assert threading.active_count() == 1
     """
     subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=110, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        [sys.executable, "-c", textwrap.dedent(code)],
+        check=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

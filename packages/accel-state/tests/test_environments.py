@@ -21,18 +21,42 @@ from accel_state.environments.slurm_hosts import expand_hosts, find_address
 from accel_state.errors import ConfigurationError
 
 TORCHRUN = {
-    **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
+    **{
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+    },
     **{"MASTER_ADDR": "host0", "MASTER_PORT": "29501"},
 }
 OPENMPI = {
-    **{"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+    **{
+        "OMPI_COMM_WORLD_RANK": "5",
+        "OMPI_COMM_WORLD_SIZE": "8",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    },
     "PMIX_NAMESPACE": "1284505601",
 }
-MVAPICH = {"MV2_COMM_WORLD_RANK": "5", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "4"}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "5",
+    "MV2_COMM_WORLD_SIZE": "8",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 CRAY = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
 SLURM = {
-    **{"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"},
+    **{
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
+    },
     **{"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
     "SLURM_STEP_NODELIST": "gpu[07-08]",
 }
@@ -74,8 +98,15 @@ def test_an_environment_cannot_be_changed():
 def test_meeting_place():
     assert (environments.detect(TORCHRUN).main_address, environments.detect(TORCHRUN).main_port) == ("host0", 29501)
     # MPI tells no address; on one node none is needed, and the port depends on the job.
-    one_node = {**OPENMPI, "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "5"}
-    first, second = (environments.detect({**one_node, "PMIX_NAMESPACE": job}) for job in ("prterun-host-11@1", "prterun-host-12@1"))
+    one_node = {
+        **OPENMPI,
+        "OMPI_COMM_WORLD_SIZE": "6",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "6",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "5",
+    }
+    first, second = (
+        environments.detect({**one_node, "PMIX_NAMESPACE": job}) for job in ("prterun-host-11@1", "prterun-host-12@1")
+    )
     assert first.main_address == "127.0.0.1"
     assert first.main_port != second.main_port
     assert environments.detect(OPENMPI).main_address is None
@@ -127,7 +158,13 @@ def test_first_host_of_a_step(hosts, first):
 
 
 def test_a_step_on_one_node_meets_there():
-    one = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0", "SLURM_LOCALID": "5"}
+    one = {
+        **SLURM,
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "8",
+        "SLURM_NODEID": "0",
+        "SLURM_LOCALID": "5",
+    }
     assert environments.detect(one).main_address == "127.0.0.1"
     ports = {environments.detect({**one, "SLURM_STEP_ID": str(step)}).main_port for step in range(10)}
     assert len(ports) == 10
@@ -171,7 +208,9 @@ def test_contradictions_and_gaps_are_errors(variables, message):
         environments.detect(variables)
 
 
-@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "4"}, {"LOCAL_RANK": "-1"}, {"LOCAL_RANK": "0"}, {"RANK": "", "WORLD_SIZE": ""}])
+@pytest.mark.parametrize(
+    "variables", [{"WORLD_SIZE": "4"}, {"LOCAL_RANK": "-1"}, {"LOCAL_RANK": "0"}, {"RANK": "", "WORLD_SIZE": ""}]
+)
 def test_leftovers_that_start_nothing(variables):
     assert environments.detect(variables).name == "single"
 
@@ -213,7 +252,14 @@ def test_openmpi_counts_equal_nodes(nodes, local_world_size, data):
             "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_world_size),
         }
     )
-    expected = (rank, nodes * local_world_size, rank % local_world_size, local_world_size, rank // local_world_size, nodes)
+    expected = (
+        rank,
+        nodes * local_world_size,
+        rank % local_world_size,
+        local_world_size,
+        rank // local_world_size,
+        nodes,
+    )
     assert numbers(found) == expected
 
 
@@ -239,7 +285,9 @@ def test_real_mpi(name, program):
     command = [program, *options, "-np", "3", "sh", "-c", f"{sys.executable} -c '{PRINT_ENVIRONMENT}'; true"]
     ports = set()
     for _ in range(3):
-        output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=True).stdout
+        output = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=110, check=True
+        ).stdout
         lines = sorted(line.split() for line in output.splitlines())
         assert [line[:5] for line in lines] == [[name, str(rank), "3", str(rank), "127.0.0.1"] for rank in range(3)]
         assert len({line[5] for line in lines}) == 1, "all ranks must meet at one port"
@@ -261,7 +309,12 @@ def test_a_clock_that_is_set_while_ranks_start_does_not_part_them(monkeypatch):
 
 def test_reading_the_environment_needs_no_torch():
     code = "import sys; from accel_state import environments; environments.detect(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=110, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
 
 
 @pytest.mark.parametrize("text", ["", ",", "a,,b", "n[1", "n]1", "n[a-b]", "n[1-]", "n[[1]]"])
@@ -298,8 +351,12 @@ def test_a_node_whose_name_is_no_address(tmp_path, monkeypatch):
 
 
 def test_an_allocation():
-    allocation = Allocation.read(Variables({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "3(x2)"}))
-    assert allocation == Allocation("7", ("n1", "n2"), None, on_node=False, in_step=False), "nobody asked for a number of tasks"
+    allocation = Allocation.read(
+        Variables({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "3(x2)"})
+    )
+    assert allocation == Allocation("7", ("n1", "n2"), None, on_node=False, in_step=False), (
+        "nobody asked for a number of tasks"
+    )
     asked = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[1-2]",

@@ -38,7 +38,9 @@ def test_the_section_as_documented_with_its_older_spellings(tmp_path: Path) -> N
     assert FP8Options.from_environment(variables) == options
 
 
-@pytest.mark.parametrize(("text", "level"), [("backend: MSAMP\n  opt_level: O1", "O1"), ("backend: MSAMP\n  optimization_level: O2", "O2")])
+@pytest.mark.parametrize(
+    ("text", "level"), [("backend: MSAMP\n  opt_level: O1", "O1"), ("backend: MSAMP\n  optimization_level: O2", "O2")]
+)
 def test_the_section_of_msamp(tmp_path: Path, text: str, level: str) -> None:
     options = resolve(GROUPS, environ={}, config=read(tmp_path, f"fp8_config:\n  {text}\n")).group(FP8Options)
     assert (options.backend, options.opt_level) == ("msamp", level)
@@ -75,7 +77,9 @@ def test_two_spellings_that_disagree(tmp_path: Path) -> None:
         ("opt_level", "O3", "O1, O2"),
     ],
 )
-def test_a_bad_value_in_a_file_is_refused_with_its_place_and_the_allowed_ones(tmp_path: Path, key: str, value: str, allowed: str) -> None:
+def test_a_bad_value_in_a_file_is_refused_with_its_place_and_the_allowed_ones(
+    tmp_path: Path, key: str, value: str, allowed: str
+) -> None:
     config = read(tmp_path, f"fp8_config:\n  {key}: {value}\n")
     with pytest.raises(ConfigurationError, match=rf"fp8_config\.{key} in .*line 2") as error:
         resolve(GROUPS, environ={}, config=config)
@@ -97,7 +101,9 @@ def test_what_is_no_override(text: str) -> None:
         parse_override(text)
 
 
-@pytest.mark.parametrize(("name", "value"), [("backend", 1), ("margin", 2.0), ("interval", 0), ("pad_inner_dim", "yes"), ("scaling", None)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("backend", 1), ("margin", 2.0), ("interval", 0), ("pad_inner_dim", "yes"), ("scaling", None)]
+)
 def test_what_code_may_not_give(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=name):
         checked(name, value)

@@ -17,8 +17,14 @@ def install_nvidia_smi(folder, monkeypatch, names, driver="550.54.15", status=0)
     """A program that answers as NVIDIA's does."""
     program = folder / "nvidia-smi"
     answers = {"name": names, "driver_version": [driver] * len(names)}
-    cases = "\n".join(f'  --query-gpu={field}) printf "%s\\n" {" ".join(map(repr, lines))};;' for field, lines in answers.items() if lines)
-    program.write_text(f'#!/bin/sh\n[ "$2" = "--format=csv,noheader" ] || exit 9\ncase "$1" in\n{cases}\nesac\nexit {status}\n')
+    cases = "\n".join(
+        f'  --query-gpu={field}) printf "%s\\n" {" ".join(map(repr, lines))};;'
+        for field, lines in answers.items()
+        if lines
+    )
+    program.write_text(
+        f'#!/bin/sh\n[ "$2" = "--format=csv,noheader" ] || exit 9\ncase "$1" in\n{cases}\nesac\nexit {status}\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
 

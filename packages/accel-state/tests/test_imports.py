@@ -87,7 +87,14 @@ def write_package(folder: Path, version: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("version", "minimum", "expected"),
-    [("1.5", None, True), ("1.5", "1.5", True), ("1.5", "1.10", False), ("2.0rc1", "2.0", False), (None, None, True), (None, "1.0", False)],
+    [
+        ("1.5", None, True),
+        ("1.5", "1.5", True),
+        ("1.5", "1.10", False),
+        ("2.0rc1", "2.0", False),
+        (None, None, True),
+        (None, "1.0", False),
+    ],
 )
 def test_versions(tmp_path, monkeypatch, version, minimum, expected):
     write_package(tmp_path, version)

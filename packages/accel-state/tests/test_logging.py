@@ -69,7 +69,12 @@ def name(request):
 
 def test_each_rank_writes_what_it_should():
     ranks = run_world(log_everything, 3)
-    assert ranks[0] == ["INFO|[RANK 0] main 1", "INFO|[RANK 0] all 2", "INFO|[RANK 0] in order", "INFO|[RANK 0] main in order"]
+    assert ranks[0] == [
+        "INFO|[RANK 0] main 1",
+        "INFO|[RANK 0] all 2",
+        "INFO|[RANK 0] in order",
+        "INFO|[RANK 0] main in order",
+    ]
     for rank in (1, 2):
         assert ranks[rank] == [f"INFO|[RANK {rank}] all 2", f"INFO|[RANK {rank}] in order"]
 
@@ -101,7 +106,9 @@ def test_the_callers_line_is_reported(name):
     logger.info("d", main_process_only=False, in_order=True)
     lines = Path(__file__).read_text().splitlines()
     first = next(number for number, line in enumerate(lines, 1) if line.strip() == 'logger.info("a")')
-    assert [line.rsplit("|", 1)[1] for line in stream.getvalue().splitlines()] == [f"{Path(__file__).name}:{first + n}" for n in range(4)]
+    assert [line.rsplit("|", 1)[1] for line in stream.getvalue().splitlines()] == [
+        f"{Path(__file__).name}:{first + n}" for n in range(4)
+    ]
 
 
 def test_exceptions_and_values_go_through(name):
@@ -122,12 +129,21 @@ def test_a_warning_is_given_once(name):
     for _ in range(3):
         get_logger(name).warning_once("slow path %s", "x")
     get_logger(name).warning_once("slow path %s", "y")
-    assert [line.split("|")[1] for line in stream.getvalue().splitlines()] == ["[RANK 0] slow path x", "[RANK 0] slow path y"]
+    assert [line.split("|")[1] for line in stream.getvalue().splitlines()] == [
+        "[RANK 0] slow path x",
+        "[RANK 0] slow path y",
+    ]
 
 
 @pytest.mark.parametrize(
     ("argument", "variable", "level"),
-    [("INFO", None, "INFO"), (None, "ERROR", "ERROR"), ("debug", "ERROR", "DEBUG"), (None, None, "NOTSET"), (None, "", "NOTSET")],
+    [
+        ("INFO", None, "INFO"),
+        (None, "ERROR", "ERROR"),
+        ("debug", "ERROR", "DEBUG"),
+        (None, None, "NOTSET"),
+        (None, "", "NOTSET"),
+    ],
 )
 def test_the_level_comes_from_the_argument_then_the_variable(name, monkeypatch, argument, variable, level):
     root = logging.getLogger().level

@@ -18,9 +18,13 @@ OUT_OF_MEMORY = [
     RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 10.76 GiB total capacity)"),
     RuntimeError("HIP out of memory. Tried to allocate"),
     RuntimeError("CUDA error: out of memory"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."),
+    RuntimeError(
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
+    ),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:66] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:66] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+    ),
     RuntimeError("MPS backend out of memory (MPS allocated: 18.07 GB)"),
     RuntimeError("XPU out of memory. Tried to allocate"),
     RuntimeError("NPU out of memory. Tried to allocate"),
@@ -111,7 +115,9 @@ def test_nothing_fits():
         raise RuntimeError("CUDA out of memory. Tried to allocate 7 GiB")
 
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"No executable batch size found, reached zero.*from 4 down.*at batch size 1: .*7 GiB"):
+        with pytest.raises(
+            RuntimeError, match=r"No executable batch size found, reached zero.*from 4 down.*at batch size 1: .*7 GiB"
+        ):
             train()
 
 
@@ -179,7 +185,9 @@ def test_passing_the_batch_size_is_explained():
 
 
 def test_a_function_without_a_parameter_is_refused_at_once():
-    with pytest.raises(TypeError, match=r"has no parameter for the batch size.*Declare it as train\(batch_size, \.\.\.\)"):
+    with pytest.raises(
+        TypeError, match=r"has no parameter for the batch size.*Declare it as train\(batch_size, \.\.\.\)"
+    ):
 
         @find_executable_batch_size
         def train():

@@ -102,7 +102,11 @@ def test_mappings_keep_what_they_hold_beside_their_items() -> None:
 def test_skipped_keys_stay_where_they_are() -> None:
     data = {"x": torch.ones(1), "inner": {"y": torch.ones(1), "z": torch.ones(1)}}
     moved = ops.send_to_device(data, "meta", skip_keys=["y"])
-    assert [moved["x"].device.type, moved["inner"]["y"].device.type, moved["inner"]["z"].device.type] == ["meta", "cpu", "meta"]
+    assert [moved["x"].device.type, moved["inner"]["y"].device.type, moved["inner"]["z"].device.type] == [
+        "meta",
+        "cpu",
+        "meta",
+    ]
     assert ops.send_to_device({"x": torch.ones(1)}, "meta", skip_keys="x")["x"].device.type == "cpu"
 
 
@@ -115,7 +119,11 @@ def test_transformers_batches_and_outputs_keep_their_type() -> None:
     transformers = pytest.importorskip("transformers")
     encoding = transformers.BatchEncoding({"input_ids": torch.ones(2, 3)})
     doubled = ops.recursively_apply(lambda t: t * 2, encoding)
-    assert type(doubled) is transformers.BatchEncoding and doubled["input_ids"].sum() == 12 and encoding["input_ids"].sum() == 6
+    assert (
+        type(doubled) is transformers.BatchEncoding
+        and doubled["input_ids"].sum() == 12
+        and encoding["input_ids"].sum() == 6
+    )
     from transformers.modeling_outputs import SequenceClassifierOutput
 
     output = SequenceClassifierOutput(loss=torch.ones(()).bfloat16(), logits=torch.ones(2).bfloat16())

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from accel_state.nested_access import merge_dicts, recursive_getattr
 
-trees = st.recursive(st.integers(), lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, max_size=4), max_leaves=12)
+trees = st.recursive(
+    st.integers(), lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, max_size=4), max_leaves=12
+)
 dictionaries = st.dictionaries(st.sampled_from("abcd"), trees, max_size=4)
 
 

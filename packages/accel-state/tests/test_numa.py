@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from accel_state import numa
 from accel_state.errors import ConfigurationError
-from accel_state.numa import CPUInformation, choose_cores, cores_near_pci, get_cpu_distributed_information, parse_core_list
+from accel_state.numa import (
+    CPUInformation,
+    choose_cores,
+    cores_near_pci,
+    get_cpu_distributed_information,
+    parse_core_list,
+)
 from accel_state.testing import run_world
 
 TWO_NODES = [list(range(0, 8)), list(range(8, 16))]
@@ -125,7 +131,9 @@ def bind_twice() -> tuple[list[int], list[int], list[int]]:
     return before, first, psutil.Process().cpu_affinity()
 
 
-@pytest.mark.skipif(not hasattr(psutil.Process, "cpu_affinity"), reason="this operating system cannot bind a process to cores")
+@pytest.mark.skipif(
+    not hasattr(psutil.Process, "cpu_affinity"), reason="this operating system cannot bind a process to cores"
+)
 def test_ranks_of_this_machine_are_bound_and_binding_again_changes_nothing():
     results = run_world(bind_twice, 2, state=False)
     allowed = psutil.Process().cpu_affinity()
@@ -150,7 +158,9 @@ def test_the_cores_are_logged_when_asked(caplog):
 
 
 def test_a_local_rank_that_does_not_exist():
-    with pytest.raises(ConfigurationError, match="local_process_index=3 is not between 0 and the number of local processes 1"):
+    with pytest.raises(
+        ConfigurationError, match="local_process_index=3 is not between 0 and the number of local processes 1"
+    ):
         numa.override_numa_affinity(3)
 
 

@@ -27,7 +27,9 @@ from accel_state.options.conflicts import ENGINES
 GROUPS = load_groups()
 
 
-def settle(tmp_path: Path | None = None, text: str = "", environ: dict[str, str] | None = None, **options: Any) -> Resolution:
+def settle(
+    tmp_path: Path | None = None, text: str = "", environ: dict[str, str] | None = None, **options: Any
+) -> Resolution:
     """Settings of a file, of variables and of a command line, settled."""
     config = None
     if text:
@@ -48,14 +50,22 @@ class TestEngines:
         assert by_kind.where(switch).startswith(f"distributed_type: {kind} in ")
         assert by_switch.where("distributed_type") == f"--{switch}"
 
-    @given(st.lists(st.sampled_from(sorted(ENGINES)), min_size=2, max_size=2, unique=True), st.sampled_from(["file", "environment"]))
+    @given(
+        st.lists(st.sampled_from(sorted(ENGINES)), min_size=2, max_size=2, unique=True),
+        st.sampled_from(["file", "environment"]),
+    )
     def test_the_stronger_engine_counts(self, names: list[str], weak: str) -> None:
         strong, weaker = names
-        environ = {next(o.env for g in GROUPS for o in g.options() if o.name == weaker): "true"} if weak == "environment" else {}
+        environ = (
+            {next(o.env for g in GROUPS for o in g.options() if o.name == weaker): "true"}
+            if weak == "environment"
+            else {}
+        )
         given_weakly = {} if weak == "environment" else {"distributed_type": ENGINES[weaker]}
         # The same strength for both ways would be a contradiction: the file is stood in for by the weaker environment variable.
         settings = settle(
-            environ={**environ, **({"ACCELERATE_DISTRIBUTED_TYPE": ENGINES[weaker]} if given_weakly else {})}, **{strong: "true"}
+            environ={**environ, **({"ACCELERATE_DISTRIBUTED_TYPE": ENGINES[weaker]} if given_weakly else {})},
+            **{strong: "true"},
         )
         assert [name for name in ENGINES if settings[name]] == [strong]
         assert settings["distributed_type"] == ENGINES[strong]
@@ -72,8 +82,9 @@ class TestEngines:
     def test_both_places_of_one_file_are_named(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError) as caught:
             settle(tmp_path, "distributed_type: FSDP\nuse_deepspeed: true\n")
-        assert f"use_deepspeed: true in {tmp_path}/c.yaml, line 2 and distributed_type: FSDP in {tmp_path}/c.yaml, line 1" in str(
-            caught.value
+        assert (
+            f"use_deepspeed: true in {tmp_path}/c.yaml, line 2 and distributed_type: FSDP in {tmp_path}/c.yaml, line 1"
+            in str(caught.value)
         )
 
     def test_a_flag_switches_the_files_engine_off(self, tmp_path: Path) -> None:
@@ -93,7 +104,9 @@ class TestEngines:
     def test_a_section_asks_for_a_mesh(self, tmp_path: Path) -> None:
         text = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 4\nparallelism_config: {parallelism_config_%s: 4}\n"
         settings = settle(tmp_path, text % "dp_shard_size")
-        assert settings["use_parallelism_config"] and "parallelism_config in " in settings.where("use_parallelism_config")
+        assert settings["use_parallelism_config"] and "parallelism_config in " in settings.where(
+            "use_parallelism_config"
+        )
         assert settings.environment()["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "4"
         assert not settle(tmp_path, "parallelism_config: {}\n")["use_parallelism_config"]
         assert not settle(tmp_path, text % "tp_size", use_parallelism_config="false")["use_parallelism_config"]
@@ -103,12 +116,20 @@ class TestWhole:
     @pytest.mark.parametrize(
         ("options", "variables"),
         [
-            ({"use_fsdp": "true"}, {"FSDP_VERSION": "1", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}),
+            (
+                {"use_fsdp": "true"},
+                {"FSDP_VERSION": "1", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"},
+            ),
             ({"use_megatron_lm": "true"}, {"MEGATRON_LM_TP_DEGREE": "1", "MEGATRON_LM_GRADIENT_CLIPPING": "1.0"}),
-            ({"use_parallelism_config": "true"}, {"PARALLELISM_CONFIG_TP_SIZE": "1", "PARALLELISM_CONFIG_CP_BACKEND": "torch"}),
+            (
+                {"use_parallelism_config": "true"},
+                {"PARALLELISM_CONFIG_TP_SIZE": "1", "PARALLELISM_CONFIG_CP_BACKEND": "torch"},
+            ),
         ],
     )
-    def test_a_switched_on_group_is_handed_over_with_its_defaults(self, options: dict[str, str], variables: dict[str, str]) -> None:
+    def test_a_switched_on_group_is_handed_over_with_its_defaults(
+        self, options: dict[str, str], variables: dict[str, str]
+    ) -> None:
         exported = settle(**options).environment()
         assert variables.items() <= exported.items()
         assert "FSDP_AUTO_WRAP_POLICY" not in exported, "a choice that nobody made is not handed over"
@@ -140,7 +161,10 @@ class TestWhole:
             {"use_deepspeed": "true", "deepspeed_inclusion_filter": "a:0", "deepspeed_exclusion_filter": "b"},
             ["--deepspeed_inclusion_filter a:0 and --deepspeed_exclusion_filter b contradict"],
         ),
-        ({"use_deepspeed": "true", "zero_stage": "2", "offload_param_device": "cpu"}, ["--offload_param_device cpu needs --zero_stage 3"]),
+        (
+            {"use_deepspeed": "true", "zero_stage": "2", "offload_param_device": "cpu"},
+            ["--offload_param_device cpu needs --zero_stage 3"],
+        ),
         (
             {"use_deepspeed": "true", "zero_stage": "0", "offload_optimizer_device": "nvme"},
             ["needs --zero_stage 1 or more, not --zero_stage 0"],
@@ -157,9 +181,15 @@ class TestWhole:
             {"use_parallelism_config": "true", "parallelism_config_tp_size": "2", "num_processes": "3"},
             ["parallelism_config_tp_size=2", "= 2, but there are 3 processes (--num_processes 3)"],
         ),
-        ({"use_megatron_lm": "true", "megatron_lm_tp_degree": "2", "num_processes": "3"}, ["--num_processes 3 is not a multiple", "= 2"]),
+        (
+            {"use_megatron_lm": "true", "megatron_lm_tp_degree": "2", "num_processes": "3"},
+            ["--num_processes 3 is not a multiple", "= 2"],
+        ),
         ({"distributed_type": "DATA_PARALLEL"}, ["--distributed_type DATA_PARALLEL", "LOCAL_MACHINE"]),
-        ({"compute_environment": "AMAZON_SAGEMAKER", "use_fsdp": "true"}, ["--use_fsdp", "Allowed: NO, DATA_PARALLEL, MODEL_PARALLEL"]),
+        (
+            {"compute_environment": "AMAZON_SAGEMAKER", "use_fsdp": "true"},
+            ["--use_fsdp", "Allowed: NO, DATA_PARALLEL, MODEL_PARALLEL"],
+        ),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, str], parts: list[str]) -> None:
@@ -173,7 +203,12 @@ def test_what_does_not_go_together(options: dict[str, str], parts: list[str]) ->
     "options",
     [
         {"use_fsdp": "true", "fsdp_sync_module_states": "false"},
-        {"use_fsdp": "true", "fsdp_version": "2", "fsdp_sync_module_states": "false", "fsdp_cpu_ram_efficient_loading": "true"},
+        {
+            "use_fsdp": "true",
+            "fsdp_version": "2",
+            "fsdp_sync_module_states": "false",
+            "fsdp_cpu_ram_efficient_loading": "true",
+        },
         {"use_deepspeed": "true", "zero_stage": "2", "offload_param_device": "none"},
         {"use_megatron_lm": "true", "megatron_lm_tp_degree": "2", "megatron_lm_pp_degree": "2", "num_processes": "4"},
         {"use_parallelism_config": "true", "parallelism_config_tp_size": "2"},
@@ -186,9 +221,14 @@ def test_what_goes_together(options: dict[str, str]) -> None:
 
 
 def test_variables_and_files_may_be_meant_for_other_runs(tmp_path: Path) -> None:
-    settings = settle(tmp_path, "fsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n", environ={"MEGATRON_LM_TP_DEGREE": "2"})
+    settings = settle(
+        tmp_path, "fsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n", environ={"MEGATRON_LM_TP_DEGREE": "2"}
+    )
     (note,) = settings.notes()
-    assert "fsdp_config.fsdp_version: 2 in" in note and "(and 1 more of its options) has no effect without --use_fsdp" in note
+    assert (
+        "fsdp_config.fsdp_version: 2 in" in note
+        and "(and 1 more of its options) has no effect without --use_fsdp" in note
+    )
 
 
 class TestMigration:
@@ -232,9 +272,7 @@ class TestMigration:
             settle(tmp_path, text + "\n")
 
     def test_equal_old_and_new_keys_and_empty_ones(self, tmp_path: Path) -> None:
-        text = (
-            "dynamo_backend: eager\ndynamo_config: {dynamo_backend: EAGER}\nfsdp_config: {sharding_strategy: null}\nmain_process_ip: ''\n"
-        )
+        text = "dynamo_backend: eager\ndynamo_config: {dynamo_backend: EAGER}\nfsdp_config: {sharding_strategy: null}\nmain_process_ip: ''\n"
         settings = settle(tmp_path, text)
         assert settings["dynamo_backend"] == "EAGER" and settings["main_process_ip"] is None
 
@@ -281,7 +319,10 @@ class TestDeepSpeedFile:
     @pytest.mark.parametrize(
         ("content", "options"),
         [
-            ({"zero_optimization": {"stage": "auto"}, "fp16": {"enabled": "auto"}}, {"zero_stage": "3", "mixed_precision": "bf16"}),
+            (
+                {"zero_optimization": {"stage": "auto"}, "fp16": {"enabled": "auto"}},
+                {"zero_stage": "3", "mixed_precision": "bf16"},
+            ),
             ({"bf16": {"enabled": True}}, {"mixed_precision": "bf16", "zero3_init_flag": "true"}),
             ({"bf16": {"enabled": True}}, {}),
             ({}, {"zero_stage": "1", "gradient_accumulation_steps": "3"}),
@@ -296,7 +337,10 @@ class TestDeepSpeedFile:
             ("{", "not valid JSON"),
             ("[1]", "JSON object, not list"),
             ('"\\ud800', "not valid JSON"),
-            ('{"bf16": {"enabled": true, "enabled": "auto"}}', "the key 'enabled' stands there twice, as true and \"auto\". Remove one"),
+            (
+                '{"bf16": {"enabled": true, "enabled": "auto"}}',
+                "the key 'enabled' stands there twice, as true and \"auto\". Remove one",
+            ),
         ],
     )
     def test_a_file_that_is_none(self, tmp_path: Path, content: str, message: str) -> None:
@@ -313,7 +357,11 @@ class TestDeepSpeedFile:
 
 class TestValues:
     def test_secrets_are_not_shown(self) -> None:
-        settings = settle(compute_environment="AMAZON_SAGEMAKER", aws_secret_access_key="hush", environ={"AWS_ACCESS_KEY_ID": "hush-id"})
+        settings = settle(
+            compute_environment="AMAZON_SAGEMAKER",
+            aws_secret_access_key="hush",
+            environ={"AWS_ACCESS_KEY_ID": "hush-id"},
+        )
         assert settings.group(SageMakerOptions).aws_secret_access_key == "hush"
         assert "hush" not in settings.where("aws_secret_access_key") + settings.where("aws_access_key_id")
         assert "AWS_SECRET_ACCESS_KEY" not in settings.environment()
@@ -346,7 +394,9 @@ class TestValues:
         assert settings["env"] == ("A=1", "B=2,3") and settings["command"] == ("echo hello, world",)
         assert settings["sagemaker_additional_args"] == {"use_spot_instances": True, "max_wait": 86400}
         assert settings.settings["env"].source is Source.CONFIG_FILE
-        assert settle(sagemaker_additional_args="{'a': True}", compute_environment="1")["sagemaker_additional_args"] == {"a": True}
+        assert settle(sagemaker_additional_args="{'a': True}", compute_environment="1")[
+            "sagemaker_additional_args"
+        ] == {"a": True}
 
 
 @pytest.mark.parametrize(
@@ -378,10 +428,22 @@ VERSION_2 = {"use_fsdp": "true", "fsdp_version": "2"}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fsdp_sharding_strategy": "NO_SHARD"}, "--fsdp_sharding_strategy NO_SHARD is of --fsdp_version 1.*leave out --use_fsdp"),
-        ({"fsdp_sharding_strategy": "4"}, "--fsdp_sharding_strategy 4 is of --fsdp_version 1.*--parallelism_config_dp_replicate_size"),
-        ({"fsdp_backward_prefetch": "BACKWARD_POST"}, "--fsdp_backward_prefetch BACKWARD_POST is of --fsdp_version 1.*leave it out"),
-        ({"fsdp_forward_prefetch": "true"}, "--fsdp_forward_prefetch true is of --fsdp_version 1, and --fsdp_version 2 asks for 2"),
+        (
+            {"fsdp_sharding_strategy": "NO_SHARD"},
+            "--fsdp_sharding_strategy NO_SHARD is of --fsdp_version 1.*leave out --use_fsdp",
+        ),
+        (
+            {"fsdp_sharding_strategy": "4"},
+            "--fsdp_sharding_strategy 4 is of --fsdp_version 1.*--parallelism_config_dp_replicate_size",
+        ),
+        (
+            {"fsdp_backward_prefetch": "BACKWARD_POST"},
+            "--fsdp_backward_prefetch BACKWARD_POST is of --fsdp_version 1.*leave it out",
+        ),
+        (
+            {"fsdp_forward_prefetch": "true"},
+            "--fsdp_forward_prefetch true is of --fsdp_version 1, and --fsdp_version 2 asks for 2",
+        ),
         ({"fsdp_use_orig_params": "false"}, "--fsdp_use_orig_params false is of --fsdp_version 1"),
         ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is of --fsdp_version 1.*SHARDED_STATE_DICT"),
         (
@@ -397,9 +459,20 @@ def test_what_only_version_1_of_fsdp_can_do_is_refused_with_version_2(options: d
 
 
 def test_what_is_the_same_in_version_2_of_fsdp_is_said_in_its_words(tmp_path: Path) -> None:
-    settings = settle(tmp_path, "fsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_backward_prefetch: BACKWARD_PRE}\n", **VERSION_2)
-    assert settings["fsdp_reshard_after_forward"] is False and settings.environment()["FSDP_RESHARD_AFTER_FORWARD"] == "false"
+    settings = settle(
+        tmp_path,
+        "fsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_backward_prefetch: BACKWARD_PRE}\n",
+        **VERSION_2,
+    )
+    assert (
+        settings["fsdp_reshard_after_forward"] is False
+        and settings.environment()["FSDP_RESHARD_AFTER_FORWARD"] == "false"
+    )
     first, second = settings.notes()
     assert "fsdp_backward_prefetch: BACKWARD_PRE in" in first and "can be left out" in first
-    assert "SHARD_GRAD_OP in" in second and second.endswith("with --fsdp_version 2 it is --fsdp_reshard_after_forward false")
-    assert not settle(**VERSION_2, fsdp_use_orig_params="true", fsdp_sharding_strategy="FULL_SHARD")["fsdp_forward_prefetch"]
+    assert "SHARD_GRAD_OP in" in second and second.endswith(
+        "with --fsdp_version 2 it is --fsdp_reshard_after_forward false"
+    )
+    assert not settle(**VERSION_2, fsdp_use_orig_params="true", fsdp_sharding_strategy="FULL_SHARD")[
+        "fsdp_forward_prefetch"
+    ]

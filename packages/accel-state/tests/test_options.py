@@ -159,7 +159,12 @@ def test_exported_option_reaches_the_process_and_comes_back(opt: Option) -> None
     for text in two_texts(opt):
         resolved = resolve(GROUPS, {opt.name: text}, environ={})
         environment = resolved.environment()
-        enabled = [other.env for group in GROUPS if group.enabled_by and resolved.is_enabled(group) for other in group.options()]
+        enabled = [
+            other.env
+            for group in GROUPS
+            if group.enabled_by and resolved.is_enabled(group)
+            for other in group.options()
+        ]
         assert opt.env in environment and set(environment) <= {opt.env, *enabled}
         assert getattr(group_of(opt).from_environment(environment), opt.field) == resolved[opt.name]
         group = dataclasses.replace(group_of(opt)(), **{opt.field: resolved[opt.name]})
@@ -214,10 +219,16 @@ def test_help_shows_every_option(group: type[OptionGroup], monkeypatch: pytest.M
 def test_the_accelerators_view() -> None:
     core = CoreOptions.from_environment({})
     assert (core.mixed_precision, core.gradient_accumulation_steps, core.cpu, core.debug) == (None, None, False, False)
-    environ = {"ACCELERATE_MIXED_PRECISION": "BF16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_USE_CPU": "yes"}
+    environ = {
+        "ACCELERATE_MIXED_PRECISION": "BF16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_USE_CPU": "yes",
+    }
     core = CoreOptions.from_environment(environ)
     assert (core.mixed_precision, core.gradient_accumulation_steps, core.cpu) == ("bf16", 4, True)
-    assert DynamoOptions.from_environment({"ACCELERATE_DYNAMO_BACKEND": "inductor"}) == DynamoOptions(backend="INDUCTOR")
+    assert DynamoOptions.from_environment({"ACCELERATE_DYNAMO_BACKEND": "inductor"}) == DynamoOptions(
+        backend="INDUCTOR"
+    )
 
 
 def test_environment_is_read_at_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +245,9 @@ def test_a_flag_undoes_a_variable() -> None:
 
 def test_where_is_ready_for_a_message(tmp_path: Path) -> None:
     config = write_config(tmp_path, {"num_machines": 2})
-    resolved = resolve(GROUPS, {"num_processes": "4", "cpu": "true"}, environ={"ACCELERATE_DEBUG_MODE": "1"}, config=config)
+    resolved = resolve(
+        GROUPS, {"num_processes": "4", "cpu": "true"}, environ={"ACCELERATE_DEBUG_MODE": "1"}, config=config
+    )
     assert resolved.where("num_processes") == "--num_processes 4" and resolved.where("cpu") == "--cpu"
     assert resolved.where("debug") == "ACCELERATE_DEBUG_MODE=true"
     assert resolved.where("num_machines") == f"num_machines: 2 in {tmp_path}/config.json, line 2"
@@ -250,7 +263,9 @@ def test_a_group_of_ones_own() -> None:
     @dataclasses.dataclass(frozen=True)
     class Own(OptionGroup):
         title = "own"
-        size: int = option(4, kind=int, help="How many of them there are.", name="own_size", env="OWN_SIZE", exported=True, minimum=2)
+        size: int = option(
+            4, kind=int, help="How many of them there are.", name="own_size", env="OWN_SIZE", exported=True, minimum=2
+        )
 
     assert Own.from_mapping({"own_size": 7}).to_environment() == {"OWN_SIZE": "7"}
     assert resolve([Own], {"own_size": "9"}, environ={}).group(Own) == Own(size=9)
@@ -282,7 +297,10 @@ def test_yaml_reads_no_as_false_and_we_as_no(tmp_path: Path) -> None:
     [
         ("a: [1", "not valid YAML or JSON"),
         ("- 1\n- 2", "must be a mapping"),
-        ("num_processes: 2\nnum_machines: 1\nnum_processes: 3", r"line 3: num_processes is given twice; first in .*line 1"),
+        (
+            "num_processes: 2\nnum_machines: 1\nnum_processes: 3",
+            r"line 3: num_processes is given twice; first in .*line 1",
+        ),
         ("[1]: 2", r"line 1: a key must be a name"),
         ("x: !!python/object:os.system 1", r"line 1"),
         ("when: 2026-99-99", r"line 1"),

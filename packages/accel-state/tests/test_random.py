@@ -120,7 +120,11 @@ def test_deterministic_kernels_are_asked_for():
 def test_one_generator_is_synchronised_and_the_others_stay_apart(kind, world):
     results = run_world(synchronized_draws, world, [kind])
     columns = dict(
-        zip(("python", "numpy", "torch", "generator"), zip(*[(*drawn, own) for drawn, own in results], strict=True), strict=True)
+        zip(
+            ("python", "numpy", "torch", "generator"),
+            zip(*[(*drawn, own) for drawn, own in results], strict=True),
+            strict=True,
+        )
     )
     for name, values in columns.items():
         assert len(set(values)) == (1 if name == kind else world), name

@@ -26,7 +26,11 @@ def test_shares_partition_exactly_and_differ_by_one_at_most(length: int, world: 
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
 
 
-@given(st.integers(1, 50), st.integers(1, 9), st.sampled_from(["list", "tuple", "tensor", "array", "dict", "columns", "dataset"]))
+@given(
+    st.integers(1, 50),
+    st.integers(1, 9),
+    st.sampled_from(["list", "tuple", "tensor", "array", "dict", "columns", "dataset"]),
+)
 def test_padded_shares_are_equally_long_and_repeat_the_last_input(length: int, world: int, kind: str) -> None:
     shares = [as_list(share_of(make(kind, length), rank, world, apply_padding=True)) for rank in range(world)]
     assert {len(share) for share in shares} == {-(-length // world)}

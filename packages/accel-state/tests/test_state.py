@@ -40,7 +40,9 @@ class Settings:
 
 def test_the_strategy_shows_in_the_words_of_the_state() -> None:
     state = AcceleratorState(cpu=True, mixed_precision="bf16")
-    assert repr(state).startswith("Distributed environment: NO\n") and repr(state).endswith("Mixed precision type: bf16\n")
+    assert repr(state).startswith("Distributed environment: NO\n") and repr(state).endswith(
+        "Mixed precision type: bf16\n"
+    )
     state._distributed_type = DistributedType.DEEPSPEED
     state.deepspeed_plugins = Settings()
     assert repr(state).startswith("Distributed environment: DEEPSPEED\n") and "Device: cpu\n" in repr(state)
@@ -103,7 +105,12 @@ class Loader:
 
 def test_the_loader_of_the_latest_batch_is_the_active_one() -> None:
     state = GradientState(GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False))
-    assert (state.num_steps, state.sync_with_dataloader, state.adjust_scheduler, state.sync_each_batch) == (3, False, True, False)
+    assert (state.num_steps, state.sync_with_dataloader, state.adjust_scheduler, state.sync_each_batch) == (
+        3,
+        False,
+        True,
+        False,
+    )
     assert not state.in_dataloader and not state.end_of_dataloader and state.remainder == -1
     train, evaluation = Loader(), Loader(end=True, remainder=5)
     state._add_dataloader(train)
@@ -146,7 +153,15 @@ def where_am_i() -> tuple[Any, ...]:
     for wrong in (None, 7):
         with pytest.raises(ValueError, match=f"process_index={wrong}"):
             state.on_process(print, process_index=wrong)
-    return ran, documented(), local(), state.process_index, state.distributed_type, state.backend, AcceleratorState().num_processes
+    return (
+        ran,
+        documented(),
+        local(),
+        state.process_index,
+        state.distributed_type,
+        state.backend,
+        AcceleratorState().num_processes,
+    )
 
 
 def test_functions_run_on_the_chosen_process_only() -> None:

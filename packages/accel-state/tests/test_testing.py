@@ -45,7 +45,17 @@ def add_ranks(start: int) -> tuple[int, int]:
 
 
 def describe_environment() -> dict[str, str | None]:
-    keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS", "EXTRA", "DROPPED", "OUTER")
+    keys = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "ACCELERATE_USE_CPU",
+        "OMP_NUM_THREADS",
+        "EXTRA",
+        "DROPPED",
+        "OUTER",
+    )
     return {key: os.environ.get(key) for key in keys} | {"threads": str(torch.get_num_threads())}
 
 
@@ -85,7 +95,9 @@ def touch_when(path: Path, stands: Callable[[list[Any]], bool]) -> None:
     """Make a file as soon as the stack of the main thread, innermost frame first, is what it is going to stay."""
 
     def look() -> None:
-        while not stands([frame for frame, _ in traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])]):
+        while not stands(
+            [frame for frame, _ in traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])]
+        ):
             time.sleep(0.01)
         path.touch()
 
@@ -292,7 +304,10 @@ def test_a_timeout_says_where_each_rank_stood(tmp_path, clock):
 
 def test_a_rank_that_is_slow_to_say_where_it_stands_is_heard_out():
     reader, writer = os.pipe()
-    lines = ['Thread 0x1 (most recent call first):\n  File "a.py", line 1 in wait\n\nThread 0x2 (most recent call first):\n', ""]
+    lines = [
+        'Thread 0x1 (most recent call first):\n  File "a.py", line 1 in wait\n\nThread 0x2 (most recent call first):\n',
+        "",
+    ]
     lines[1] = '  File "b.py", line 2 in train\n  File "<string>", line 1 in <module>\n'
 
     def write_slowly() -> None:
@@ -356,7 +371,9 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
         module = importlib.util.module_from_spec(spec); sys.modules["worlds"] = module; spec.loader.exec_module(module)
         module.run_world(module.hang_after_recording_pid, 2, {str(tmp_path)!r})
     """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     files = [tmp_path / f"{rank}.pid" for rank in range(2)]
     deadline = time.monotonic() + 100
     while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:

@@ -14,7 +14,14 @@ from packaging.version import Version, parse
 from accel_state.errors import ConfigurationError, MissingDependencyError
 from accel_state.versions import compare_versions, is_torch_version
 
-OPERATIONS = {">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne, "<=": operator.le, "<": operator.lt}
+OPERATIONS = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
 versions = st.builds(
     lambda parts, tail: ".".join(map(str, parts)) + tail,
     st.lists(st.integers(0, 20), min_size=1, max_size=3),

@@ -60,7 +60,9 @@ def run(code: str, name: str, folder: Path, *words: str) -> Any:
     command = [sys.executable, "-c", HEAD + textwrap.dedent(code), name, *words]
     result = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-5000:]
-    return json.loads([line for line in result.stdout.splitlines() if line.startswith("RESULT ")][-1].removeprefix("RESULT "))
+    return json.loads(
+        [line for line in result.stdout.splitlines() if line.startswith("RESULT ")][-1].removeprefix("RESULT ")
+    )
 
 
 def installed(name: str) -> None:
@@ -157,7 +159,12 @@ def test_a_resumed_job_continues_the_run(name: str, tmp_path: Path) -> None:
     first, second = (run(RESUMED, name, tmp_path, str(part)) for part in (0, 1))
     assert first == second
     if name in READ:
-        points = dict(map(tuple, run(textwrap.dedent(READ[name]) + "\nprint('RESULT', json.dumps(sorted(points)))", name, tmp_path)))
+        points = dict(
+            map(
+                tuple,
+                run(textwrap.dedent(READ[name]) + "\nprint('RESULT', json.dumps(sorted(points)))", name, tmp_path),
+            )
+        )
         assert points == {0: 0, 1: 1, 2: 102, 3: 103, 4: 104}
 
 

@@ -75,7 +75,10 @@ def test_a_tracker_that_hangs_does_not_keep_the_interpreter(tmp_path: Path) -> N
     entered.wait()
     """
     result = run_script(code, tmp_path)
-    assert "hangs in log() and is set aside: TimeoutError: no progress for 1 s. Calls that waited for it and are lost: 4" in result.stderr
+    assert (
+        "hangs in log() and is set aside: TimeoutError: no progress for 1 s. Calls that waited for it and are lost: 4"
+        in result.stderr
+    )
 
 
 def test_a_process_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path) -> None:
@@ -98,7 +101,9 @@ def test_a_process_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path) -> 
     tracking.finish()
     """
     tmp_path.joinpath("script.py").write_text(textwrap.dedent(code))
-    script = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    script = subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     with script:
         try:
             assert script.stdout.readline() == "in log()\n"

@@ -40,7 +40,15 @@ def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
     run = read_run(log_some(tmp_path, **values))
     (row,) = run.rows
     assert row["_step"] == 0 and abs(row["_time"] - run.folder.stat().st_mtime) < 60
-    expected = {"number": 1.5, "tensor": 2, "vector": [1.0, 2.0], "nan": "NaN", "inf": "-Infinity", "text": "grün\n", "none": None}
+    expected = {
+        "number": 1.5,
+        "tensor": 2,
+        "vector": [1.0, 2.0],
+        "nan": "NaN",
+        "inf": "-Infinity",
+        "text": "grün\n",
+        "none": None,
+    }
     expected |= {"flag": True, "nested/a/b": 0.5, "surrogate": "\ud800"}
     assert {name: row[name] for name in expected} == expected
     series = run.series()
@@ -185,11 +193,20 @@ def test_images_are_written_as_they_are(channels: int, tmp_path: Path) -> None:
 def test_images_of_every_form() -> None:
     channels_first = torch.rand(2, 3, 4, 5)
     expected = (channels_first.permute(0, 2, 3, 1).double() * 255).round().to(torch.uint8).numpy()
-    for value in (channels_first, list(channels_first), channels_first.numpy(), channels_first.permute(0, 2, 3, 1).numpy()):
+    for value in (
+        channels_first,
+        list(channels_first),
+        channels_first.numpy(),
+        channels_first.permute(0, 2, 3, 1).numpy(),
+    ):
         assert all((one == other).all() for one, other in zip(as_images(value), expected, strict=True))
     assert as_images(torch.tensor([[True, False]]))[0].tolist() == [[[255], [0]]]
     assert as_images(torch.tensor([[math.nan, 2.0, -1.0]], dtype=torch.bfloat16))[0].tolist() == [[[0], [255], [0]]]
     assert as_images(np.array([[300, -5]]))[0].tolist() == [[[255], [0]]]
-    for wrong, words in ((torch.zeros(2), "cannot have shape"), (torch.zeros(5, 6, 7), "no dimension of 1, 3 or 4"), ("x", "cannot have")):
+    for wrong, words in (
+        (torch.zeros(2), "cannot have shape"),
+        (torch.zeros(5, 6, 7), "no dimension of 1, 3 or 4"),
+        ("x", "cannot have"),
+    ):
         with pytest.raises(ConfigurationError, match=words):
             as_images(wrong)

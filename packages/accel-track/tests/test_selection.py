@@ -74,7 +74,9 @@ def test_a_library_that_is_missing_is_named_with_its_command(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "wandb", None)
     from accel_track import WandBTracker
 
-    with pytest.raises(MissingDependencyError, match=r"the tracker 'wandb' needs the module wandb.*accel-track\[wandb\]"):
+    with pytest.raises(
+        MissingDependencyError, match=r"the tracker 'wandb' needs the module wandb.*accel-track\[wandb\]"
+    ):
         WandBTracker("run").start()
 
 
@@ -83,8 +85,15 @@ def test_other_packages_register_theirs(monkeypatch: pytest.MonkeyPatch, caplog:
         EntryPoint("theirs", "accel_track.trackers.jsonl:JSONLinesTracker", "accel.training.experiment_tracking"),
         EntryPoint("broken", "no_such_package:Tracker", "accel.training.experiment_tracking"),
     ]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries if group == "accel.training.experiment_tracking" else [])
-    monkeypatch.setattr(log_with, "TRACKERS", Registry("tracker", {"jsonl": TRACKERS.target("jsonl")}, "accel.training.experiment_tracking"))
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points",
+        lambda group: entries if group == "accel.training.experiment_tracking" else [],
+    )
+    monkeypatch.setattr(
+        log_with,
+        "TRACKERS",
+        Registry("tracker", {"jsonl": TRACKERS.target("jsonl")}, "accel.training.experiment_tracking"),
+    )
     monkeypatch.setattr(log_with, "_registered", {})
     assert get_available_trackers() == ["jsonl", "theirs"]
     assert filter_trackers("theirs", "runs") == [JSONLinesTracker]

@@ -58,11 +58,15 @@ def test_no_graph_is_kept_alive() -> None:
 
 def test_unusual_tensors() -> None:
     sparse = torch.eye(2).to_sparse()
-    taken = Snapshot({"sparse": sparse, "empty": torch.zeros(0), "parameter": torch.nn.Parameter(torch.ones(2)), 3: 1}).values()
+    taken = Snapshot(
+        {"sparse": sparse, "empty": torch.zeros(0), "parameter": torch.nn.Parameter(torch.ones(2)), 3: 1}
+    ).values()
     assert torch.equal(taken["sparse"].to_dense(), torch.eye(2)) and taken["empty"].shape == (0,)
     assert taken["parameter"].tolist() == [1.0, 1.0] and taken["3"] == 1
     # Without a value, there is nothing to fetch; the tracker would be lost with it.
-    assert Snapshot({"meta": torch.zeros(1, device="meta")}).values() == {"meta": "tensor(shape=(1,), dtype=float32, device=meta)"}
+    assert Snapshot({"meta": torch.zeros(1, device="meta")}).values() == {
+        "meta": "tensor(shape=(1,), dtype=float32, device=meta)"
+    }
 
 
 def test_many_threads_may_ask() -> None:

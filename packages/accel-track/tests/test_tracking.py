@@ -41,7 +41,12 @@ class Recorder(GeneralTracker):
     requires_logging_directory = False
 
     def __init__(
-        self, run_name: str = "run", fail: str = "", hang: str = "", delay: float = 0.0, error: BaseException | None = None
+        self,
+        run_name: str = "run",
+        fail: str = "",
+        hang: str = "",
+        delay: float = 0.0,
+        error: BaseException | None = None,
     ) -> None:
         super().__init__()
         self.run_name, self.fail, self.hang, self.delay = run_name, fail, hang, delay
@@ -76,7 +81,9 @@ class Recorder(GeneralTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self._do("images", values, step)
 
-    def log_table(self, table_name: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None) -> None:
+    def log_table(
+        self, table_name: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None
+    ) -> None:
         self._do("table", table_name, columns, data, step)
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
@@ -108,7 +115,9 @@ def test_everything_arrives_in_order(kind: type[Recorder], tmp_path: Path) -> No
     expected = [("log", {"loss": step, "nested": {"x": step}}, step, {"prefix": "a"}) for step in range(200)]
     assert tracker.told[:2] == ["start", ("config", {"lr": 0.1})]
     assert tracker.told[2:202] == expected
-    assert [told[0] for told in tracker.told[202:]] == ["images", "table", "artifact", "finish"] and tracker.told[-1] == ("finish", False)
+    assert [told[0] for told in tracker.told[202:]] == ["images", "table", "artifact", "finish"] and tracker.told[
+        -1
+    ] == ("finish", False)
     assert (threading.current_thread().name in tracker.threads) == (kind is InTheLoop) and len(tracker.threads) == 1
 
 
@@ -139,7 +148,9 @@ def test_a_full_queue_slows_the_loop_down_and_loses_nothing() -> None:
 
 @pytest.mark.parametrize("fail", ["start", "config", "log", "images", "finish"])
 @pytest.mark.parametrize("kind", [Recorder, InTheLoop])
-def test_a_tracker_that_raises_is_set_aside_with_one_warning(kind: type[Recorder], fail: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_raises_is_set_aside_with_one_warning(
+    kind: type[Recorder], fail: str, caplog: pytest.LogCaptureFixture
+) -> None:
     broken, sound = kind(fail=fail), Recorder()
     tracking = Tracking([broken, sound])
     tracking.init_trackers("project", config={"lr": 1})
@@ -155,7 +166,10 @@ def test_a_tracker_that_raises_is_set_aside_with_one_warning(kind: type[Recorder
     warnings = said(caplog)
     method = {"config": "store_init_configuration", "images": "log_images"}.get(fail, fail)
     assert len(warnings) == 1
-    assert f"The tracker '{broken.name}' failed in {method}() and is set aside: RuntimeError: the service is down" in warnings[0]
+    assert (
+        f"The tracker '{broken.name}' failed in {method}() and is set aside: RuntimeError: the service is down"
+        in warnings[0]
+    )
     assert "The run goes on." in warnings[0]
     if fail != "finish":
         assert broken.told[-1] == ("finish", False), "also one that was set aside lets go of what it holds"
@@ -208,7 +222,11 @@ def test_a_constructor_that_raises(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_tracker_that_hangs_is_waited_for_within_bounds(hang: str, caplog: pytest.LogCaptureFixture) -> None:
     tracker = Recorder(hang=hang)
     # The thread gets all the time that it needs to come to the call that hangs.
-    delivery = {"start": QUICK, "log": Delivery(stall_timeout=0.5, finish_timeout=0.5), "finish": Delivery(finish_timeout=0.5)}[hang]
+    delivery = {
+        "start": QUICK,
+        "log": Delivery(stall_timeout=0.5, finish_timeout=0.5),
+        "finish": Delivery(finish_timeout=0.5),
+    }[hang]
     tracking = Tracking(tracker, delivery=delivery)
     tracking.init_trackers("project")
     for step in range(10):
@@ -242,7 +260,9 @@ def test_a_slow_start_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
     tracker.release.set()
     tracking.finish()
     assert tracker.told == ["start", ("log", {"a": 1}, 0, {}), ("finish", False)]
-    assert "has not started after 0.2 s. The run goes on; what is logged waits for it (up to 10000 calls)" in caplog.text
+    assert (
+        "has not started after 0.2 s. The run goes on; what is logged waits for it (up to 10000 calls)" in caplog.text
+    )
 
 
 def test_a_strict_start_that_hangs_raises() -> None:
@@ -307,7 +327,9 @@ def test_a_second_run_ends_the_first() -> None:
     first.init_trackers("a")
     tracker = first.trackers[0]
     first.init_trackers("b")
-    assert tracker.told[-1] == ("finish", False) and first.trackers[0] is not tracker and first.trackers[0].run_name == "b"
+    assert (
+        tracker.told[-1] == ("finish", False) and first.trackers[0] is not tracker and first.trackers[0].run_name == "b"
+    )
     first.finish()
 
 
@@ -316,7 +338,9 @@ def test_threads_end_with_the_run() -> None:
     tracking = Tracking([Recorder(), Recorder()])
     tracking.init_trackers("project")
     # Threads of other libraries may come and go meanwhile.
-    started = [thread for thread in threading.enumerate() if thread not in before and thread.name == "accel_track recorder"]
+    started = [
+        thread for thread in threading.enumerate() if thread not in before and thread.name == "accel_track recorder"
+    ]
     assert len(started) == 2
     tracking.finish()
     for thread in started:

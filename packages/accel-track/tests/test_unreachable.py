@@ -60,23 +60,33 @@ def closed_port() -> Iterator[str]:
 
 def test_answers(silent_server: str, closed_port: str) -> None:
     assert not answers(f"http://{silent_server}", timeout=0.3) and not answers(f"http://{closed_port}", 5)
-    assert not answers(f"aim://{closed_port}", 5) and answers(f"aim://{silent_server}", 5), "for other schemes a connection is enough"
+    assert not answers(f"aim://{closed_port}", 5) and answers(f"aim://{silent_server}", 5), (
+        "for other schemes a connection is enough"
+    )
     assert not answers("http://no-such-host.invalid", 5)
 
 
 @pytest.mark.timeout(480)  # libraries that take ten seconds to import, on a busy machine
 @pytest.mark.parametrize("address", ["closed_port", "silent_server"])
 @pytest.mark.parametrize("name", SERVERS)
-def test_training_goes_on_without_the_server(name: str, address: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_training_goes_on_without_the_server(
+    name: str, address: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     if name not in get_available_trackers():
         pytest.skip(f"{name} is not installed here: scripts/test-trackers has an environment with all")
     at = request.getfixturevalue(address)
     variables, arguments = SERVERS[name]
     kept = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
-    environment = kept | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"} | {key: value.format(at=at) for key, value in variables.items()}
+    environment = (
+        kept
+        | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        | {key: value.format(at=at) for key, value in variables.items()}
+    )
     code = SCRIPT.format(name=name, arguments=arguments.format(at=at))
     begin = time.monotonic()
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
+    )
     took = time.monotonic() - begin
     assert result.returncode == 0, result.stderr
     assert "logged 100" in result.stdout

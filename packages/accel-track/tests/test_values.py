@@ -168,8 +168,23 @@ def test_plain_data_stays_as_it_is_and_is_always_json(value) -> None:
 @pytest.mark.parametrize(
     ("value", "number"),
     [
-        *[(3, 3), (2.5, 2.5), (True, 1), (torch.tensor([[4]]), 4), (np.float64(1.5), 1.5), (torch.tensor(True), 1), ("1", None)],
-        *[(None, None), (torch.ones(2), None), (torch.tensor(1j), None), ([1], None), (np.array(["x"]), None), (np.float16(0.5), 0.5)],
+        *[
+            (3, 3),
+            (2.5, 2.5),
+            (True, 1),
+            (torch.tensor([[4]]), 4),
+            (np.float64(1.5), 1.5),
+            (torch.tensor(True), 1),
+            ("1", None),
+        ],
+        *[
+            (None, None),
+            (torch.ones(2), None),
+            (torch.tensor(1j), None),
+            ([1], None),
+            (np.array(["x"]), None),
+            (np.float16(0.5), 0.5),
+        ],
     ],
 )
 def test_numbers_are_recognised(value, number) -> None:

@@ -48,7 +48,12 @@ def test_one_run_is_drawn_finely(runs: Path, capsys: pytest.CaptureFixture[str])
 def test_the_first_value_is_at_the_upper_left() -> None:
     chart = Chart("loss", {"a": [(0, 2.0), (1, 1.0), (2, math.nan), (3, 0.0)]})
     lines = draw(chart, 30, 4, braille=False).splitlines()
-    assert lines[0] == "loss" and lines[1].startswith(" 2 |*") and lines[4].rstrip().endswith("*") and lines[5].split() == ["0", "3"]
+    assert (
+        lines[0] == "loss"
+        and lines[1].startswith(" 2 |*")
+        and lines[4].rstrip().endswith("*")
+        and lines[5].split() == ["0", "3"]
+    )
     assert draw(Chart("flat", {"a": [(5, 1.0)]}), 30, 3, braille=True).splitlines()[-1].split() == ["5", "6"]
     assert draw(Chart("nothing", {"a": [(0, math.nan)]}), 30, 3, braille=True)
 
@@ -63,7 +68,10 @@ def test_smoothing_starts_at_the_first_value() -> None:
 ODD_RUNS = {
     "texts": ('{"_step": 0, "note": "hello"}', "note         hello  at step 0"),
     "nothing": ("", "nothing was logged yet"),
-    "an integer beyond all floats": ('{"_step": 0, "n": 1}\n{"_step": 1, "n": ' + "9" * 400 + "}", "999... (400 characters)  at step 1"),
+    "an integer beyond all floats": (
+        '{"_step": 0, "n": 1}\n{"_step": 1, "n": ' + "9" * 400 + "}",
+        "999... (400 characters)  at step 1",
+    ),
     "a range beyond all floats": ('{"_step": 0, "n": 1e308}\n{"_step": 1, "n": -1e308}', "-1e+308  at step 1"),
     "steps that are times": ('{"_step": 1764000000000000000, "n": 1}', "at step 1764000000000000000"),
     "steps that are none": ('{"_step": [1], "n": 1}\n{"_step": NaN, "n": 2}\n{"_step": "x", "n": 3}', "3  at step x"),
@@ -158,7 +166,9 @@ def test_it_is_a_command_of_its_own_too_and_needs_no_torch(runs: Path, tmp_path:
     code = f"import sys; sys.argv = ['accel_track', 'show', {str(runs)!r}, '--width', '60']; import runpy\n"
     code += "try: runpy.run_module('accel_track', run_name='__main__')\nexcept SystemExit as end: assert not end.code, end.code\n"
     code += "print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env={"PYTHONIOENCODING": "ascii"})
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env={"PYTHONIOENCODING": "ascii"}
+    )
     assert result.returncode == 0 and result.stdout.splitlines()[-1] == "False", result.stderr
     assert result.stdout.isascii()
     command = [sys.executable, "-m", "accel_track", "show", "missing"]

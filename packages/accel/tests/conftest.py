@@ -14,10 +14,21 @@ from accel_state.testing import preload
 
 # What most ranks of these tests import, which takes each of them seconds: a server imports it once, and ranks are forked from it.
 preload(
-    *("accel.accelerator", "accel.checkpointing", "accel.checkpoint.accumulation_state", "accel.kwargs.base", "accel_data"),
-    *(f"accel.strategies.{name}" for name in ("ddp", "fsdp1", "fsdp2", "mesh", "mesh_ddp", "mesh_pp")),
-    *(f"accel.fsdp.{name}" for name in ("state_files", "merging", "by_hand", "one_by_one")),
-    *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining", "torch.nn.parallel"),
+    *(
+        "accel.accelerator",
+        "accel.checkpointing",
+        "accel.checkpoint.accumulation_state",
+        "accel.kwargs.base",
+        "accel_data",
+    ),
+    *(f"accel.strategies.{name}" for name in ("ddp", "fsdp1", "fsdp2", "mesh", "mesh_pp")),
+    *(f"accel.fsdp.{name}" for name in ("checkpoint.files", "merge", "fsdp2_utils", "model_io")),
+    *(
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.pipelining",
+        "torch.nn.parallel",
+    ),
     *("safetensors.torch", *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert"))),
 )
 

@@ -60,7 +60,9 @@ def reference_run(length: int, batch: int, steps: int, world: int) -> list[torch
     return weights
 
 
-def train(length: int, batch: int, steps: int, streaming: bool = False, sync_each_batch: bool = False) -> list[torch.Tensor]:
+def train(
+    length: int, batch: int, steps: int, streaming: bool = False, sync_each_batch: bool = False
+) -> list[torch.Tensor]:
     plugin = GradientAccumulationPlugin(num_steps=steps, sync_each_batch=sync_each_batch)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     model = build()
@@ -136,7 +138,9 @@ def token_weighted(steps: int, as_tensor: bool) -> None:
                     big_x, big_y = torch.cat([x for x, _ in together]), torch.cat([y for _, y in together])
                     plain_optimizer.zero_grad()
                     nn.functional.mse_loss(plain(big_x), big_y).backward()
-                    assert torch.allclose(gradients(model), gradients(plain), atol=1e-6), (gradients(model) - gradients(plain)).abs().max()
+                    assert torch.allclose(gradients(model), gradients(plain), atol=1e-6), (
+                        (gradients(model) - gradients(plain)).abs().max()
+                    )
                     plain_optimizer.step()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -162,7 +166,9 @@ def test_a_mean_is_a_sum_over_its_items() -> None:
         for length in (3, 5):
             x, y = data(length)[:]
             with accelerator.accumulate(model):
-                accelerator.backward(nn.functional.mse_loss(model(x), y, reduction=reduction), num_items=length, reduction=reduction)
+                accelerator.backward(
+                    nn.functional.mse_loss(model(x), y, reduction=reduction), num_items=length, reduction=reduction
+                )
         results.append(gradients(model))
     assert torch.allclose(*results, atol=1e-12)
 
@@ -176,7 +182,9 @@ def test_two_losses_in_one_micro_batch_are_weighed_alike() -> None:
             with accelerator.accumulate(model):
                 for part in (slice(0, 1), slice(1, None)) if split else (slice(None),):
                     n = len(x[part])
-                    accelerator.backward(nn.functional.mse_loss(model(x[part]), y[part], reduction="sum"), num_items=n, reduction="sum")
+                    accelerator.backward(
+                        nn.functional.mse_loss(model(x[part]), y[part], reduction="sum"), num_items=n, reduction="sum"
+                    )
         return gradients(model)
 
     assert torch.allclose(run(True), run(False), atol=1e-12)
@@ -188,7 +196,10 @@ def test_weighing_in_two_ways_is_refused() -> None:
         model = accelerator.prepare(build())
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(2, 4).double()).mean(), **first)
-        with accelerator.accumulate(model), pytest.raises(ConfigurationError, match="num_items to every backward of a window, or to none"):
+        with (
+            accelerator.accumulate(model),
+            pytest.raises(ConfigurationError, match="num_items to every backward of a window, or to none"),
+        ):
             accelerator.backward(model(torch.ones(2, 4).double()).mean(), **second)
     with pytest.raises(ConfigurationError, match="reduction='max'"):
         accelerator.backward(torch.ones((), requires_grad=True), num_items=1, reduction="max")  # type: ignore[arg-type]
@@ -205,7 +216,9 @@ def sync_pattern(accelerator: Accelerator, loaders: list[Any], model: nn.Module)
 
 def test_an_evaluation_in_the_middle_changes_nothing() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    model, train_loader, evaluation = accelerator.prepare(build(), DataLoader(data(32), batch_size=4), DataLoader(data(8), batch_size=4))
+    model, train_loader, evaluation = accelerator.prepare(
+        build(), DataLoader(data(32), batch_size=4), DataLoader(data(8), batch_size=4)
+    )
     pattern = []
     for step, _ in enumerate(train_loader):
         with accelerator.accumulate(model):
@@ -223,7 +236,9 @@ def test_an_evaluation_in_the_middle_changes_nothing() -> None:
 
 def test_interleaved_loaders_and_models_have_windows_of_their_own() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    first, second, a, b = accelerator.prepare(build(0), build(1), DataLoader(data(16), batch_size=4), DataLoader(data(12), batch_size=4))
+    first, second, a, b = accelerator.prepare(
+        build(0), build(1), DataLoader(data(16), batch_size=4), DataLoader(data(12), batch_size=4)
+    )
     patterns: dict[str, list[bool]] = {"a": [], "b": [], "c": []}
     iterator_b = iter(b)
     for _ in a:
@@ -241,7 +256,12 @@ def test_windows_may_span_loaders_where_asked() -> None:
     plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     model, loader = accelerator.prepare(build(), DataLoader(data(12), batch_size=4))
-    pattern = [accelerator.sync_gradients for _ in range(2) for _ in loader for _ in [accelerator.accumulate(model).__enter__()]]
+    pattern = [
+        accelerator.sync_gradients
+        for _ in range(2)
+        for _ in loader
+        for _ in [accelerator.accumulate(model).__enter__()]
+    ]
     assert pattern == [False, False, False, True, False, False]
 
 
@@ -295,14 +315,18 @@ def count_all_reduces(mode: str) -> int:
 
 
 def test_gradients_travel_once_a_window() -> None:
-    counts = {mode: run_world(count_all_reduces, 2, mode) for mode in ("accumulate", "unnamed", "no_sync", "trigger", "each")}
+    counts = {
+        mode: run_world(count_all_reduces, 2, mode) for mode in ("accumulate", "unnamed", "no_sync", "trigger", "each")
+    }
     assert counts == {"accumulate": [1, 1], "unnamed": [1, 1], "no_sync": [1, 1], "trigger": [1, 1], "each": [4, 4]}
 
 
 def uneven_settings() -> float:
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
     model = build()
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(12), batch_size=4))
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(12), batch_size=4)
+    )
     steps = 0
     with accelerator.join_uneven_inputs([model]):
         for x, y in loader:

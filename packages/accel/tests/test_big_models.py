@@ -37,7 +37,9 @@ def offloaded(file: str, device_map: dict) -> Net:
     return load_checkpoint_and_dispatch(model, file, device_map=device_map)
 
 
-@pytest.mark.parametrize("device_map", [{"": "disk"}, {"inner": "cpu", "outer": "cpu"}, {"inner": "disk", "outer": "disk"}])
+@pytest.mark.parametrize(
+    "device_map", [{"": "disk"}, {"inner": "cpu", "outer": "cpu"}, {"inner": "disk", "outer": "disk"}]
+)
 def test_a_dispatched_model_is_prepared_and_saved(device_map: dict, tmp_path) -> None:
     plain, file = checkpoint(tmp_path)
     accelerator = Accelerator(cpu=True)
@@ -85,7 +87,9 @@ def spread_on_two(folder: str) -> tuple[str, float]:
 def test_a_dispatched_model_is_not_trained_by_several_processes(tmp_path) -> None:
     plain, file = checkpoint(tmp_path)
     for message, output in run_world(spread_on_two, 2, file):
-        assert "Net was dispatched over several devices or offloaded" in message and "each of the 2 processes" in message
+        assert (
+            "Net was dispatched over several devices or offloaded" in message and "each of the 2 processes" in message
+        )
         assert output == plain(torch.ones(1, 4)).sum().item()
 
 

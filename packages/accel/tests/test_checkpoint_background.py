@@ -111,7 +111,9 @@ def test_one_is_under_way_at_a_time(tmp_path: Path) -> None:
     for number in range(4):
         nn.init.constant_(big.bias, float(number))
         path = run.accelerator.save_state(blocking=False)
-        assert path == tmp_path / "checkpoints" / f"checkpoint_{number}" and run.accelerator.save_iteration == number + 1
+        assert (
+            path == tmp_path / "checkpoints" / f"checkpoint_{number}" and run.accelerator.save_iteration == number + 1
+        )
         assert number == 0 or is_complete(tmp_path / "checkpoints" / f"checkpoint_{number - 1}")
     run.accelerator.load_state("latest")
     assert not run.accelerator.save_in_flight and torch.equal(big.bias, torch.full((1500,), 3.0))
@@ -140,7 +142,11 @@ def test_the_process_waits_for_it_before_it_ends(tmp_path: Path, how: str) -> No
     command = [sys.executable, "-c", EXITING, str(tmp_path / "state"), how]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
     assert result.stdout == "in flight: True\n"
-    assert is_complete(tmp_path / "state") if how == "well" else "could not be saved" in result.stderr and not os.listdir(tmp_path)
+    assert (
+        is_complete(tmp_path / "state")
+        if how == "well"
+        else "could not be saved" in result.stderr and not os.listdir(tmp_path)
+    )
 
 
 def failing_beside(folder: str, failing_rank: int) -> tuple[str, list[str]]:
@@ -169,7 +175,9 @@ def failing_beside(folder: str, failing_rank: int) -> tuple[str, list[str]]:
 def test_a_failure_on_one_rank_is_known_to_all(tmp_path: Path, rank: int) -> None:
     for message, left in run_world(failing_beside, 2, str(tmp_path), rank):
         assert "could not be written" in message and f"random_states_{rank}.pkl" in message and left == ["checkpoint_0"]
-    assert checkpoints(tmp_path) == ["checkpoint_0", "checkpoint_1"] and is_complete(tmp_path / "checkpoints" / "checkpoint_1")
+    assert checkpoints(tmp_path) == ["checkpoint_0", "checkpoint_1"] and is_complete(
+        tmp_path / "checkpoints" / "checkpoint_1"
+    )
 
 
 def test_memory_is_kept_for_the_next_copy(tmp_path: Path) -> None:

@@ -28,7 +28,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run_torch_free(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", TORCH_FREE, "checkpoint", *words], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", TORCH_FREE, "checkpoint", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_list_shows_every_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +47,11 @@ def test_list_shows_every_checkpoint(folder: Path, capsys: pytest.CaptureFixture
         assert lines[0].split() == ["NAME", "STEP", "SIZE", "AGE", "PROCESSES", "STATE"] and len(lines) == 4
         rows = {line.split()[0]: line for line in lines[1:]}
         assert rows["checkpoint_0"].endswith("incomplete: missing or of another size: optimizer.bin")
-        assert rows["checkpoint_1"].endswith("complete") and rows["checkpoint_1"].split()[1] == "8" and " KB " in rows["checkpoint_1"]
+        assert (
+            rows["checkpoint_1"].endswith("complete")
+            and rows["checkpoint_1"].split()[1] == "8"
+            and " KB " in rows["checkpoint_1"]
+        )
         assert rows[".checkpoint_7.accel-partial"].endswith("incomplete: was never finished")
 
 
@@ -70,14 +80,24 @@ def test_verify_names_every_damaged_file(folder: Path, capsys: pytest.CaptureFix
     (state / "scheduler.bin").unlink()
     assert main(["checkpoint", "verify", str(state)]) == 1
     told = capsys.readouterr().err
-    for name, problem in (("model.safetensors", "other contents"), ("optimizer.bin", "not of its size"), ("scheduler.bin", "missing")):
+    for name, problem in (
+        ("model.safetensors", "other contents"),
+        ("optimizer.bin", "not of its size"),
+        ("scheduler.bin", "missing"),
+    ):
         assert f"{state / name}: {problem}" in told
     assert main(["checkpoint", "verify", "--json", str(state)]) == 1
-    assert set(json.loads(capsys.readouterr().out)["damaged"]) == {"model.safetensors", "optimizer.bin", "scheduler.bin"}
+    assert set(json.loads(capsys.readouterr().out)["damaged"]) == {
+        "model.safetensors",
+        "optimizer.bin",
+        "scheduler.bin",
+    }
 
 
 @pytest.mark.parametrize(("content", "problem"), [(None, "missing"), ("{", "is damaged")])
-def test_verify_without_a_usable_manifest(folder: Path, content: str | None, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_without_a_usable_manifest(
+    folder: Path, content: str | None, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = folder / "checkpoint_1" / MANIFEST_NAME
     path.unlink()
     if content is not None:
@@ -91,9 +111,7 @@ def test_no_torch_is_loaded(folder: Path) -> None:
     for words in (["list", str(folder)], ["verify", str(folder / "checkpoint_0")]):
         result = run_torch_free(*words)
         assert result.returncode == 0, result.stderr
-    with_help = (
-        f"import sys; {TORCH_FREE.split('; ')[1]}\ntry: main(['checkpoint', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
-    )
+    with_help = f"import sys; {TORCH_FREE.split('; ')[1]}\ntry: main(['checkpoint', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", with_help], capture_output=True, text=True, timeout=60, check=True)
     assert "verify" in result.stdout and result.stdout.endswith("False\n")
 

@@ -36,7 +36,10 @@ from accel_state import context
 
 def several(accelerator: Accelerator) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
     models = [nn.Linear(2, 3), nn.Linear(3, 1)]
-    optimizers = [torch.optim.Adam(models[0].parameters(), lr=0.1), torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9)]
+    optimizers = [
+        torch.optim.Adam(models[0].parameters(), lr=0.1),
+        torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9),
+    ]
     schedulers = [StepLR(optimizer, 2) for optimizer in optimizers]
     loaders = [DataLoader(torch.arange(size), batch_size=1, shuffle=True) for size in (6, 9)]
     prepared = accelerator.prepare(*models, *optimizers, *schedulers, *loaders)
@@ -61,7 +64,11 @@ def test_several_of_each_kind_and_the_names_of_files(tmp_path: Path, safe: bool)
     accelerator.scaler._scale.fill_(256.0)
     assert accelerator.save_state(str(tmp_path / "state"), safe_serialization=safe) == tmp_path / "state"
     weights = ["model.safetensors", "model_1.safetensors"] if safe else ["pytorch_model.bin", "pytorch_model_1.bin"]
-    pairs = [f"{stem}{number}.bin" for stem in ("optimizer", "scheduler", "sampler", "dl_state_dict") for number in ("", "_1")]
+    pairs = [
+        f"{stem}{number}.bin"
+        for stem in ("optimizer", "scheduler", "sampler", "dl_state_dict")
+        for number in ("", "_1")
+    ]
     others = ["scaler.pt", "random_states_0.pkl", "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"]
     assert sorted(os.listdir(tmp_path / "state")) == sorted([*weights, *pairs, *others, MANIFEST_NAME])
     assert os.listdir(tmp_path) == ["state"]
@@ -82,7 +89,11 @@ def test_several_of_each_kind_and_the_names_of_files(tmp_path: Path, safe: bool)
             assert old["param_groups"] == new["param_groups"] and len(new["state"]) == 2
             assert all(same(as_tensors(old["state"][key]), as_tensors(new["state"][key])) for key in old["state"])
         assert other.scaler.get_scale() == 256.0
-        assert [custom.state["count"] for custom in customs] == [0, 5] and customs[0].state["rows"].tolist() == [0, 1, 2]
+        assert [custom.state["count"] for custom in customs] == [0, 5] and customs[0].state["rows"].tolist() == [
+            0,
+            1,
+            2,
+        ]
         assert customs[1].state["last"] == {1, 2}
         assert [[int(x) for x in loader] for loader in groups[3]] == [[int(x) for x in loader] for loader in loaders]
 
@@ -91,7 +102,11 @@ def test_the_manifest_describes_every_file(tmp_path: Path) -> None:
     run = Run()
     run.accelerator.save_state(tmp_path / "state")
     manifest = Manifest.read(tmp_path / "state")
-    assert manifest is not None and manifest.world_size == 1 and manifest.counters == {"iteration": 1, "step": 0, "optimizer_steps": 0}
+    assert (
+        manifest is not None
+        and manifest.world_size == 1
+        and manifest.counters == {"iteration": 1, "step": 0, "optimizer_steps": 0}
+    )
     assert set(manifest.files) == set(os.listdir(tmp_path / "state")) - {MANIFEST_NAME}
     assert manifest.versions["torch"] == torch.__version__
     sizes = {name: record.size for name, record in manifest.files.items()}

@@ -116,12 +116,18 @@ def test_damaged_generators_without_a_manifest(saved: tuple[Run, Path]) -> None:
     as_of_another_library(state)
     path = state / "random_states_0.pkl"
     good = torch.load(path, weights_only=True)
-    for change in ({"random_state": (3, (1, 2), None)}, {"torch_manual_seed": torch.zeros(3)}, {"numpy_random_seed": 4}):
+    for change in (
+        {"random_state": (3, (1, 2), None)},
+        {"torch_manual_seed": torch.zeros(3)},
+        {"numpy_random_seed": 4},
+    ):
         torch.save({**good, **change}, path)
         with pytest.raises(CheckpointError, match="random_states_0.pkl"):
             run.accelerator.load_state(state)
     torch.save({"step": 0}, path)
-    with pytest.raises(CheckpointError, match=r"random_states_0.pkl.*random_state, numpy_random_seed, torch_manual_seed missing"):
+    with pytest.raises(
+        CheckpointError, match=r"random_states_0.pkl.*random_state, numpy_random_seed, torch_manual_seed missing"
+    ):
         run.accelerator.load_state(state)
     path.unlink()
     with pytest.raises(CheckpointError, match="has no random_states_0.pkl"):

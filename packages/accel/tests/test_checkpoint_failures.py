@@ -128,7 +128,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 600 KB."""
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
     yield place
@@ -145,7 +147,9 @@ def test_a_full_disk(disk: Path, safe: bool, blocking: bool) -> None:
     big = nn.Linear(500, 500)
     run.accelerator.prepare(big)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"could not be written to .*state, with 0\.\d MiB free.*No space left"):
+        with pytest.raises(
+            CheckpointError, match=r"could not be written to .*state, with 0\.\d MiB free.*No space left"
+        ):
             run.accelerator.save_state(disk / "state", safe_serialization=safe, blocking=blocking)
             run.accelerator.wait_for_save()
         assert os.listdir(disk) == ["state"]

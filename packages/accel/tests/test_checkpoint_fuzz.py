@@ -92,7 +92,9 @@ def edit_the_manifest(dice: random.Random, state: Path, other: Path, name: str) 
         "world_size": lambda: content.update(world_size=content["world_size"] + 1),
         "iteration": lambda: content["counters"].update(iteration=dice.randrange(100) + 50),
         "format": lambda: content.update(format=2),
-        "renamed": lambda: content["files"].update({dice.choice(["../", "/", "a/../../", "..\\", "C:\\", ""]) + "secret": record}),
+        "renamed": lambda: content["files"].update(
+            {dice.choice(["../", "/", "a/../../", "..\\", "C:\\", ""]) + "secret": record}
+        ),
         "left out": lambda: None,
         "type": lambda: content.update({dice.choice(sorted(content)): dice.choice([None, [], 3, "text", {"a": {}}])}),
         "without": lambda: content.pop(dice.choice(sorted(content))),
@@ -165,7 +167,9 @@ def test_no_corruption_is_loaded(checkpoints: Checkpoints) -> None:
         seen += 1
     assert same(run.weights(), weights) and repr(run.optimizer.state_dict()) == optimizer
     run.accelerator.load_state(state)
-    assert not same(run.weights(), weights), "the whole checkpoint was not loaded: the errors may have had another reason"
+    assert not same(run.weights(), weights), (
+        "the whole checkpoint was not loaded: the errors may have had another reason"
+    )
 
 
 @pytest.mark.timeout(600)

@@ -16,7 +16,8 @@ RANDOM_KILLS = 200
 def at_every_operation(folder: str, settings: dict[str, Any], victim: int, stride: int) -> list[tuple[int, list[str]]]:
     warm_up(f"{folder}/warm")
     return [
-        kill_at_every_operation(Plan(f"{folder}/{torn}", **settings), torn=torn, victim=victim, stride=stride) for torn in (False, True)
+        kill_at_every_operation(Plan(f"{folder}/{torn}", **settings), torn=torn, victim=victim, stride=stride)
+        for torn in (False, True)
     ]
 
 
@@ -27,9 +28,13 @@ def at_random_times(folder: str, settings: dict[str, Any], count: int) -> tuple[
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # some hundred runs are forked, each of which loads, trains and saves
-@pytest.mark.parametrize("settings", [{}, {"blocking": False}, {"replace": True}], ids=["numbered", "in the background", "replacing"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"blocking": False}, {"replace": True}], ids=["numbered", "in the background", "replacing"]
+)
 def test_killed_at_every_operation_of_a_save(tmp_path: Path, settings: dict[str, Any]) -> None:
-    for kills, leftovers in run_world(at_every_operation, 1, str(tmp_path), settings, 0, 1, timeout=850, state=False)[0]:
+    for kills, leftovers in run_world(at_every_operation, 1, str(tmp_path), settings, 0, 1, timeout=850, state=False)[
+        0
+    ]:
         # Six files (opened, written, brought to the disk), the manifest, folders, renames and deletions.
         assert kills >= 30 and leftovers == []
 
@@ -39,9 +44,9 @@ def test_killed_at_every_operation_of_a_save(tmp_path: Path, settings: dict[str,
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_of_two_ranks_is_killed(tmp_path: Path, victim: int) -> None:
     settings = {"world_size": 2, "blocking": bool(victim)}
-    for kills, leftovers in run_world(at_every_operation, 1, str(tmp_path), settings, victim, 1 if victim else 4, timeout=850, state=False)[
-        0
-    ]:
+    for kills, leftovers in run_world(
+        at_every_operation, 1, str(tmp_path), settings, victim, 1 if victim else 4, timeout=850, state=False
+    )[0]:
         assert kills >= (2 if victim else 8) and leftovers == []
 
 
@@ -49,7 +54,11 @@ def test_one_of_two_ranks_is_killed(tmp_path: Path, victim: int) -> None:
 @pytest.mark.timeout(900)  # as above
 @pytest.mark.parametrize(
     ("settings", "count"),
-    [({}, RANDOM_KILLS), ({"blocking": False}, RANDOM_KILLS // 4), ({"world_size": 2, "blocking": False}, RANDOM_KILLS // 20)],
+    [
+        ({}, RANDOM_KILLS),
+        ({"blocking": False}, RANDOM_KILLS // 4),
+        ({"world_size": 2, "blocking": False}, RANDOM_KILLS // 20),
+    ],
     ids=["one process", "in the background", "two ranks"],
 )
 def test_killed_at_random_times(tmp_path: Path, settings: dict[str, Any], count: int) -> None:

@@ -39,13 +39,17 @@ WEIGHTS = 4 * 1448 * 1448 * 4
 LARGEST_FILE = 2 * WEIGHTS // 4
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is read from Linux's /proc"
+)
 @pytest.mark.timeout(400)  # two fresh interpreters, which a busy machine keeps waiting
 @pytest.mark.parametrize("format", ["safe", "torch"])
 def test_the_peak_of_loading_is_under_one_copy_and_one_file(tmp_path: Path, format: str) -> None:
     words = [sys.executable, "-c", SCRIPT.replace("\\\\", "\\")]
     subprocess.run([*words, "save", str(tmp_path / "state"), format], check=True, timeout=190)
-    result = subprocess.run([*words, "load", str(tmp_path / "state")], check=True, timeout=190, capture_output=True, text=True)
+    result = subprocess.run(
+        [*words, "load", str(tmp_path / "state")], check=True, timeout=190, capture_output=True, text=True
+    )
     # The weights have their place already; the optimizers' state, twice their size, is new. The mapped weights count while they are copied.
     assert int(result.stdout) < 3 * WEIGHTS + LARGEST_FILE
     assert int(result.stdout) > 2 * WEIGHTS, "less than what was loaded: the measurement is wrong"

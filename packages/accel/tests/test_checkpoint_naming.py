@@ -42,7 +42,9 @@ def test_numbers_limit_and_the_newest(tmp_path: Path) -> None:
         assert checkpoints(tmp_path) == ["checkpoint_10", "checkpoint_11"]
         other.accelerator.project_configuration.iteration = 3
         other.accelerator.save_state()
-        assert checkpoints(tmp_path) == ["checkpoint_11", "checkpoint_3"], "the one just saved is the newest, whatever its number"
+        assert checkpoints(tmp_path) == ["checkpoint_11", "checkpoint_3"], (
+            "the one just saved is the newest, whatever its number"
+        )
 
 
 def test_a_limit_of_zero_keeps_the_newest(tmp_path: Path) -> None:
@@ -52,7 +54,9 @@ def test_a_limit_of_zero_keeps_the_newest(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == ["checkpoint_1"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("total_limit", -1), ("total_limit", 1.5), ("total_limit", "3"), ("iteration", -2)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("total_limit", -1), ("total_limit", 1.5), ("total_limit", "3"), ("iteration", -2)]
+)
 def test_numbers_that_count_no_checkpoints_are_refused_at_once(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"{name}=.*whole number, 0 or more"):
         project(tmp_path, **{name: value})

@@ -39,7 +39,9 @@ def test_a_glance_at_the_folder_is_not_a_save(tmp_path: Path, monkeypatch: pytes
     assert os.listdir(tmp_path) == []
 
 
-def test_a_leftover_is_taken_over_while_another_process_clears_it_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leftover_is_taken_over_while_another_process_clears_it_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = CheckpointFolder(tmp_path / "state")
     (folder.partial / "of a killed run").mkdir(parents=True)
 
@@ -54,7 +56,9 @@ def test_a_leftover_is_taken_over_while_another_process_clears_it_away(tmp_path:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_what_a_save_deletes_another_process_deletes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: bool) -> None:
+def test_what_a_save_deletes_another_process_deletes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: bool
+) -> None:
     run = Run()
     run.accelerator.save_state(tmp_path / "state", safe_serialization=safe)
     run.train(1)

@@ -17,11 +17,14 @@ import pytest
 
 from accel.checkpoint.manifest import MANIFEST_NAME
 
-REFERENCE_PYTHON = os.environ.get("ACCEL_REFERENCE_PYTHON") or (sys.executable if importlib.util.find_spec("accelerate") else None)
+REFERENCE_PYTHON = os.environ.get("ACCEL_REFERENCE_PYTHON") or (
+    sys.executable if importlib.util.find_spec("accelerate") else None
+)
 
 pytestmark = [
     pytest.mark.skipif(
-        REFERENCE_PYTHON is None, reason="the reference is not installed; name a Python that has it in ACCEL_REFERENCE_PYTHON"
+        REFERENCE_PYTHON is None,
+        reason="the reference is not installed; name a Python that has it in ACCEL_REFERENCE_PYTHON",
     ),
     pytest.mark.slow,
     pytest.mark.timeout(900),  # twelve runs in fresh interpreters, each of which imports torch
@@ -98,7 +101,9 @@ def run(python: str, library: str, action: str, folder: Path, safe: bool, proces
     environment = {**kept, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     script, out = folder.parent / "script.py", folder.parent / f"{library}_{action}"
     script.write_text(SCRIPT)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    )
     command = [python, *launcher, str(script), library, action, str(folder), str(safe), str(out)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -86,12 +86,17 @@ def load_on_ranks(folder: str) -> float | str:
 def test_every_rank_has_its_own_generators(tmp_path: Path) -> None:
     results = run_world(save_on_ranks, 2, str(tmp_path))
     assert os.listdir(tmp_path) == ["0"] and results[0][0] == results[1][0]
-    assert [name for name in results[0][0] if name.startswith("random")] == ["random_states_0.pkl", "random_states_1.pkl"]
+    assert [name for name in results[0][0] if name.startswith("random")] == [
+        "random_states_0.pkl",
+        "random_states_1.pkl",
+    ]
     assert run_world(load_on_ranks, 2, str(tmp_path / "0")) == [drawn for _, drawn in results]
     assert results[0][1] != results[1][1]
     assert run_world(load_on_ranks, 1, str(tmp_path / "0")) == [results[0][1]]
     drawn_on_three = run_world(load_on_ranks, 3, str(tmp_path / "0"))
-    assert len(set(drawn_on_three)) == 3 and all(isinstance(drawn, float) for drawn in drawn_on_three), "a new rank has generators too"
+    assert len(set(drawn_on_three)) == 3 and all(isinstance(drawn, float) for drawn in drawn_on_three), (
+        "a new rank has generators too"
+    )
     (tmp_path / "0" / "random_states_1.pkl").unlink()
     messages = run_world(load_on_ranks, 2, str(tmp_path / "0"))
     assert all("has no random_states_1.pkl" in message for message in messages), "a rank was left alone with its error"

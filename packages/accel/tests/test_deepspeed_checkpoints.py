@@ -38,7 +38,9 @@ STAGES = (0, 1, 2, 3)
 STOP = 7
 
 
-def prepared(stage: int, seed: int = 0, make: Callable[[Any], torch.optim.Optimizer] = adamw, **arguments: Any) -> tuple[Any, ...]:
+def prepared(
+    stage: int, seed: int = 0, make: Callable[[Any], torch.optim.Optimizer] = adamw, **arguments: Any
+) -> tuple[Any, ...]:
     # The schedule moves with each call, so that it does not depend on the number of processes.
     accelerator = accelerator_of(config(stage), step_scheduler_with_optimizer=False, **arguments)
     model = net(frozen=True, seed=seed)
@@ -82,7 +84,13 @@ def save_and_resume(folder: str, stages: tuple[int, ...]) -> dict[int, dict[str,
         parts = prepared(stage, seed=1)
         parts[0].load_state(f"{folder}/{stage}/beside")
         resumed = loop(parts, begin=STOP)
-        results[stage] = {"full": full, "again": again, "resumed": resumed, "weights": weights, "steps": parts[2].steps_taken}
+        results[stage] = {
+            "full": full,
+            "again": again,
+            "resumed": resumed,
+            "weights": weights,
+            "steps": parts[2].steps_taken,
+        }
         release(parts[0])
     return results
 
@@ -113,7 +121,9 @@ def test_resuming_is_exact(saved: tuple[Path, dict[int, dict[str, Any]]], stage:
     assert found["again"] == found["full"][STOP:]
     assert found["resumed"] == found["full"][STOP:]
     weights = load_file(folder / str(stage) / "model" / "model.safetensors")
-    assert all(torch.equal(weights[name], value) for name, value in found["weights"].items()) and set(weights) == set(found["weights"])
+    assert all(torch.equal(weights[name], value) for name, value in found["weights"].items()) and set(weights) == set(
+        found["weights"]
+    )
 
 
 def resume_with_an_optimizer_of_another_form(folder: str) -> dict[int, tuple[list[float], list[float]]]:
@@ -131,7 +141,9 @@ def resume_with_an_optimizer_of_another_form(folder: str) -> dict[int, tuple[lis
 
 def test_schedulers_go_on_where_the_engine_has_another_form_of_the_optimizer(tmp_path: Path) -> None:
     """As with DeepSpeed's optimizers for host memory, there are two: loading makes new parameter groups in the engine's."""
-    for stage, (full, resumed) in run_world(resume_with_an_optimizer_of_another_form, 2, str(tmp_path), timeout=500)[0].items():
+    for stage, (full, resumed) in run_world(resume_with_an_optimizer_of_another_form, 2, str(tmp_path), timeout=500)[
+        0
+    ].items():
         assert resumed == full, stage
 
 

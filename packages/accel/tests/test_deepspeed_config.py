@@ -105,10 +105,18 @@ class TestBatches:
                 {},
                 ["the loader's batch of 4 a process", "Accelerator(gradient_accumulation_steps=3)", "make 24"],
             ),
-            ({TRAIN: 64, MICRO: 4, STEPS: "auto"}, {}, [f"{MICRO} 4 x Accelerator(gradient_accumulation_steps=3) x 2 processes make 24"]),
+            (
+                {TRAIN: 64, MICRO: 4, STEPS: "auto"},
+                {},
+                [f"{MICRO} 4 x Accelerator(gradient_accumulation_steps=3) x 2 processes make 24"],
+            ),
             ({TRAIN: 7}, {"micro_batch_sizes": ()}, ["1 whole samples a process and batch x", "make 6"]),
             ({TRAIN: 7}, {"micro_batch_sizes": (), "known_micro_batch_size": 9}, ["1 whole samples"]),
-            ({MICRO: "auto"}, {"micro_batch_sizes": ()}, ["no loader came with the model", f"deepspeed_config['{MICRO}'] = ..."]),
+            (
+                {MICRO: "auto"},
+                {"micro_batch_sizes": ()},
+                ["no loader came with the model", f"deepspeed_config['{MICRO}'] = ..."],
+            ),
             ({}, {"micro_batch_sizes": (None,)}, ["loaders without a batch_size came with the model"]),
         ],
         ids=str,
@@ -171,7 +179,10 @@ class TestHiddenSize:
 
     def test_each_model_has_its_own(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config=BY_HIDDEN_SIZE)
-        sizes = [plugin.resolve(trained(model=model_of(hidden_size=n)))["zero_optimization"]["reduce_bucket_size"] for n in (8, 16)]
+        sizes = [
+            plugin.resolve(trained(model=model_of(hidden_size=n)))["zero_optimization"]["reduce_bucket_size"]
+            for n in (8, 16)
+        ]
         assert sizes == [64, 256] and plugin.get_value("zero_optimization.reduce_bucket_size") == 256
 
     def test_a_number_set_in_between_stays(self) -> None:
@@ -180,16 +191,23 @@ class TestHiddenSize:
         plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = 5
         plugin.deepspeed_config[MICRO] = 2
         done = plugin.resolve(trained(model=model_of(hidden_size=8), micro_batch_sizes=(2,)))
-        assert done["zero_optimization"]["reduce_bucket_size"] == 5 and done["zero_optimization"]["stage3_prefetch_bucket_size"] == 57
+        assert (
+            done["zero_optimization"]["reduce_bucket_size"] == 5
+            and done["zero_optimization"]["stage3_prefetch_bucket_size"] == 57
+        )
         assert (done[MICRO], done[TRAIN]) == (2, 12)
 
     def test_without_one(self) -> None:
         with pytest.raises(
-            ConfigurationError, match=r"reduce_bucket_size, .*stage3_param_persistence_threshold, .* but Linear has neither"
+            ConfigurationError,
+            match=r"reduce_bucket_size, .*stage3_param_persistence_threshold, .* but Linear has neither",
         ):
             resolve(BY_HIDDEN_SIZE, trained(model=nn.Linear(2, 2)))
         config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 7}}
-        assert resolve(config, trained(model=nn.Linear(2, 2)))["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 7}
+        assert resolve(config, trained(model=nn.Linear(2, 2)))["zero_optimization"] == {
+            "stage": 3,
+            "reduce_bucket_size": 7,
+        }
 
 
 def dummies(**changes: Any) -> PreparedFacts:
@@ -232,20 +250,29 @@ class TestDummies:
 
     def test_the_scripts_optimizer_with_deepspeeds_schedule(self) -> None:
         optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.7)
-        done = resolve({**ZERO2, "scheduler": DECAY}, trained(optimizer=optimizer, scheduler=DummyScheduler(optimizer, 8, 2)))
-        assert done["scheduler"]["params"]["warmup_max_lr"] == 0.7 and done["scheduler"]["params"]["total_num_steps"] == 8
+        done = resolve(
+            {**ZERO2, "scheduler": DECAY}, trained(optimizer=optimizer, scheduler=DummyScheduler(optimizer, 8, 2))
+        )
+        assert (
+            done["scheduler"]["params"]["warmup_max_lr"] == 0.7 and done["scheduler"]["params"]["total_num_steps"] == 8
+        )
 
     def test_deepspeeds_optimizer_with_a_schedule_of_the_script(self) -> None:
         """The combination that cannot be, and the one way there is."""
         optimizer = DummyOptim([], lr=0.1)
-        with pytest.raises(ConfigurationError, match="prepares DummyOptim and CustomSchedule, but only DeepSpeed can schedule"):
+        with pytest.raises(
+            ConfigurationError, match="prepares DummyOptim and CustomSchedule, but only DeepSpeed can schedule"
+        ):
             resolve({**ZERO2, "optimizer": ADAMW}, trained(optimizer=optimizer, scheduler=CustomSchedule(optimizer)))
         facts = trained(optimizer=optimizer, scheduler=DummyScheduler(optimizer, lr_scheduler_callable=CustomSchedule))
         assert "scheduler" not in resolve({**ZERO2, "optimizer": ADAMW}, facts)
 
     def test_further_values(self) -> None:
         config = {**ZERO2, "optimizer": {"type": "AdamW", "params": {"lr": 3.0, "betas": "auto", "eps": "auto"}}}
-        config["scheduler"] = {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "cos_min_ratio": "auto", "warmup_min_ratio": 0.1}}
+        config["scheduler"] = {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": 5, "cos_min_ratio": "auto", "warmup_min_ratio": 0.1},
+        }
         optimizer = DummyOptim([], lr=0.1, betas=(0.8, 0.9))
         done = resolve(config, trained(optimizer=optimizer, scheduler=DummyScheduler(optimizer, cos_min_ratio=0.2)))
         assert done["optimizer"]["params"] == {"lr": 3.0, "betas": [0.8, 0.9]}
@@ -254,7 +281,11 @@ class TestDummies:
     @pytest.mark.parametrize(
         ("config", "facts", "message"),
         [
-            ({"optimizer": ADAMW}, trained(), "has the optimizer AdamW, and the script prepares AdamW as well. Prepare DummyOptim"),
+            (
+                {"optimizer": ADAMW},
+                trained(),
+                "has the optimizer AdamW, and the script prepares AdamW as well. Prepare DummyOptim",
+            ),
             (
                 {"scheduler": DECAY},
                 trained(scheduler=torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(MODEL.parameters(), lr=1.0))),
@@ -285,7 +316,9 @@ class TestDummies:
             resolve({**ZERO2, **config}, facts)
 
     def test_a_model_that_is_not_trained_needs_neither(self) -> None:
-        plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 3}, "optimizer": ADAMW, "scheduler": DECAY, MICRO: 1})
+        plugin = DeepSpeedPlugin(
+            hf_ds_config={"zero_optimization": {"stage": 3}, "optimizer": ADAMW, "scheduler": DECAY, MICRO: 1}
+        )
         done = plugin.resolve(trained(optimizer=None))
         assert "optimizer" not in done and "scheduler" not in done
         assert plugin.deepspeed_config["optimizer"] == ADAMW
@@ -329,31 +362,47 @@ class TestTheRest:
             plugin.resolve(trained())
 
     def test_what_nobody_knows(self) -> None:
-        with pytest.raises(ConfigurationError, match='hf_ds_config has comms_logger.verbose: "auto", which nothing here gives a value to'):
+        with pytest.raises(
+            ConfigurationError,
+            match='hf_ds_config has comms_logger.verbose: "auto", which nothing here gives a value to',
+        ):
             resolve({**ZERO2, "comms_logger": {"verbose": "auto"}})
-        assert resolve({**ZERO2, "comms_logger": {"verbose": "auto"}}, trained(more={"comms_logger.verbose": True}))["comms_logger"] == {
-            "verbose": True
-        }
+        assert resolve({**ZERO2, "comms_logger": {"verbose": "auto"}}, trained(more={"comms_logger.verbose": True}))[
+            "comms_logger"
+        ] == {"verbose": True}
 
     @pytest.mark.parametrize("kind", ["optimizer", "param"])
     def test_nvme_without_a_folder(self, kind: str) -> None:
         plugin = DeepSpeedPlugin(zero_stage=3, **{f"offload_{kind}_device": "nvme"})
-        with pytest.raises(ConfigurationError, match=f"offload_{kind}.device: nvme without a folder. Give .*--offload_{kind}_nvme_path"):
+        with pytest.raises(
+            ConfigurationError, match=f"offload_{kind}.device: nvme without a folder. Give .*--offload_{kind}_nvme_path"
+        ):
             plugin.resolve(trained())
-        plugin = DeepSpeedPlugin(zero_stage=3, **{f"offload_{kind}_device": "nvme", f"offload_{kind}_nvme_path": "/drive"})
-        assert plugin.resolve(trained())["zero_optimization"][f"offload_{kind}"] == {"device": "nvme", "nvme_path": "/drive"}
+        plugin = DeepSpeedPlugin(
+            zero_stage=3, **{f"offload_{kind}_device": "nvme", f"offload_{kind}_nvme_path": "/drive"}
+        )
+        assert plugin.resolve(trained())["zero_optimization"][f"offload_{kind}"] == {
+            "device": "nvme",
+            "nvme_path": "/drive",
+        }
 
     def test_groups_of_zero_plus_plus_divide_the_processes(self) -> None:
         config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
-        with pytest.raises(ConfigurationError, match="zero_hpz_partition_size: 3, which does not divide the 2 processes"):
+        with pytest.raises(
+            ConfigurationError, match="zero_hpz_partition_size: 3, which does not divide the 2 processes"
+        ):
             resolve(config)
         assert resolve(config, trained(world_size=6))[TRAIN] == 72
 
-    @pytest.mark.parametrize(("stage", "value", "message"), [(1, "none", "neither true nor false"), (2, 1, "extends ZeRO stage 3, not 2")])
+    @pytest.mark.parametrize(
+        ("stage", "value", "message"), [(1, "none", "neither true nor false"), (2, 1, "extends ZeRO stage 3, not 2")]
+    )
     def test_switches_of_zero_plus_plus_are_switches(self, stage: int, value: Any, message: str) -> None:
         with pytest.raises(ConfigurationError, match=f"zero_quantized_weights.*{message}"):
             resolve({"zero_optimization": {"stage": stage, "zero_quantized_weights": value}})
-        assert resolve({"zero_optimization": {"stage": 3, "zero_quantized_weights": 1}})["zero_optimization"]["stage"] == 3
+        assert (
+            resolve({"zero_optimization": {"stage": 3, "zero_quantized_weights": 1}})["zero_optimization"]["stage"] == 3
+        )
 
     def test_a_change_of_the_script_is_checked(self) -> None:
         plugin = DeepSpeedPlugin(zero_stage=2)
@@ -382,7 +431,9 @@ def maybe(*values: Any) -> st.SearchStrategy[Any]:
 
 
 def section(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries(fields).map(lambda made: {key: value for key, value in made.items() if value is not None})
+    return st.fixed_dictionaries(fields).map(
+        lambda made: {key: value for key, value in made.items() if value is not None}
+    )
 
 
 DEVICES = ("none", "cpu", "nvme")
@@ -429,10 +480,15 @@ FACTS = st.builds(
 
 
 @settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(config=st.none() | JSONS, fields=FIELDS, facts=FACTS)
-def test_a_configuration_is_consistent_or_refused(config: dict[str, Any] | None, fields: dict[str, Any], facts: PreparedFacts) -> None:
+def test_a_configuration_is_consistent_or_refused(
+    config: dict[str, Any] | None, fields: dict[str, Any], facts: PreparedFacts
+) -> None:
     before, done = copy.deepcopy(config), None
     with contextlib.suppress(ConfigurationError):
         plugin = DeepSpeedPlugin(hf_ds_config=config, **fields)
@@ -442,7 +498,10 @@ def test_a_configuration_is_consistent_or_refused(config: dict[str, Any] | None,
     if done is not None:
         check_consistent(done, facts)
         check_nobody_is_overruled(done, config or {}, fields)
-        assert (plugin.zero_stage, plugin.gradient_accumulation_steps) == (done["zero_optimization"]["stage"], done[STEPS])
+        assert (plugin.zero_stage, plugin.gradient_accumulation_steps) == (
+            done["zero_optimization"]["stage"],
+            done[STEPS],
+        )
         assert plugin.resolve(facts) == done
 
 
@@ -450,19 +509,29 @@ def test_a_configuration_is_consistent_or_refused(config: dict[str, Any] | None,
 JUNK = st.recursive(
     st.sampled_from([None, True, False, "auto", "none", "cpu", "AdamW", "", 0, 1, 3, -1, 1.5, 1e30]),
     lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["params", "type", "enabled", "device", "stage", "x"]), inner)
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["params", "type", "enabled", "device", "stage", "x"]), inner)
     ),
     max_leaves=4,
 )
 ANYTHING = st.fixed_dictionaries(
     {},
     optional={
-        **dict.fromkeys((TRAIN, MICRO, STEPS, "gradient_clipping", "fp16", "bf16", "optimizer", "scheduler", "x"), JUNK),
+        **dict.fromkeys(
+            (TRAIN, MICRO, STEPS, "gradient_clipping", "fp16", "bf16", "optimizer", "scheduler", "x"), JUNK
+        ),
         "zero_optimization": JUNK
         | st.fixed_dictionaries(
             {"stage": st.sampled_from([1, 3])},
             optional=dict.fromkeys(
-                ("offload_param", "offload_optimizer", "reduce_bucket_size", "zero_hpz_partition_size", "zero_quantized_weights"), JUNK
+                (
+                    "offload_param",
+                    "offload_optimizer",
+                    "reduce_bucket_size",
+                    "zero_hpz_partition_size",
+                    "zero_quantized_weights",
+                ),
+                JUNK,
             ),
         ),
     },
@@ -470,10 +539,15 @@ ANYTHING = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(config=ANYTHING, stage=st.sampled_from([None, 2]), facts=FACTS)
-def test_nothing_but_a_configuration_error_comes_of_any_json(config: dict[str, Any], stage: int | None, facts: PreparedFacts) -> None:
+def test_nothing_but_a_configuration_error_comes_of_any_json(
+    config: dict[str, Any], stage: int | None, facts: PreparedFacts
+) -> None:
     with contextlib.suppress(ConfigurationError):
         check_consistent(DeepSpeedPlugin(hf_ds_config=config, zero_stage=stage).resolve(facts), facts)  # type: ignore[arg-type]
 
@@ -499,5 +573,7 @@ def check_consistent(done: dict[str, Any], facts: PreparedFacts) -> None:
         assert get(zero, f"offload_{kind}.device") != "nvme" or zero[f"offload_{kind}"]["nvme_path"]
     enabled = [name for name in ("fp16", "bf16") if done[name]["enabled"]]
     assert len(enabled) < 2 and (facts.mixed_precision == "no" or enabled == [facts.mixed_precision])
-    assert ("optimizer" in done) == isinstance(facts.optimizer, DummyOptim) and ("scheduler" in done) == (facts.scheduler is not None)
+    assert ("optimizer" in done) == isinstance(facts.optimizer, DummyOptim) and ("scheduler" in done) == (
+        facts.scheduler is not None
+    )
     assert done.get("gradient_clipping", 0.0) < math.inf

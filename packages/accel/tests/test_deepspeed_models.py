@@ -51,7 +51,11 @@ def joint(stages: tuple[int, int], clip: float) -> dict[str, Any]:
     for index, (x, y) in enumerate(loader):
         loss = agreement(first, second, x, y) if index % 2 == 0 else loss_of(first, x, y)
         accelerator.backward(loss)
-        norms.append(accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], clip).item() if index % 2 == 0 else 0.0)
+        norms.append(
+            accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], clip).item()
+            if index % 2 == 0
+            else 0.0
+        )
         for opt in (first_opt, second_opt):
             opt.step()
             opt.zero_grad()
@@ -69,7 +73,9 @@ def plain_joint(clip: float) -> dict[str, Any]:
     for index, (x, y) in enumerate(DataLoader(data(FEW), batch_size=BATCH)):
         both = index % 2 == 0
         (agreement(first, second, x, y) if both else loss_of(first, x, y)).backward()
-        norms.append(nn.utils.clip_grad_norm_([*first.parameters(), *second.parameters()], clip).item() if both else 0.0)
+        norms.append(
+            nn.utils.clip_grad_norm_([*first.parameters(), *second.parameters()], clip).item() if both else 0.0
+        )
         for opt in opts[: 2 if both else 1]:
             opt.step()
             opt.zero_grad()
@@ -98,7 +104,10 @@ def dictionary() -> dict[str, Any]:
 
     plugins = {"student": DeepSpeedPlugin(hf_ds_config=config(2)), "teacher": DeepSpeedPlugin(hf_ds_config=config(3))}
     accelerator = Accelerator(deepspeed_plugins=plugins)
-    facts: dict[str, Any] = {"first": accelerator.deepspeed_plugin is plugins["student"], "type": str(accelerator.distributed_type)}
+    facts: dict[str, Any] = {
+        "first": accelerator.deepspeed_plugin is plugins["student"],
+        "type": str(accelerator.distributed_type),
+    }
     student = net()
     student, opt, loader = accelerator.prepare(student, adamw(groups(student)), batches(accelerator))
     accelerator.state.select_deepspeed_plugin("teacher")
@@ -107,7 +116,10 @@ def dictionary() -> dict[str, Any]:
     teacher.eval()
     facts["divided"] = [parameter.numel() for parameter in teacher.parameters()]
     facts["stages"] = student.zero_optimization_stage(), teacher.zero_optimization_stage()
-    facts["unwrapped"] = type(accelerator.unwrap_model(student)).__name__, type(accelerator.unwrap_model(teacher)).__name__
+    facts["unwrapped"] = (
+        type(accelerator.unwrap_model(student)).__name__,
+        type(accelerator.unwrap_model(teacher)).__name__,
+    )
     gathered = []
     for x, y in loader:
         with torch.no_grad():
@@ -177,7 +189,10 @@ def stand_ins() -> dict[str, Any]:
     accelerator = accelerator_of({**config(2), "optimizer": optimizer})
     model = net()
     dummy = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
-    step = DummyScheduler(dummy, lr_scheduler_callable=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2 * accelerator.num_processes, 0.5))
+    step = DummyScheduler(
+        dummy,
+        lr_scheduler_callable=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2 * accelerator.num_processes, 0.5),
+    )
     model, dummy, step, loader = accelerator.prepare(model, dummy, step, batches(accelerator))
     rates = []
     for x, y in loader:
@@ -209,7 +224,10 @@ def test_stand_ins() -> None:
         loss_of(model, x, y).backward()
         opt.step()
         opt.zero_grad()
-    assert max((found["weights"][name] - value).abs().max().item() for name, value in model.state_dict().items()) < TOLERANCE
+    assert (
+        max((found["weights"][name] - value).abs().max().item() for name, value in model.state_dict().items())
+        < TOLERANCE
+    )
     assert found["called"] == pytest.approx([0.01, 0.005, 0.005, 0.0025, 0.0025, 0.00125])
     model = net()
     torch.testing.assert_close(found["inference"], model(data(FEW).tensors[0]).detach(), atol=1e-5, rtol=0)
@@ -225,7 +243,9 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = (x.detach().sum(dim=1) > 0).long()
         # An expert without samples takes part with none, so that each has a gradient.
-        return torch.stack([expert(x) * (chosen == index)[:, None] for index, expert in enumerate(self.experts)]).sum(dim=0)
+        return torch.stack([expert(x) * (chosen == index)[:, None] for index, expert in enumerate(self.experts)]).sum(
+            dim=0
+        )
 
 
 class Mixture(nn.Module):
@@ -257,7 +277,9 @@ def mixture() -> dict[str, Any]:
     release(accelerator)
 
     accelerator = accelerator_of({**config(3), "train_micro_batch_size_per_gpu": BATCH // accelerator.num_processes})
-    with deepspeed.zero.Init(config_dict_or_path={**config(3), "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}):
+    with deepspeed.zero.Init(
+        config_dict_or_path={**config(3), "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    ):
         created = net()
     held = sum(parameter.numel() for parameter in created.parameters())
     created, opt, loader = accelerator.prepare(created, adamw(groups(created)), batches(accelerator))
@@ -278,6 +300,12 @@ def test_experts_and_models_that_are_created_divided() -> None:
         opt.step()
         opt.zero_grad()
     assert found["leaves"] == ["Experts"]
-    assert max((found["weights"][name] - value).abs().max().item() for name, value in model.state_dict().items()) < TOLERANCE
+    assert (
+        max((found["weights"][name] - value).abs().max().item() for name, value in model.state_dict().items())
+        < TOLERANCE
+    )
     assert found["held"] == 0
-    assert max((found["created"][name] - value).abs().max().item() for name, value in plain(steps=FEW)["weights"].items()) < TOLERANCE
+    assert (
+        max((found["created"][name] - value).abs().max().item() for name, value in plain(steps=FEW)["weights"].items())
+        < TOLERANCE
+    )

@@ -67,7 +67,13 @@ LAUNCHED: list[tuple[dict[str, str], str, Any, str, Any]] = [
     ({}, "zero3_init_flag", False, "train_batch_size", "auto"),
     ({f"{PREFIX}ZERO_STAGE": "3"}, "zero_stage", 3, "zero_optimization.stage", 3),
     ({f"{PREFIX}ZERO_STAGE": "3"}, "zero3_init_flag", True, "steps_per_print", math.inf),
-    ({f"{PREFIX}ZERO_STAGE": "3", f"{PREFIX}ZERO3_INIT": "false"}, "zero3_init_flag", False, "zero_optimization.stage", 3),
+    (
+        {f"{PREFIX}ZERO_STAGE": "3", f"{PREFIX}ZERO3_INIT": "false"},
+        "zero3_init_flag",
+        False,
+        "zero_optimization.stage",
+        3,
+    ),
     (
         {f"{PREFIX}ZERO_STAGE": "3", f"{PREFIX}ZERO3_SAVE_16BIT_MODEL": "true"},
         "zero3_save_16bit_model",
@@ -75,7 +81,13 @@ LAUNCHED: list[tuple[dict[str, str], str, Any, str, Any]] = [
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
         True,
     ),
-    ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps", 4, "gradient_accumulation_steps", 4),
+    (
+        {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+        "gradient_accumulation_steps",
+        4,
+        "gradient_accumulation_steps",
+        4,
+    ),
     ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, "gradient_clipping", 0.5, "gradient_clipping", 0.5),
     (
         {f"{PREFIX}OFFLOAD_OPTIMIZER_DEVICE": "nvme", f"{PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH": "/drive"},
@@ -85,18 +97,30 @@ LAUNCHED: list[tuple[dict[str, str], str, Any, str, Any]] = [
         {"device": "nvme", "nvme_path": "/drive"},
     ),
     (
-        {f"{PREFIX}ZERO_STAGE": "3", f"{PREFIX}OFFLOAD_PARAM_DEVICE": "nvme", f"{PREFIX}OFFLOAD_PARAM_NVME_PATH": "/drive"},
+        {
+            f"{PREFIX}ZERO_STAGE": "3",
+            f"{PREFIX}OFFLOAD_PARAM_DEVICE": "nvme",
+            f"{PREFIX}OFFLOAD_PARAM_NVME_PATH": "/drive",
+        },
         "offload_param_device",
         "nvme",
         "zero_optimization.offload_param",
         {"device": "nvme", "nvme_path": "/drive"},
     ),
-    ({f"{PREFIX}MOE_LAYER_CLS_NAMES": "A,B"}, "transformer_moe_cls_names", "A,B", "train_micro_batch_size_per_gpu", "auto"),
+    (
+        {f"{PREFIX}MOE_LAYER_CLS_NAMES": "A,B"},
+        "transformer_moe_cls_names",
+        "A,B",
+        "train_micro_batch_size_per_gpu",
+        "auto",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("variables", "field", "value", "key", "inside"), LAUNCHED, ids=str)
-def test_the_launchers_variables_are_read(variables: dict[str, str], field: str, value: Any, key: str, inside: Any) -> None:
+def test_the_launchers_variables_are_read(
+    variables: dict[str, str], field: str, value: Any, key: str, inside: Any
+) -> None:
     with patch_environment(**variables):
         plugin = DeepSpeedPlugin()
     assert getattr(plugin, field) == value
@@ -181,7 +205,11 @@ class TestJson:
     def test_auto_without_a_word_from_anybody(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config=AUTOMATIC)
         assert plugin.zero_stage == 2 and plugin.offload_param_device == plugin.offload_optimizer_device == "none"
-        assert plugin.accumulation_steps is None and plugin.is_auto("gradient_clipping") and not plugin.is_auto("no.such.key")
+        assert (
+            plugin.accumulation_steps is None
+            and plugin.is_auto("gradient_clipping")
+            and not plugin.is_auto("no.such.key")
+        )
 
     def test_what_the_json_leaves_out_is_added(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config=ZERO3, gradient_clipping=0.3, offload_optimizer_device="cpu")
@@ -203,7 +231,10 @@ class TestJson:
         ("form", "message"),
         [
             (5, "hf_ds_config=5 is no DeepSpeed configuration"),
-            ("/no/such/file.json", "'/no/such/file.json' is neither the path of a file that exists nor a JSON object in base64"),
+            (
+                "/no/such/file.json",
+                "'/no/such/file.json' is neither the path of a file that exists nor a JSON object in base64",
+            ),
             ("%%%", "neither the path"),
             (base64.b64encode(b"[1, 2]").decode(), "is list in base64"),
             (base64.b64encode(b'{"a": 1, "a": 2}').decode(), "'a' stands there twice, as 1 and 2"),
@@ -216,7 +247,11 @@ class TestJson:
 
     @pytest.mark.parametrize(
         ("text", "message"),
-        [("{", "not valid JSON"), ("[1]", "is a JSON object, not list"), ('{"a": {"b": 1, "b": 2}}', "the key 'b' stands there twice")],
+        [
+            ("{", "not valid JSON"),
+            ("[1]", "is a JSON object, not list"),
+            ('{"a": {"b": 1, "b": 2}}', "the key 'b' stands there twice"),
+        ],
     )
     def test_files_that_cannot_be_read(self, tmp_path: Path, text: str, message: str) -> None:
         path = tmp_path / "ds.json"
@@ -280,7 +315,10 @@ class TestConflicts:
         text = "true" if outside is True else str(outside)
         with patch_environment(**{env: text}), pytest.raises(ConfigurationError) as caught:
             DeepSpeedPlugin(hf_ds_config=json_with(field, inside))
-        assert f"environment variable {env}={text}, but hf_ds_config has {FILE_PATHS[field]}: {json.dumps(inside)}" in str(caught.value)
+        assert (
+            f"environment variable {env}={text}, but hf_ds_config has {FILE_PATHS[field]}: {json.dumps(inside)}"
+            in str(caught.value)
+        )
 
     def test_launcher_and_its_own_file(self, tmp_path: Path) -> None:
         """Scenario 1, where something else than ``accel launch`` set the variables."""
@@ -314,7 +352,10 @@ class TestConflicts:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_stage": 7}, r"zero_stage=7\): '7' is not one of 0, 1, 2, 3"),
-    ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, "offload_optimizer.device: cpu, which needs ZeRO stage 1 or more, not 0"),
+    (
+        {"zero_stage": 0, "offload_optimizer_device": "cpu"},
+        "offload_optimizer.device: cpu, which needs ZeRO stage 1 or more, not 0",
+    ),
     ({"zero_stage": 2, "offload_param_device": "cpu"}, "offload_param.device: cpu, which needs ZeRO stage 3, not 2"),
     ({"offload_param_device": "disk"}, "'disk' is not one of none, cpu, nvme"),
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
@@ -322,18 +363,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero3_init_flag": "perhaps"}, "'perhaps' is neither true nor false"),
     ({"enable_msamp": True}, "enable_msamp=True asks for MS-AMP's own DeepSpeed engine"),
     ({"msamp_opt_level": "O3"}, "msamp_opt_level='O3' is not one of O1, O2"),
-    ({"zero_stage": 2, "transformer_moe_cls_names": "Experts"}, "transformer_moe_cls_names='Experts'.* but the stage is 2"),
+    (
+        {"zero_stage": 2, "transformer_moe_cls_names": "Experts"},
+        "transformer_moe_cls_names='Experts'.* but the stage is 2",
+    ),
     ({"hf_ds_config": {"train_batch_size": 8}}, "does not say which ZeRO stage"),
     ({"hf_ds_config": {"zero_optimization": True}}, "zero_optimization: True, which is no section"),
     ({"hf_ds_config": {"zero_optimization": True}, "zero_stage": 2}, "zero_optimization: True, which is no section"),
     ({"hf_ds_config": {"zero_optimization": None}}, "zero_optimization is None"),
     ({"hf_ds_config": {**ZERO3, "optimizer": "AdamW"}}, "optimizer: 'AdamW', which is no section"),
     ({"hf_ds_config": {"zero_optimization": {}}}, "does not say which ZeRO stage"),
-    ({"hf_ds_config": {"zero_optimization": {"stage": 4}}}, "zero_optimization.stage: 4, which is not one of 0, 1, 2, 3"),
+    (
+        {"hf_ds_config": {"zero_optimization": {"stage": 4}}},
+        "zero_optimization.stage: 4, which is not one of 0, 1, 2, 3",
+    ),
     ({"hf_ds_config": {"zero_optimization": {"stage": True}}}, "stage: True"),
     ({"hf_ds_config": {**ZERO3, "gradient_acumulation_steps": 2}}, "Did you mean 'gradient_accumulation_steps'"),
     ({"hf_ds_config": {"zero_optimisation": {"stage": 2}, **ZERO3}}, "Did you mean 'zero_optimization'"),
-    ({"hf_ds_config": {**ZERO3, "train_batch_size": 0}}, 'train_batch_size: 0, which is neither "auto" nor an integer of at least 1'),
+    (
+        {"hf_ds_config": {**ZERO3, "train_batch_size": 0}},
+        'train_batch_size: 0, which is neither "auto" nor an integer of at least 1',
+    ),
     ({"hf_ds_config": {**ZERO3, "train_micro_batch_size_per_gpu": 1.5}}, "train_micro_batch_size_per_gpu: 1.5"),
     ({"hf_ds_config": {**ZERO3, "gradient_accumulation_steps": True}}, "gradient_accumulation_steps: True"),
     (
@@ -341,7 +391,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "gradient_clipping: 'much', which is neither \"auto\" nor a number of at least 0",
     ),
     ({"hf_ds_config": {**ZERO3, "gradient_clipping": math.inf}}, "gradient_clipping: inf"),
-    ({"hf_ds_config": {**ZERO3, "fp16": {"enabled": True}, "bf16": {"enabled": True}}}, "fp16.enabled: true and bf16.enabled: true"),
+    (
+        {"hf_ds_config": {**ZERO3, "fp16": {"enabled": True}, "bf16": {"enabled": True}}},
+        "fp16.enabled: true and bf16.enabled: true",
+    ),
     ({"hf_ds_config": {**ZERO3, "optimizer": {"params": {}}}}, '"optimizer" without a "type", such as AdamW'),
     ({"hf_ds_config": {**ZERO3, "scheduler": {}}}, '"scheduler" without a "type", such as WarmupLR'),
     (
@@ -352,7 +405,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"hf_ds_config": {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}},
         "zero_quantized_weights of ZeRO.., which extends ZeRO stage 3",
     ),
-    ({"hf_ds_config": {"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 8}}}, "zero_hpz_partition_size of ZeRO.., .* not 1"),
+    (
+        {"hf_ds_config": {"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 8}}},
+        "zero_hpz_partition_size of ZeRO.., .* not 1",
+    ),
     (
         {"hf_ds_config": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}}},
         "zero_hpz_partition_size: 0, which is not an integer",
@@ -368,13 +424,20 @@ def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
 
 def test_zero_plus_plus_at_stage_3() -> None:
     config = {
-        "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}
+        "zero_optimization": {
+            "stage": 3,
+            "zero_quantized_weights": True,
+            "zero_hpz_partition_size": 8,
+            "zero_quantized_gradients": True,
+        }
     }
     assert DeepSpeedPlugin(hf_ds_config=config).deepspeed_config["zero_optimization"] == config["zero_optimization"]
 
 
 def test_unknown_keys_that_are_no_slip_of_the_pen_pass() -> None:
-    assert DeepSpeedPlugin(hf_ds_config={**ZERO3, "a_key_of_next_year": {"x": 1}}).get_value("a_key_of_next_year.x") == 1
+    assert (
+        DeepSpeedPlugin(hf_ds_config={**ZERO3, "a_key_of_next_year": {"x": 1}}).get_value("a_key_of_next_year.x") == 1
+    )
 
 
 def test_unknown_fields() -> None:
@@ -384,7 +447,10 @@ def test_unknown_fields() -> None:
 
 def test_zero3_init_without_stage_3_is_taken_back_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with patch_environment(ACCELERATE_DEEPSPEED_ZERO3_INIT="true"):
-        plugins = {"mine": DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True), "launched": DeepSpeedPlugin(zero_stage=1)}
+        plugins = {
+            "mine": DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True),
+            "launched": DeepSpeedPlugin(zero_stage=1),
+        }
     assert [plugin.zero3_init_flag for plugin in plugins.values()] == [False, False] and not caplog.records
     state = AcceleratorState(cpu=True, deepspeed_plugin=plugins)
     with caplog.at_level(logging.INFO):
@@ -398,7 +464,12 @@ def test_zero3_init_without_stage_3_is_taken_back_and_told_once(caplog: pytest.L
 
 def test_a_plugin_can_be_made_from_another() -> None:
     plugin = dataclasses.replace(DeepSpeedPlugin(zero_stage=3, gradient_clipping=1.0), zero3_init_flag=False)
-    assert (plugin.zero_stage, plugin.gradient_clipping, plugin.zero3_init_flag, plugin.strategy) == (3, 1.0, False, "deepspeed")
+    assert (plugin.zero_stage, plugin.gradient_clipping, plugin.zero3_init_flag, plugin.strategy) == (
+        3,
+        1.0,
+        False,
+        "deepspeed",
+    )
 
 
 # Precision of the Accelerator, what the JSON has, and what becomes of it: fp16 and bf16.
@@ -421,7 +492,9 @@ PRECISIONS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 class TestPrecision:
     @pytest.mark.parametrize(("precision", "sections", "fp16", "bf16"), PRECISIONS, ids=str)
-    def test_the_configuration_and_the_accelerator(self, precision: str, sections: dict[str, Any], fp16: Any, bf16: Any) -> None:
+    def test_the_configuration_and_the_accelerator(
+        self, precision: str, sections: dict[str, Any], fp16: Any, bf16: Any
+    ) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, **copy.deepcopy(sections)})
         plugin.set_mixed_precision(precision)
         assert (plugin.deepspeed_config["fp16"], plugin.deepspeed_config["bf16"]) == (fp16, bf16)
@@ -430,12 +503,16 @@ class TestPrecision:
     @pytest.mark.parametrize(("precision", "other"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp8", "fp16")])
     def test_another_one_is_enabled(self, precision: str, other: str) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, other: {"enabled": True}})
-        with pytest.raises(ConfigurationError, match=f"mixed_precision='{precision}', but hf_ds_config has {other}.enabled: true"):
+        with pytest.raises(
+            ConfigurationError, match=f"mixed_precision='{precision}', but hf_ds_config has {other}.enabled: true"
+        ):
             plugin.set_mixed_precision(precision)
 
     def test_the_same_one_is_turned_off(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, "bf16": {"enabled": False}})
-        with pytest.raises(ConfigurationError, match="mixed_precision='bf16', but hf_ds_config has bf16.enabled: false"):
+        with pytest.raises(
+            ConfigurationError, match="mixed_precision='bf16', but hf_ds_config has bf16.enabled: false"
+        ):
             plugin.set_mixed_precision("bf16")
 
     @pytest.mark.parametrize(
@@ -483,7 +560,9 @@ class TestProcessing:
         assert plugin.deepspeed_config["train_batch_size"] == 8
 
     def test_the_whole_configuration(self) -> None:
-        plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-8}}})
+        plugin = DeepSpeedPlugin(
+            hf_ds_config={**ZERO3, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-8}}}
+        )
         values = {"optimizer.params.lr": 0.1, "zero_optimization.stage": 3}
         plugin.deepspeed_config_process(**values)
         assert plugin.get_value("optimizer.params.lr") == 0.1
@@ -492,7 +571,9 @@ class TestProcessing:
         plugin.deepspeed_config_process(must_match=False, **{**values, "optimizer.params.lr": 0.2})
         lines: list[str] = []
         section = plugin.deepspeed_config["optimizer"]
-        plugin.deepspeed_config_process("optimizer.", lines, section, **{"optimizer.params.lr": 0.3, "zero_optimization.stage": 1})
+        plugin.deepspeed_config_process(
+            "optimizer.", lines, section, **{"optimizer.params.lr": 0.3, "zero_optimization.stage": 1}
+        )
         assert lines == ["- ds optimizer.params.lr=0.1 vs arg optimizer.params.lr=0.3"]
 
 
@@ -519,7 +600,10 @@ class TestHfDeepSpeedConfig:
         config = HfDeepSpeedConfig(CONCRETE)
         config.del_config_sub_tree("zero_optimization.offload_param")
         config.del_config_sub_tree("x.y")
-        assert "offload_param" not in config.config["zero_optimization"] and "offload_param" in CONCRETE["zero_optimization"]
+        assert (
+            "offload_param" not in config.config["zero_optimization"]
+            and "offload_param" in CONCRETE["zero_optimization"]
+        )
         with pytest.raises(ConfigurationError, match="has no x.y. Its keys: bf16, zero_optimization"):
             config.del_config_sub_tree("x.y", must_exist=True)
 
@@ -629,6 +713,10 @@ class TestTransformers:
         plugin = DeepSpeedPlugin(hf_ds_config=config)
         plugin.set_deepspeed_weakref()
         read = deepspeed_config()
-        assert read["gradient_accumulation_steps"] == 10 and read["train_micro_batch_size_per_gpu"] == 1 and "train_batch_size" not in read
+        assert (
+            read["gradient_accumulation_steps"] == 10
+            and read["train_micro_batch_size_per_gpu"] == 1
+            and "train_batch_size" not in read
+        )
         assert read["bf16"] == {"enabled": True} and '"auto"' not in json.dumps({**read, "steps_per_print": 0})
         assert plugin.is_auto("zero_optimization.reduce_bucket_size") and plugin.config == read

@@ -90,11 +90,17 @@ def what_cpus_run() -> dict[str, Any]:
             train(config(2), mixed_precision="fp16")
     results["copies in groups"] = train(config(3, zero={"zero_hpz_partition_size": 2}))
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
-        with pytest.raises(ConfigurationError, match=f"zero_optimization.{name}: DeepSpeed has no operators for this part"):
+        with pytest.raises(
+            ConfigurationError, match=f"zero_optimization.{name}: DeepSpeed has no operators for this part"
+        ):
             train(config(3, zero={name: True}))
     accelerator = accelerator_of({**config(2), "bf16": {"enabled": True}})
     model, _, loader = accelerator.prepare(model := net(), adamw(model.parameters()), DataLoader(data(), batch_size=4))
-    results["from the configuration"] = accelerator.mixed_precision, next(model.parameters()).dtype, accelerator.native_amp
+    results["from the configuration"] = (
+        accelerator.mixed_precision,
+        next(model.parameters()).dtype,
+        accelerator.native_amp,
+    )
     del model, loader
     release(accelerator)
     return results
@@ -158,7 +164,9 @@ def counting_itself(settings: dict[str, Any]) -> tuple[list[bool], dict[str, tor
     """A loop without accumulate(): the engine counts the micro batches of its configuration."""
     accelerator = accelerator_of({**settings, "gradient_accumulation_steps": 4})
     model, opt = net(), None
-    model, opt, loader = accelerator.prepare(model, adamw(groups(model)), DataLoader(data(), batch_size=BATCH // accelerator.num_processes))
+    model, opt, loader = accelerator.prepare(
+        model, adamw(groups(model)), DataLoader(data(), batch_size=BATCH // accelerator.num_processes)
+    )
     ends = []
     for x, y in loader:
         accelerator.backward(loss_of(model, x, y))
@@ -175,7 +183,9 @@ def by_hand(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Windows of two with no_sync(), a window that is thrown away, and a loss that is not stepped with."""
     accelerator = accelerator_of(settings)
     model, opt = net(), None
-    model, opt, loader = accelerator.prepare(model, adamw(groups(model)), DataLoader(data(), batch_size=BATCH // accelerator.num_processes))
+    model, opt, loader = accelerator.prepare(
+        model, adamw(groups(model)), DataLoader(data(), batch_size=BATCH // accelerator.num_processes)
+    )
     batches = list(loader)
     for first, second in zip(batches[0::2], batches[1::2], strict=True):
         accelerator.backward(loss_of(model, *first) * 100)
@@ -210,7 +220,9 @@ def test_windows(ranks: int) -> None:
         assert ends == [False, False, False, True] * (STEPS // 4), kind
         check_same({"losses": [0], "norms": [0], "weights": weights}, {**plain(window=4), "losses": [0], "norms": [0]})
     for kind, weights in results["by hand"].items():
-        assert max((weights[k] - value).abs().max().item() for k, value in plain(window=2)["weights"].items()) < TOLERANCE, kind
+        assert (
+            max((weights[k] - value).abs().max().item() for k, value in plain(window=2)["weights"].items()) < TOLERANCE
+        ), kind
 
 
 def with_a_scheduler(stage: int) -> dict[str, torch.Tensor]:
@@ -259,7 +271,11 @@ def run_without_a_compiler() -> dict[str, str]:
     nothing = {"is_compatible": lambda self, verbose=False: False}
     said = {}
     for builder in (AsyncIOBuilder, CPUAdamBuilder):
-        with mock.patch.multiple(builder, **nothing), announcing_builds(), pytest.raises(MissingDependencyError) as caught:
+        with (
+            mock.patch.multiple(builder, **nothing),
+            announcing_builds(),
+            pytest.raises(MissingDependencyError) as caught,
+        ):
             builder().jit_load()
         said[builder.__name__] = str(caught.value)
     release(accelerator)
@@ -268,7 +284,9 @@ def run_without_a_compiler() -> dict[str, str]:
 
 def test_what_an_operator_needs_is_said() -> None:
     said = run_world(run_without_a_compiler, 1, timeout=300)[0]
-    assert "offload to nvme needs libaio" in said["AsyncIOBuilder"] and "apt install libaio-dev" in said["AsyncIOBuilder"]
+    assert (
+        "offload to nvme needs libaio" in said["AsyncIOBuilder"] and "apt install libaio-dev" in said["AsyncIOBuilder"]
+    )
     assert "cannot compile its operator cpu_adam" in said["CPUAdamBuilder"]
 
 
@@ -290,7 +308,13 @@ def run_errors() -> dict[str, str]:
     refused("another model's optimizer", accelerator.prepare, net(), opt, loader)
     refused("two optimizers", accelerator.prepare, model, opt, adamw(model.first.parameters()), loader)
     shared = net()
-    refused("an optimizer of two models", accelerator.prepare, model, adamw([*model.parameters(), *shared.parameters()]), loader)
+    refused(
+        "an optimizer of two models",
+        accelerator.prepare,
+        model,
+        adamw([*model.parameters(), *shared.parameters()]),
+        loader,
+    )
     refused("offload of an optimizer of its own", accelerator_of, {**config(2), "zero_optimization": {"stage": 9}})
     model, opt, loader = accelerator.prepare(model, opt, loader)
     x, y = next(iter(loader))
@@ -306,7 +330,13 @@ def run_errors() -> dict[str, str]:
 
     accelerator = accelerator_of(config(2, zero={"offload_optimizer": {"device": "cpu"}}))
     model = net()
-    refused("no optimizer for host memory", accelerator.prepare, model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(data()))
+    refused(
+        "no optimizer for host memory",
+        accelerator.prepare,
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        DataLoader(data()),
+    )
     upwards = torch.optim.AdamW(model.parameters(), maximize=True)
     refused("an option for host memory", accelerator.prepare, model, upwards, DataLoader(data()))
     release(accelerator)

@@ -74,7 +74,15 @@ def cases(draw: st.DrawFn) -> Case:
     dispatch = draw(st.booleans())
     # What each rank reads for itself out of a stream, torchdata counts in steps, which mean something else on other ranks.
     stateful = draw(st.booleans()) and kind != "stream"
-    return Case(kind, draw(st.integers(1, 40)), draw(st.integers(1, 4)), draw(st.integers(1, 6)), dispatch, draw(st.booleans()), stateful)
+    return Case(
+        kind,
+        draw(st.integers(1, 40)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 6)),
+        dispatch,
+        draw(st.booleans()),
+        stateful,
+    )
 
 
 def drawn(count: int) -> list[Case]:
@@ -156,7 +164,9 @@ def training(steps: int = 1, lr: float = 0.1) -> tuple[Any, ...]:
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    data = torch.utils.data.TensorDataset(torch.randn(64, 3, dtype=torch.float64), torch.randn(64, 1, dtype=torch.float64))
+    data = torch.utils.data.TensorDataset(
+        torch.randn(64, 3, dtype=torch.float64), torch.randn(64, 1, dtype=torch.float64)
+    )
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     batch_size = 8 // accelerator.num_processes
@@ -164,7 +174,9 @@ def training(steps: int = 1, lr: float = 0.1) -> tuple[Any, ...]:
     return (accelerator, *objects, counter)
 
 
-def train(parts: tuple[Any, ...], stop: int | None = None, folder: str = "", by_items: bool = False) -> list[torch.Tensor]:
+def train(
+    parts: tuple[Any, ...], stop: int | None = None, folder: str = "", by_items: bool = False
+) -> list[torch.Tensor]:
     accelerator, model, optimizer, scheduler, loader, counter = parts
     for steps, (x, y) in enumerate(loader, start=1):
         with accelerator.accumulate(model):
@@ -192,11 +204,15 @@ def load_training(folder: str, accumulate: int, by_items: bool) -> tuple[list[to
 
 
 def save_everything(found: Sequence[Case], folder: str) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
-    return save_all(found, folder), [save_training(f"{folder}/training{by_items}", 3, 4, by_items) for by_items in (False, True)]
+    return save_all(found, folder), [
+        save_training(f"{folder}/training{by_items}", 3, 4, by_items) for by_items in (False, True)
+    ]
 
 
 def load_everything(found: Sequence[Case], folder: str) -> tuple[list[tuple[list[int], list[int]]], list[Any]]:
-    return load_all(found, folder), [load_training(f"{folder}/training{by_items}", 3, by_items) for by_items in (False, True)]
+    return load_all(found, folder), [
+        load_training(f"{folder}/training{by_items}", 3, by_items) for by_items in (False, True)
+    ]
 
 
 # One world to save in and three to load in: starting them takes longer than what they do.
@@ -289,7 +305,9 @@ def test_windows_that_do_not_fit_are_refused() -> None:
 def test_shares_of_windows_add_up(before: int, after: int) -> None:
     for by_items in (False, True):
         windows = [{"models": [0], "by_items": by_items, "items": rank + 1} for rank in range(before)]
-        saved = [{"windows": [w], "gradients": {0: {"p": torch.full((2,), float(rank))}}} for rank, w in enumerate(windows)]
+        saved = [
+            {"windows": [w], "gradients": {0: {"p": torch.full((2,), float(rank))}}} for rank, w in enumerate(windows)
+        ]
         share = combine(saved, after)
         total = sum(range(before))
         expected = total / after if by_items else total / before

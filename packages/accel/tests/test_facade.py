@@ -68,7 +68,9 @@ def collect(lengths: list[int], batch: int) -> None:
             numbers, pairs, objects = [], [], []
             for x in prepared:
                 numbers.append(accelerator.gather_for_metrics(x))
-                gathered = accelerator.gather_for_metrics({"x": x * 2, "loss": x.float().mean(), "two": [torch.stack([x, x], 1)]})
+                gathered = accelerator.gather_for_metrics(
+                    {"x": x * 2, "loss": x.float().mean(), "two": [torch.stack([x, x], 1)]}
+                )
                 pairs.append(gathered["two"][0])
                 objects += accelerator.gather_for_metrics([f"s{i}" for i in x.tolist()], use_gather_object=True)
             expected = list(range(length))
@@ -131,7 +133,9 @@ def test_compiled_models_train_like_others(regional: bool) -> None:
 
 def test_compilation_settings() -> None:
     with patch_environment(
-        ACCELERATE_DYNAMO_BACKEND="INDUCTOR", ACCELERATE_DYNAMO_MODE="reduce-overhead", ACCELERATE_DYNAMO_USE_DYNAMIC="1"
+        ACCELERATE_DYNAMO_BACKEND="INDUCTOR",
+        ACCELERATE_DYNAMO_MODE="reduce-overhead",
+        ACCELERATE_DYNAMO_USE_DYNAMIC="1",
     ):
         plugin = TorchDynamoPlugin()
         assert plugin.to_kwargs() == {
@@ -197,7 +201,11 @@ def test_what_an_accelerator_says_of_itself() -> None:
     assert accelerator.is_main_process and accelerator.is_local_main_process and accelerator.is_last_process
     assert not accelerator.use_distributed and not accelerator.multi_device and not accelerator.native_amp
     assert accelerator.even_batches and not accelerator.split_batches and accelerator.dispatch_batches is None
-    assert not accelerator.use_seedable_sampler and not accelerator.non_blocking and not accelerator.use_stateful_dataloader
+    assert (
+        not accelerator.use_seedable_sampler
+        and not accelerator.non_blocking
+        and not accelerator.use_stateful_dataloader
+    )
     assert accelerator.sync_gradients and accelerator.step == 0 and not accelerator.optimizer_step_was_skipped
     assert accelerator.save_iteration == 0 and accelerator.should_save_model and accelerator.logging_dir is None
     assert [str(kind) for kind in accelerator.rng_types] == ["torch", "numpy"]
@@ -254,7 +262,15 @@ def coordinates() -> tuple[int, ...]:
 def test_data_parallel_ranks_have_coordinates_on_one_axis() -> None:
     assert run_world(coordinates, 2) == [(0, 0, 0, 0, 0), (1, 0, 0, 0, 0)]
     accelerator = Accelerator(cpu=True)
-    assert accelerator.torch_device_mesh is None and accelerator.parallelism_config is None and accelerator.fp8_backend is None
-    assert not accelerator.is_composable_parallelism_enabled and not accelerator.is_fsdp2 and accelerator.deepspeed_plugin is None
+    assert (
+        accelerator.torch_device_mesh is None
+        and accelerator.parallelism_config is None
+        and accelerator.fp8_backend is None
+    )
+    assert (
+        not accelerator.is_composable_parallelism_enabled
+        and not accelerator.is_fsdp2
+        and accelerator.deepspeed_plugin is None
+    )
     with pytest.raises(ConfigurationError, match="no DeepSpeed plugin 'student'. Known: none"):
         accelerator.state.select_deepspeed_plugin("student")

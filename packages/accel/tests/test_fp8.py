@@ -26,7 +26,15 @@ with_torchao = pytest.mark.skipif(not is_torchao_available(), reason="torchao is
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
+    return nn.Sequential(
+        nn.Linear(32, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.LayerNorm(64),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 16),
+    )
 
 
 def accelerator(*handlers: KwargsHandler, **arguments: Any) -> Accelerator:
@@ -71,7 +79,9 @@ def test_a_model_trains_in_8_bits(handler: Any, name: str, kind: str) -> None:
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     prepared, optimizer = runner.prepare(model, optimizer)
-    assert runner.fp8_backend == name and runner.mixed_precision == "fp8" and runner.native_amp and runner.scaler is None
+    assert (
+        runner.fp8_backend == name and runner.mixed_precision == "fp8" and runner.native_amp and runner.scaler is None
+    )
     assert layers(prepared) == ["Linear", kind, kind, "Linear"]
     assert all(new is old for new, old in zip(prepared.parameters(), parameters, strict=True))
     assert prepared(torch.randn(4, 32)).dtype is torch.float32
@@ -99,7 +109,10 @@ def test_the_log_says_which_back_end_and_why(caplog: pytest.LogCaptureFixture) -
 
 def test_the_launchers_settings_reach_the_layers() -> None:
     with patch_environment(
-        ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="native", ACCELERATE_FP8_AMAX_HISTORY_LEN="7", ACCELERATE_FP8_FORMAT="E4M3"
+        ACCELERATE_MIXED_PRECISION="fp8",
+        ACCELERATE_FP8_BACKEND="native",
+        ACCELERATE_FP8_AMAX_HISTORY_LEN="7",
+        ACCELERATE_FP8_FORMAT="E4M3",
     ):
         runner = Accelerator(cpu=True, kwargs_handlers=[NativeRecipeKwargs(fp8_format="HYBRID")])
         model = runner.prepare(network())
@@ -109,7 +122,9 @@ def test_the_launchers_settings_reach_the_layers() -> None:
 
 def test_a_handler_left_empty_has_the_launchers_values() -> None:
     assert MSAMPRecipeKwargs().opt_level == "O2" and MSAMPRecipeKwargs().to_kwargs() == {}
-    with patch_environment(ACCELERATE_FP8_OPT_LEVEL="O1", ACCELERATE_FP8_MARGIN="2", ACCELERATE_FP8_PAD_INNER_DIM="false"):
+    with patch_environment(
+        ACCELERATE_FP8_OPT_LEVEL="O1", ACCELERATE_FP8_MARGIN="2", ACCELERATE_FP8_PAD_INNER_DIM="false"
+    ):
         assert MSAMPRecipeKwargs().opt_level == "O1"
         assert TERecipeKwargs(interval=3) == TERecipeKwargs(margin=2, interval=3)
         assert AORecipeKwargs().pad_inner_dim is False
@@ -118,7 +133,9 @@ def test_a_handler_left_empty_has_the_launchers_values() -> None:
     assert FP8RecipeKwargs(override_linear_precision=True).override_linear_precision == (True, True, True)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("settings", [{"backend": "x"}, {"fp8_format": "E9"}, {"margin": -1}, {"amax_history_len": 0}, {"opt_level": "O3"}])
+@pytest.mark.parametrize(
+    "settings", [{"backend": "x"}, {"fp8_format": "E9"}, {"margin": -1}, {"amax_history_len": 0}, {"opt_level": "O3"}]
+)
 def test_a_bad_value_in_a_handler_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(settings))):
         FP8RecipeKwargs(**settings)
@@ -130,7 +147,9 @@ def test_both_names_of_the_optimization_level() -> None:
 
 
 def test_recipes_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="holds TERecipeKwargs, which has no effect with mixed_precision='bf16'"):
+    with pytest.raises(
+        ConfigurationError, match="holds TERecipeKwargs, which has no effect with mixed_precision='bf16'"
+    ):
         Accelerator(mixed_precision="bf16", cpu=True, kwargs_handlers=[TERecipeKwargs()])
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(ConfigurationError, match="AORecipeKwargs and NativeRecipeKwargs, but one back end"):
@@ -196,7 +215,9 @@ def test_compiled_models_have_one_graph() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("handler", [NativeRecipeKwargs(amax_history_len=8), pytest.param(AORecipeKwargs(), marks=with_torchao)], ids=str)
+@pytest.mark.parametrize(
+    "handler", [NativeRecipeKwargs(amax_history_len=8), pytest.param(AORecipeKwargs(), marks=with_torchao)], ids=str
+)
 def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path, handler: FP8Kwargs) -> None:
     def start() -> tuple[Accelerator, nn.Module, Any]:
         AcceleratorState._reset_state(reset_partial_state=True)

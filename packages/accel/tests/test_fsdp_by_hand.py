@@ -99,10 +99,14 @@ def plain(steps: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def assert_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: Any = "", tolerance: float = 1e-4) -> None:
+def assert_weights(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: Any = "", tolerance: float = 1e-4
+) -> None:
     assert set(found) == set(expected), what
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{what}, {name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{what}, {name}: {text}"
+        )
 
 
 # The settings, whether torch.distributed.checkpoint writes, and the files that there are.
@@ -111,7 +115,11 @@ SAVED: list[tuple[dict[str, Any], bool, set[str]]] = [
     (
         {"state_dict_type": "SHARDED_STATE_DICT"},
         True,
-        {f"{stem}_0/{file}" for stem in ("pytorch_model_fsdp", "optimizer") for file in (".metadata", "__0_0.distcp", "__1_0.distcp")},
+        {
+            f"{stem}_0/{file}"
+            for stem in ("pytorch_model_fsdp", "optimizer")
+            for file in (".metadata", "__0_0.distcp", "__1_0.distcp")
+        },
     ),
     (
         {"state_dict_type": "LOCAL_STATE_DICT"},
@@ -121,7 +129,11 @@ SAVED: list[tuple[dict[str, Any], bool, set[str]]] = [
     (
         {"state_dict_type": "SHARDED_STATE_DICT", "fsdp_version": 2},
         True,
-        {f"{stem}_0/{file}" for stem in ("pytorch_model_fsdp", "optimizer") for file in (".metadata", "__0_0.distcp", "__1_0.distcp")},
+        {
+            f"{stem}_0/{file}"
+            for stem in ("pytorch_model_fsdp", "optimizer")
+            for file in (".metadata", "__0_0.distcp", "__1_0.distcp")
+        },
     ),
     (
         {"state_dict_type": "SHARDED_STATE_DICT", "fsdp_version": 2},
@@ -136,7 +148,9 @@ def files_in(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def prepared(settings: dict[str, Any], seed: int = 0) -> tuple[FullyShardedDataParallelPlugin, Accelerator, nn.Module, Any]:
+def prepared(
+    settings: dict[str, Any], seed: int = 0
+) -> tuple[FullyShardedDataParallelPlugin, Accelerator, nn.Module, Any]:
     plugin = FullyShardedDataParallelPlugin(**BLOCKS, **settings)
     accelerator = Accelerator(fsdp_plugin=plugin)
     return plugin, accelerator, *accelerator.prepare(*build(seed))
@@ -172,7 +186,9 @@ def round_trip(folder: Path, settings: dict[str, Any], use_dcp: bool) -> dict[st
 def by_hand(folder: str) -> dict[str, Any]:
     """Everything that needs two ranks and nothing but its own Accelerator, in one process group."""
     root = Path(folder)
-    found: dict[str, Any] = {"saved": [round_trip(root / str(n), settings, dcp) for n, (settings, dcp, _) in enumerate(SAVED)]}
+    found: dict[str, Any] = {
+        "saved": [round_trip(root / str(n), settings, dcp) for n, (settings, dcp, _) in enumerate(SAVED)]
+    }
     found["across"] = across(root)
     found["prepared"] = {checkpointing: prepared_by_hand(checkpointing) for checkpointing in (False, True)}
     found["switched"] = switched()
@@ -205,7 +221,11 @@ def prepared_by_hand(checkpointing: bool) -> dict[str, Any]:
     train(accelerator, model, optimizer, 3)
     weights = {name: value.full_tensor() for name, value in model.state_dict().items() if hasattr(value, "full_tensor")}
     accelerator.free_memory()
-    return {"dtensor": (before, model_has_dtensor(model)), "checkpoints": checkpoints, "weights": fsdp2_canonicalize_names(weights)}
+    return {
+        "dtensor": (before, model_has_dtensor(model)),
+        "checkpoints": checkpoints,
+        "weights": fsdp2_canonicalize_names(weights),
+    }
 
 
 def switched() -> dict[str, torch.Tensor]:
@@ -218,7 +238,9 @@ def switched() -> dict[str, torch.Tensor]:
     before = {name: (parameter, parameter.data_ptr()) for name, parameter in model.named_parameters()}
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     new = dict(model.named_parameters())
-    with pytest.raises(ConfigurationError, match=r"no new parameter for parameter 0 of the optimizer \(shape \(11, 7\)\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"no new parameter for parameter 0 of the optimizer \(shape \(11, 7\)\)"
+    ):
         fsdp2_switch_optimizer_parameters(optimizer, {})
     # By pointer, as the reference wants it, and by the parameter itself.
     mapping = {(old if name.endswith("bias") else pointer): new[name] for name, (old, pointer) in before.items()}
@@ -228,7 +250,10 @@ def switched() -> dict[str, torch.Tensor]:
         loss_of(model, tokens[rank::2]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in model.state_dict().items()}
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
 
 
 def loaded_from_rank_0() -> list[dict[str, torch.Tensor]]:
@@ -247,7 +272,9 @@ def loaded_from_rank_0() -> list[dict[str, torch.Tensor]]:
         assert all(parameter.grad is not None for parameter in model.parameters())
         found.append({n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in model.state_dict().items()})
     whole.pop("blocks.0.norm.bias", None)
-    with pytest.raises(ConfigurationError, match=r"rank 0 has blocks.0.norm.bias of shape None, and FSDPNet needs \(7,\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"rank 0 has blocks.0.norm.bias of shape None, and FSDPNet needs \(7,\)"
+    ):
         fsdp2_load_full_state_dict(accelerator, model, whole)
     accelerator.free_memory()
     return found
@@ -294,7 +321,8 @@ def refusals(root: Path) -> None:
             wrong()
     for needs_2 in (fsdp2_apply_ac, fsdp2_prepare_model):
         with pytest.raises(
-            ConfigurationError, match="needs an Accelerator that trains with version 2 of FSDP, and this one has FSDP1Strategy"
+            ConfigurationError,
+            match="needs an Accelerator that trains with version 2 of FSDP, and this one has FSDP1Strategy",
         ):
             needs_2(accelerator, model)
     sharded = accelerator.prepare(model)

@@ -83,7 +83,9 @@ class Run:
         model = Net()
         biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
         others = [parameter for name, parameter in model.named_parameters() if not name.endswith("bias")]
-        parameters: Any = [{"params": biases, "weight_decay": 0.0}, {"params": others}] if groups else model.parameters()
+        parameters: Any = (
+            [{"params": biases, "weight_decay": 0.0}, {"params": others}] if groups else model.parameters()
+        )
         optimizer = torch.optim.AdamW(parameters, lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
@@ -165,9 +167,15 @@ def test_every_state_loads_into_every_strategy_on_any_number_of_ranks(tmp_path: 
     assert saved["late"] == {".metadata"}, "what a rank has written, nobody reads again to describe it"
     shutil.rmtree(tmp_path / "late")
     for name in SAVERS:
-        assert contents(tmp_path / name) == contents(tmp_path / f"{name} later"), f"{name}: blocking=False writes the same bytes"
+        assert contents(tmp_path / name) == contents(tmp_path / f"{name} later"), (
+            f"{name}: blocking=False writes the same bytes"
+        )
     assert {name for name in contents(tmp_path / "v2") if "fsdp" in name or "optimizer" in name} == {
-        *(f"{stem}_0/{file}" for stem in ("pytorch_model_fsdp", "optimizer") for file in (".metadata", "__0_0.distcp", "__1_0.distcp"))
+        *(
+            f"{stem}_0/{file}"
+            for stem in ("pytorch_model_fsdp", "optimizer")
+            for file in (".metadata", "__0_0.distcp", "__1_0.distcp")
+        )
     }
     for world, loaders in LOADERS.items():
         pairs = [(name, into) for name in SAVERS for into in loaders if has_groups(name) == has_groups(into)]
@@ -185,7 +193,9 @@ def check_loaded(name: str, into: str, world: int, found: Any, saved: Any) -> No
     tolerance = 0 if world == 2 else 1e-4
     torch.testing.assert_close(losses, saved[0], rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}")
     for key, value in saved[1].items():
-        torch.testing.assert_close(weights[key], value, rtol=0, atol=tolerance, msg=lambda text, key=key: f"{what}, {key}: {text}")
+        torch.testing.assert_close(
+            weights[key], value, rtol=0, atol=tolerance, msg=lambda text, key=key: f"{what}, {key}: {text}"
+        )
 
 
 def one_save(folder: str, kind: str = "SHARDED_STATE_DICT") -> dict[str, torch.Tensor]:
@@ -263,12 +273,20 @@ def test_merging_gives_the_files_that_everybody_reads(tmp_path: Path, capsys: py
     written = merge_fsdp_weights(shards, tmp_path / "small", max_shard_size=400)
     assert "model.safetensors.index.json" in written and len(written) > 3
     several = {
-        name: value for file in written if file.endswith("safetensors") for name, value in load_file(tmp_path / "small" / file).items()
+        name: value
+        for file in written
+        if file.endswith("safetensors")
+        for name, value in load_file(tmp_path / "small" / file).items()
     }
     assert all(torch.equal(several[name], value) for name, value in expected.items())
-    assert main(["merge-weights", str(shards), str(tmp_path / "bin"), "--unsafe_serialization", "--remove_checkpoint_dir"]) == 0
+    assert (
+        main(["merge-weights", str(shards), str(tmp_path / "bin"), "--unsafe_serialization", "--remove_checkpoint_dir"])
+        == 0
+    )
     assert capsys.readouterr().out.strip() == f"{tmp_path}/bin/pytorch_model.bin"
-    assert all(torch.equal(torch.load(tmp_path / "bin/pytorch_model.bin")[name], value) for name, value in expected.items())
+    assert all(
+        torch.equal(torch.load(tmp_path / "bin/pytorch_model.bin")[name], value) for name, value in expected.items()
+    )
     assert not shards.exists()
     with pytest.raises(ConfigurationError, match="has no .metadata and no pytorch_model_fsdp_0"):
         merge_fsdp_weights(tmp_path / "saved", tmp_path / "again")
@@ -306,10 +324,14 @@ def on_each_node(folder: str) -> None:
     rank = int(os.environ["RANK"])
     with patch_environment(LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, GROUP_RANK=rank, GROUP_WORLD_SIZE=2):
         accelerator = Accelerator(
-            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), project_config=ProjectConfiguration(save_on_each_node=True)
+            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+            project_config=ProjectConfiguration(save_on_each_node=True),
         )
         model = accelerator.prepare(Net())
-        for save in (lambda: accelerator.save_state(f"{folder}/{rank}"), lambda: accelerator.save_model(model, f"{folder}/{rank} model")):
+        for save in (
+            lambda: accelerator.save_state(f"{folder}/{rank}"),
+            lambda: accelerator.save_model(model, f"{folder}/{rank} model"),
+        ):
             with pytest.raises(ConfigurationError, match="this model is divided among the ranks of 2 nodes"):
                 save()
 

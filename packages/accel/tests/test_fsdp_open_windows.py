@@ -71,7 +71,9 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     # Version 1 has gradients of zero for parameters that are not used, which would decay.
-    return torch.optim.AdamW((parameter for parameter in model.parameters() if parameter.requires_grad), lr=1e-2, eps=1e-6, weight_decay=0)
+    return torch.optim.AdamW(
+        (parameter for parameter in model.parameters() if parameter.requires_grad), lr=1e-2, eps=1e-6, weight_decay=0
+    )
 
 
 def plain(merged: bool) -> dict[str, torch.Tensor]:
@@ -140,7 +142,9 @@ def save(kinds: dict[str, dict[str, Any]], folder: Path) -> None:
                 run.accelerator.free_memory()
 
 
-def go_on(kinds: dict[str, dict[str, Any]], pairs: list[tuple[str, str]], folder: Path) -> list[dict[str, torch.Tensor]]:
+def go_on(
+    kinds: dict[str, dict[str, Any]], pairs: list[tuple[str, str]], folder: Path
+) -> list[dict[str, torch.Tensor]]:
     found = []
     for number, (before, after) in enumerate(pairs):
         by_items = number % 2 == 1
@@ -165,14 +169,25 @@ def check(found: list[dict[str, torch.Tensor]], pairs: list[tuple[str, str]]) ->
         assert set(weights) == set(expected), pair
         for name, value in expected.items():
             torch.testing.assert_close(
-                weights[name], value, rtol=0, atol=1e-5, msg=lambda text, name=name, pair=pair: f"{pair}, {name}: {text}"
+                weights[name],
+                value,
+                rtol=0,
+                atol=1e-5,
+                msg=lambda text, name=name, pair=pair: f"{pair}, {name}: {text}",
             )
 
 
 def test_open_windows_of_sharded_models_go_on_in_any_strategy(tmp_path: Path) -> None:
     run_world(save, 2, KINDS, tmp_path, timeout=250)
     pairs = [pair for kind in KINDS for pair in ((kind, kind), (kind, kind))]
-    pairs += [("v1", "v2"), ("v2", "v1"), ("ddp", "v2"), ("ddp", "v1 flat"), ("ddp", "v1"), ("v2 each batch", "v1 NO_SHARD")]
+    pairs += [
+        ("v1", "v2"),
+        ("v2", "v1"),
+        ("ddp", "v2"),
+        ("ddp", "v1 flat"),
+        ("ddp", "v1"),
+        ("v2 each batch", "v1 NO_SHARD"),
+    ]
     check(run_world(go_on, 2, KINDS, pairs, tmp_path, timeout=250)[0], pairs)
     fewer = [("v1", "ddp"), ("v2", "ddp"), ("ddp", "ddp"), ("v2 each batch", "ddp")]
     check(go_on_alone(fewer, tmp_path), fewer)

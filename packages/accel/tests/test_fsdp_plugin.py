@@ -60,7 +60,11 @@ def test_the_launchers_variables_are_read(variables: dict[str, str], field: str,
 
 def test_every_option_of_the_launcher_is_a_field() -> None:
     names = {option.field for option in FsdpOptions.options()}
-    renamed = {"version": "fsdp_version", "offload_params": "cpu_offload", "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap"}
+    renamed = {
+        "version": "fsdp_version",
+        "offload_params": "cpu_offload",
+        "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
+    }
     assert {renamed.get(name, name) for name in names} <= set(FullyShardedDataParallelPlugin.__dataclass_fields__)
 
 
@@ -74,7 +78,9 @@ def test_code_wins_over_the_launcher() -> None:
 @pytest.mark.parametrize("value", ["SHARD_GRAD_OP", 2, "2", ShardingStrategy.SHARD_GRAD_OP])
 def test_a_strategy_by_name_number_and_itself(value: Any) -> None:
     assert FullyShardedDataParallelPlugin(sharding_strategy=value).sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
-    assert FullyShardedDataParallelPlugin(reshard_after_forward=value).sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert (
+        FullyShardedDataParallelPlugin(reshard_after_forward=value).sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    )
     assert FullyShardedDataParallelPlugin(fsdp_version=2, sharding_strategy=value).reshard_after_forward is False
 
 
@@ -87,7 +93,10 @@ REFUSED = [
     ({"fsdp_version": 2, "sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "Drop sharding_strategy"),
     ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is one of fsdp_version=1"),
     ({"state_dict_type": "X"}, "state_dict_type='X' is not one of"),
-    ({"fsdp_version": 2, "backward_prefetch": "BACKWARD_PRE"}, "backward_prefetch='BACKWARD_PRE' is a setting of fsdp_version=1"),
+    (
+        {"fsdp_version": 2, "backward_prefetch": "BACKWARD_PRE"},
+        "backward_prefetch='BACKWARD_PRE' is a setting of fsdp_version=1",
+    ),
     ({"fsdp_version": 2, "forward_prefetch": True}, "forward_prefetch=True is a setting of fsdp_version=1"),
     ({"fsdp_version": 2, "use_orig_params": False}, "use_orig_params=False is a setting of fsdp_version=1"),
     ({"fsdp_version": 2, "limit_all_gathers": False}, "limit_all_gathers=False is a setting of fsdp_version=1"),
@@ -116,34 +125,51 @@ LAUNCHED_FOR_VERSION_1 = [
         {"FSDP_BACKWARD_PREFETCH": "BACKWARD_POST"},
         "FSDP_BACKWARD_PREFETCH=BACKWARD_POST .* is a setting of fsdp_version=1: .* Leave it out",
     ),
-    ({"FSDP_FORWARD_PREFETCH": "true"}, "FSDP_FORWARD_PREFETCH=true .--fsdp_forward_prefetch. is a setting of fsdp_version=1"),
+    (
+        {"FSDP_FORWARD_PREFETCH": "true"},
+        "FSDP_FORWARD_PREFETCH=true .--fsdp_forward_prefetch. is a setting of fsdp_version=1",
+    ),
     ({"FSDP_USE_ORIG_PARAMS": "false"}, "FSDP_USE_ORIG_PARAMS=false .* version 2 always keeps the original parameters"),
     ({"FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is one of fsdp_version=1"),
 ]
 
 
 @pytest.mark.parametrize(("variables", "message"), LAUNCHED_FOR_VERSION_1, ids=str)
-def test_what_the_launcher_asks_of_version_1_only_is_refused_by_version_2(variables: dict[str, str], message: str) -> None:
+def test_what_the_launcher_asks_of_version_1_only_is_refused_by_version_2(
+    variables: dict[str, str], message: str
+) -> None:
     with patch_environment(FSDP_VERSION="2", **variables), pytest.raises(ConfigurationError, match=message):
         FullyShardedDataParallelPlugin()
 
 
 def test_what_is_the_same_in_version_2_is_mapped(caplog: pytest.LogCaptureFixture) -> None:
-    with patch_environment(FSDP_VERSION="2", FSDP_SHARDING_STRATEGY="SHARD_GRAD_OP", FSDP_BACKWARD_PREFETCH="BACKWARD_PRE"):
+    with patch_environment(
+        FSDP_VERSION="2", FSDP_SHARDING_STRATEGY="SHARD_GRAD_OP", FSDP_BACKWARD_PREFETCH="BACKWARD_PRE"
+    ):
         assert FullyShardedDataParallelPlugin().reshard_after_forward is False
-        assert "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP is of fsdp_version=1; with version 2 it is reshard_after_forward=False" in caplog.text
-        assert FullyShardedDataParallelPlugin(reshard_after_forward=True).reshard_after_forward is True, "the script decides"
+        assert (
+            "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP is of fsdp_version=1; with version 2 it is reshard_after_forward=False"
+            in caplog.text
+        )
+        assert FullyShardedDataParallelPlugin(reshard_after_forward=True).reshard_after_forward is True, (
+            "the script decides"
+        )
     with patch_environment(FSDP_VERSION="2", FSDP_USE_ORIG_PARAMS="false"):
         assert FullyShardedDataParallelPlugin(use_orig_params=True).use_orig_params is True
 
 
 def test_policies_of_both_versions() -> None:
-    first, second = FullyShardedDataParallelPlugin(cpu_offload=True), FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
+    first, second = (
+        FullyShardedDataParallelPlugin(cpu_offload=True),
+        FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True),
+    )
     assert first.cpu_offload == CPUOffload(offload_params=True) and first.offloads
     assert isinstance(second.cpu_offload, CPUOffloadPolicy) and second.offloads
     assert type(FullyShardedDataParallelPlugin(fsdp_version=2).cpu_offload) is OffloadPolicy
     bf16 = torch.bfloat16
-    assert FullyShardedDataParallelPlugin(mixed_precision_policy="bf16").precision_policy("no") == MixedPrecision(bf16, bf16, bf16)
+    assert FullyShardedDataParallelPlugin(mixed_precision_policy="bf16").precision_policy("no") == MixedPrecision(
+        bf16, bf16, bf16
+    )
     given = {"param_dtype": "bfloat16", "reduce_dtype": torch.float32}
     policy = MixedPrecisionPolicy(bf16, torch.float32)
     assert FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=given).precision_policy("no") == policy
@@ -221,7 +247,9 @@ def test_units_that_share_a_weight_with_others_are_none() -> None:
 
 def test_set_auto_wrap_policy_is_torchs_form() -> None:
     tree = Tree()
-    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Leaf"])
+    plugin = FullyShardedDataParallelPlugin(
+        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Leaf"]
+    )
     plugin.set_auto_wrap_policy(tree)
     assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {Leaf}}
 

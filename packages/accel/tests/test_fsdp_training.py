@@ -66,7 +66,9 @@ class Net(nn.Module):
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -100,7 +102,9 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     # Gradients that are zero but for rounding (of the biases of attention's keys) must stay small beside eps, or Adam makes steps of them.
-    return torch.optim.AdamW((parameter for parameter in model.parameters() if parameter.requires_grad), lr=1e-2, eps=1e-6)
+    return torch.optim.AdamW(
+        (parameter for parameter in model.parameters() if parameter.requires_grad), lr=1e-2, eps=1e-6
+    )
 
 
 def build(kind: str, seed: int, frozen: bool) -> nn.Module:
@@ -126,7 +130,11 @@ def plain(kind: str, steps: int, window: int, max_norm: float, frozen: bool = Fa
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total.item())
-    return {"losses": losses, "norms": norms, "weights": {name: value.clone() for name, value in model.state_dict().items()}}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+    }
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, order: str) -> tuple[nn.Module, Any]:
@@ -141,7 +149,14 @@ def prepare(accelerator: Accelerator, model: nn.Module, order: str) -> tuple[nn.
 
 
 def sharded(
-    settings: dict[str, Any], kind: str, steps: int, window: int, max_norm: float, order: str, seed: int = 0, frozen: bool = False
+    settings: dict[str, Any],
+    kind: str,
+    steps: int,
+    window: int,
+    max_norm: float,
+    order: str,
+    seed: int = 0,
+    frozen: bool = False,
 ) -> dict[str, Any]:
     plugin = FullyShardedDataParallelPlugin(**settings)
     accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=window)
@@ -178,8 +193,12 @@ def train_all(cases: Iterable[tuple[Any, ...]]) -> list[dict[str, Any]]:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], what: Any) -> None:
-    torch.testing.assert_close(found["losses"], expected["losses"], rtol=0, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
-    torch.testing.assert_close(found["norms"], expected["norms"], rtol=0, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        found["losses"], expected["losses"], rtol=0, atol=TOLERANCE, msg=lambda text: f"{what}: {text}"
+    )
+    torch.testing.assert_close(
+        found["norms"], expected["norms"], rtol=0, atol=TOLERANCE, msg=lambda text: f"{what}: {text}"
+    )
     assert set(found["weights"]) == set(expected["weights"]), what
     for name, value in expected["weights"].items():
         torch.testing.assert_close(
@@ -254,7 +273,11 @@ def test_four_ranks_and_a_copy_on_each_of_two_nodes() -> None:
         ({"fsdp_version": 2, **BLOCKS}, "net", 7, 3, 0.5, "optimizer first", 3),
         *(
             ({**settings, **BLOCKS}, kind, 20, 1, 0.5, "model first")
-            for kind, settings in (("llama", {"fsdp_version": 2}), ("gpt2", {}), ("gpt2", {"sharding_strategy": "HYBRID_SHARD"}))
+            for kind, settings in (
+                ("llama", {"fsdp_version": 2}),
+                ("gpt2", {}),
+                ("gpt2", {"sharding_strategy": "HYBRID_SHARD"}),
+            )
         ),
     ]
     ranks = run_world(train_on_two_nodes, 4, cases, timeout=250, state=False)
@@ -268,7 +291,9 @@ def test_four_ranks_and_a_copy_on_each_of_two_nodes() -> None:
 
 def overflow(settings: dict[str, Any], poisoned_step: int | None) -> dict[str, Any]:
     plugin = FullyShardedDataParallelPlugin(**settings)
-    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=256.0)])
+    accelerator = Accelerator(
+        fsdp_plugin=plugin, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=256.0)]
+    )
     model, optimizer = prepare(accelerator, build("net", 0, False), "model first")
     skipped, norms = [], []
     for step, tokens in enumerate(batches(4).split(BATCH)):
@@ -361,7 +386,11 @@ def weights_read(folder: str) -> dict[str, Any]:
     opened: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         really_open = modeling_utils.safe_open
-        patch.setattr(modeling_utils, "safe_open", lambda path, *rest, **more: opened.append(str(path)) or really_open(path, *rest, **more))
+        patch.setattr(
+            modeling_utils,
+            "safe_open",
+            lambda path, *rest, **more: opened.append(str(path)) or really_open(path, *rest, **more),
+        )
         if accelerator.is_main_process:
             model = LlamaForCausalLM.from_pretrained(folder)
         else:
@@ -404,7 +433,11 @@ def start_from(settings: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
     accelerator.backward(loss_of(model, batches(1)))
     optimizer.step()
     trained = accelerator.get_state_dict(model)
-    changed = {name: not torch.equal(value, weights[name]) for name, value in trained.items() if name in weights and name != "scale"}
+    changed = {
+        name: not torch.equal(value, weights[name])
+        for name, value in trained.items()
+        if name in weights and name != "scale"
+    }
     accelerator.free_memory()
     return {"weights": weights, "changed": changed}  # type: ignore[dict-item]
 
@@ -448,7 +481,9 @@ def refusals() -> None:
     with pytest.raises(ConfigurationError, match="HYBRID_SHARD keeps a copy of the model on each of several nodes"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")).prepare(Net())
     with pytest.raises(ConfigurationError, match="activation_checkpointing works on the units"):
-        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)).prepare(Net())
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)).prepare(
+            Net()
+        )
     stepped = Net()
     optimizer = optimizer_of(stepped)
     loss_of(stepped, batches(1)).backward()
@@ -488,7 +523,11 @@ def go_on_all(cases: list[tuple[Any, ...]]) -> list[dict[str, torch.Tensor]]:
 
 
 def test_the_state_of_an_optimizer_that_has_one_is_divided() -> None:
-    cases = [(version, kind, before) for version in (1, 2) for kind, before in ((torch.optim.AdamW, 3), (torch.optim.Adagrad, 0))]
+    cases = [
+        (version, kind, before)
+        for version in (1, 2)
+        for kind, before in ((torch.optim.AdamW, 3), (torch.optim.Adagrad, 0))
+    ]
     for case, found in zip(cases, run_world(go_on_all, 2, cases, timeout=250)[0], strict=True):
         model = build("net", 0, False)
         optimizer = case[1](model.parameters(), lr=1e-2, eps=1e-6)
@@ -497,7 +536,9 @@ def test_the_state_of_an_optimizer_that_has_one_is_divided() -> None:
             optimizer.step()
             optimizer.zero_grad()
         for name, value in model.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=TOLERANCE, msg=lambda text, case=case: f"{case}: {text}")
+            torch.testing.assert_close(
+                found[name], value, rtol=0, atol=TOLERANCE, msg=lambda text, case=case: f"{case}: {text}"
+            )
 
 
 def test_one_process_trains_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,8 @@ def test_a_strategy_that_is_not_installed_is_named(opt, monkeypatch: pytest.Monk
     for name, text in resolve(load_groups(), {opt.name: "true"}, environ={}).environment().items():
         monkeypatch.setenv(name, text)
     with pytest.raises(
-        ConfigurationError, match=f"{opt.env}=true asks for the strategy {LAUNCHED[opt.name]}, .* Launch without --{opt.name}"
+        ConfigurationError,
+        match=f"{opt.env}=true asks for the strategy {LAUNCHED[opt.name]}, .* Launch without --{opt.name}",
     ):
         Accelerator(cpu=True)
 

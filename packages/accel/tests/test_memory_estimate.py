@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from accel_launch.config.read.read import load_settings
+from accel_launch.config.read import load_settings
 from safetensors.torch import save_file
 
 from accel import Accelerator
@@ -49,9 +49,17 @@ RUNS: dict[str, tuple[dict[str, str], str, dict[str, Any]]] = {
         "shard_grad_op",
         {"sharding_strategy": "SHARD_GRAD_OP"},
     ),
-    "no_shard": ({"use_fsdp": "true", "fsdp_sharding_strategy": "NO_SHARD", **WRAP}, "no_shard", {"sharding_strategy": "NO_SHARD"}),
+    "no_shard": (
+        {"use_fsdp": "true", "fsdp_sharding_strategy": "NO_SHARD", **WRAP},
+        "no_shard",
+        {"sharding_strategy": "NO_SHARD"},
+    ),
     "fsdp2": ({"use_fsdp": "true", "fsdp_version": "2", **WRAP}, "fsdp2", {"fsdp_version": 2}),
-    "tp x fsdp2": ({"use_fsdp": "true", "fsdp_version": "2", "use_parallelism_config": "true", **WRAP}, "fsdp2", {"fsdp_version": 2}),
+    "tp x fsdp2": (
+        {"use_fsdp": "true", "fsdp_version": "2", "use_parallelism_config": "true", **WRAP},
+        "fsdp2",
+        {"fsdp_version": 2},
+    ),
 }
 
 
@@ -60,7 +68,9 @@ def measured(path: str, names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
         settings = RUNS[name][2]
-        plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap", **settings) if settings else None
+        plugin = (
+            FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap", **settings) if settings else None
+        )
         mesh = ParallelismConfig(tp_size=2, dp_shard_size=2) if name.startswith("tp") else None
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=mesh)
         found[name] = _step(accelerator, path)
@@ -82,7 +92,12 @@ def _step(accelerator: Accelerator, path: str) -> dict[str, Any]:
     with Recorder([("rank", accelerator.num_processes)]) as recorder:
         accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
     optimizer.step()
-    states = [value for state in optimizer.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    states = [
+        value
+        for state in optimizer.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
     sent = {}
     for one in recorder.collectives:
         sent[one.kind] = sent.get(one.kind, 0) + one.payload
@@ -112,7 +127,13 @@ def test_what_ranks_hold_and_send_is_what_was_said(model, capsys, world, names) 
     ranks = run_world(measured, world, str(model), names, timeout=250)
     for name in names:
         options, strategy, _ = RUNS[name]
-        sizes = ["--num_processes", str(world), "--strategy", strategy, *(["--tp_size", "2"] if name.startswith("tp") else [])]
+        sizes = [
+            "--num_processes",
+            str(world),
+            "--strategy",
+            strategy,
+            *(["--tp_size", "2"] if name.startswith("tp") else []),
+        ]
         capsys.readouterr()
         estimate([str(model / "weights.safetensors"), "--json", *sizes])
         said = json.loads(capsys.readouterr().out)["training_per_process"][strategy]
@@ -121,7 +142,11 @@ def test_what_ranks_hold_and_send_is_what_was_said(model, capsys, world, names) 
                 assert real[name][part] == pytest.approx(said[part], rel=0.1), (name, rank, part)
         if world == 4 and not name.startswith("tp"):
             continue
-        mesh = {"parallelism_config_tp_size": "2", "parallelism_config_dp_shard_size": "2"} if name.startswith("tp") else {}
+        mesh = (
+            {"parallelism_config_tp_size": "2", "parallelism_config_dp_shard_size": "2"}
+            if name.startswith("tp")
+            else {}
+        )
         settings = load_settings({"num_processes": str(world), **options, **mesh}, environ={"HF_HOME": str(model)})
         planned, real = plan(Request(settings, str(model), rank=1, batch_size=BATCH, seq_length=LENGTH)), ranks[1][name]
         assert (planned.memory.weights, planned.memory.gradients) == (real["weights"], real["gradients"]), name

@@ -132,7 +132,9 @@ def test_every_state_loads_on_other_meshes(tmp_path: Path) -> None:
     for (name, _), found in whole.items():
         check_loaded(f"{name} in one process", found, found[0], saved[name])
     for world, pairs in LOADED.items():
-        for (name, into), found in run_world(load_all, world, str(tmp_path), list(pairs.items()), "own", timeout=250)[0].items():
+        for (name, into), found in run_world(load_all, world, str(tmp_path), list(pairs.items()), "own", timeout=250)[
+            0
+        ].items():
             check_loaded(f"{name} into {into} on {world} ranks", found, whole[name, "ddp"][0], saved[name])
 
 
@@ -141,7 +143,9 @@ def check_loaded(what: str, found: Any, at_saving: dict[str, torch.Tensor], save
     assert all(torch.equal(value, at_saving[key]) for key, value in loaded.items()), f"{what}: loading changes no bit"
     torch.testing.assert_close(losses, saved[0], rtol=0, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
     for key, value in saved[1].items():
-        torch.testing.assert_close(weights[key], value, rtol=0, atol=TOLERANCE, msg=lambda text, key=key: f"{what}, {key}: {text}")
+        torch.testing.assert_close(
+            weights[key], value, rtol=0, atol=TOLERANCE, msg=lambda text, key=key: f"{what}, {key}: {text}"
+        )
 
 
 def save_for_others(folder: str) -> dict[str, torch.Tensor]:
@@ -171,16 +175,24 @@ def refused(folder: str) -> str:
 def test_files_hold_the_models_own_names_and_shapes(tmp_path: Path) -> None:
     weights = run_world(save_for_others, 4, str(tmp_path), timeout=250)[0]
     plain = build("gpt2").state_dict()
-    assert {name: value.shape for name, value in weights.items()} == {name: value.shape for name, value in plain.items()}
+    assert {name: value.shape for name, value in weights.items()} == {
+        name: value.shape for name, value in plain.items()
+    }
     assert merge_fsdp_weights(tmp_path / "state", tmp_path / "merged") == ["model.safetensors"]
     parts = [load_file(path) for path in sorted((tmp_path / "model").glob("*.safetensors"))]
     assert len(parts) > 2
-    for found in (load_file(tmp_path / "merged/model.safetensors"), {name: value for part in parts for name, value in part.items()}):
+    for found in (
+        load_file(tmp_path / "merged/model.safetensors"),
+        {name: value for part in parts for name, value in part.items()},
+    ):
         # Of tied names one is enough.
         assert set(weights) - set(found) <= {"lm_head.weight", "transformer.wte.weight"}
         assert all(torch.equal(value, weights[name]) for name, value in found.items())
     message = run_world(refused, 2, str(tmp_path), timeout=250)[0]
-    assert "does not fit LlamaForCausalLM: missing model.embed_tokens.weight" in message and "unexpected transformer." in message
+    assert (
+        "does not fit LlamaForCausalLM: missing model.embed_tokens.weight" in message
+        and "unexpected transformer." in message
+    )
 
 
 def read_some(name: str, folder: str, steps: int | None) -> dict[str, Any]:

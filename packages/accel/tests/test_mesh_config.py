@@ -15,7 +15,11 @@ from torch import nn
 from accel import Accelerator, ParallelismConfig
 from accel.parallel.tp_layers import Columns, Heads, Rows, VocabularyRows
 from accel.parallel.tp_plan import get_model_tp_size, plan_of
-from accel.parallelism_config import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig
+from accel.parallelism_config import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 from accel.strategies.registry import PLUGINS, STRATEGIES
 from accel.utils import TorchTensorParallelPlugin
 from accel_state.env import patch_environment
@@ -67,7 +71,10 @@ def test_what_nobody_sets_is_one() -> None:
                 "dp_replicate_enabled": False,
             },
         ),
-        ({"dp_replicate_size": 2}, {"active_mesh_dims": ["dp_replicate"], "dp_shard_cp_dim_names": [], "strategy": "mesh_ddp"}),
+        (
+            {"dp_replicate_size": 2},
+            {"active_mesh_dims": ["dp_replicate"], "dp_shard_cp_dim_names": [], "strategy": "mesh_ddp"},
+        ),
         (
             {"tp_size": 4, "dp_shard_size": 2, "pp_size": 3},
             {
@@ -129,8 +136,14 @@ def test_the_launchers_sizes_are_taken_where_the_script_gives_none() -> None:
             "pp_size=1 x dp_replicate_size=1 x dp_shard_size=4 x cp_size=1 x sp_size=1 x tp_size=2 = 8, but there are 4 processes. Start 8",
         ),
         (lambda: ParallelismConfig(tp_size=2).get_device_mesh(), "the device mesh has not been built"),
-        (lambda: ParallelismConfig(tp_size=2).build_device_mesh("cpu"), "a device mesh of 2 processes needs a process group"),
-        (lambda: Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2)), "tp_size=2 = 2, but there are 1 processes"),
+        (
+            lambda: ParallelismConfig(tp_size=2).build_device_mesh("cpu"),
+            "a device mesh of 2 processes needs a process group",
+        ),
+        (
+            lambda: Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2)),
+            "tp_size=2 = 2, but there are 1 processes",
+        ),
         (lambda: Accelerator(cpu=True, parallelism_config={"tp_size": 2}), "is no ParallelismConfig"),
     ],
 )
@@ -141,11 +154,20 @@ def test_what_is_refused(make: Any, message: str) -> None:
 
 
 def test_the_launcher_asks_for_a_mesh() -> None:
-    launched = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
-    with patch_environment(**launched), pytest.raises(ConfigurationError, match="tp_size=2 = 2, but there are 1 processes"):
+    launched = {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "ACCELERATE_USE_FSDP": "true",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+    }
+    with (
+        patch_environment(**launched),
+        pytest.raises(ConfigurationError, match="tp_size=2 = 2, but there are 1 processes"),
+    ):
         Accelerator(cpu=True)
     assert PLUGINS.load("mesh") is ParallelismConfig and PLUGINS.load("torch_tp") is TorchTensorParallelPlugin
-    assert STRATEGIES.load("mesh").__name__ == "MeshStrategy" and STRATEGIES.load("mesh_ddp").__name__ == "MeshDDPStrategy"
+    assert (
+        STRATEGIES.load("mesh").__name__ == "MeshStrategy" and STRATEGIES.load("mesh_ddp").__name__ == "MeshDDPStrategy"
+    )
 
 
 def test_one_process_and_a_mesh_of_one_train_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,12 +185,17 @@ def test_plans_come_from_the_model_or_from_the_shape_of_its_blocks() -> None:
     pytest.importorskip("transformers")
     own, derived = plan_of(build("llama"), None, 2)
     assert not derived and isinstance(own["model.embed_tokens"], VocabularyRows)
-    assert isinstance(own["model.layers.1.self_attn.o_proj"], Rows) and isinstance(own["model.layers.0.mlp.up_proj"], Columns)
+    assert isinstance(own["model.layers.1.self_attn.o_proj"], Rows) and isinstance(
+        own["model.layers.0.mlp.up_proj"], Columns
+    )
     plan, derived = plan_of(build("gpt2"), None, 2)
     assert derived and kinds(plan)["transformer.h.0.attn.c_attn"] == "Columns(pieces=3, gathers=False)"
     assert kinds(plan)["transformer.h.1.mlp.c_proj"] == "Rows(splits=False)"
     # The words of the output layer are those of the embedding, so both are divided between words.
-    assert kinds(plan)["transformer.wte"] == "VocabularyRows()" and kinds(plan)["lm_head"] == "Columns(pieces=1, gathers=True)"
+    assert (
+        kinds(plan)["transformer.wte"] == "VocabularyRows()"
+        and kinds(plan)["lm_head"] == "Columns(pieces=1, gathers=True)"
+    )
     plan, _ = plan_of(build("own"), None, 2)
     assert set(plan) == {
         "embedding",
@@ -182,10 +209,14 @@ def test_plans_come_from_the_model_or_from_the_shape_of_its_blocks() -> None:
 def test_plans_of_the_user() -> None:
     pytest.importorskip("transformers")
     plan, derived = plan_of(
-        build("own"), {"blocks.*.mlp.w1": "colwise", "blocks.0.first": "replicated_with_grad_allreduce", "lm_head": "replicate"}, 2
+        build("own"),
+        {"blocks.*.mlp.w1": "colwise", "blocks.0.first": "replicated_with_grad_allreduce", "lm_head": "replicate"},
+        2,
     )
     assert (
-        not derived and set(plan) == {"blocks.0.mlp.w1", "blocks.1.mlp.w1", "blocks.0.first"} and isinstance(plan["blocks.0.first"], Heads)
+        not derived
+        and set(plan) == {"blocks.0.mlp.w1", "blocks.1.mlp.w1", "blocks.0.first"}
+        and isinstance(plan["blocks.0.first"], Heads)
     )
     # Dividing one of two layers that share a weight would untie them.
     plan, _ = plan_of(build("own"), {"blocks.*.mlp.w1": "colwise", "lm_head": "rowwise"}, 2)

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from language_models import BATCH, LENGTH, TOLERANCE, VOCABULARY, assert_same, build, dataset, optimizer_of, plain, sharding, stack
+from language_models import (
+    BATCH,
+    LENGTH,
+    TOLERANCE,
+    VOCABULARY,
+    assert_same,
+    build,
+    dataset,
+    optimizer_of,
+    plain,
+    sharding,
+    stack,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -47,7 +59,12 @@ def attention(rotation: str, dtype: torch.dtype, kv_heads: int) -> list[float]:
 
 
 def attentions() -> dict[Any, list[float]]:
-    cases = [(rotation, dtype, heads) for rotation in ROTATIONS for dtype in (torch.float32, torch.bfloat16) for heads in (4, 2)]
+    cases = [
+        (rotation, dtype, heads)
+        for rotation in ROTATIONS
+        for dtype in (torch.float32, torch.bfloat16)
+        for heads in (4, 2)
+    ]
     return {case: attention(*case) for case in cases}
 
 
@@ -165,7 +182,9 @@ def train(case: Case, steps: int = 20) -> dict[str, Any]:
     kind, sizes, rotation, window = case
     handler = TorchContextParallelConfig(cp_comm_strategy=rotation)
     config = ParallelismConfig(**sizes, cp_handler=handler)
-    accelerator = Accelerator(parallelism_config=config, fsdp_plugin=sharding(sizes), gradient_accumulation_steps=window)
+    accelerator = Accelerator(
+        parallelism_config=config, fsdp_plugin=sharding(sizes), gradient_accumulation_steps=window
+    )
     model = build(kind)
     optimizer = optimizer_of(model)
     loader = DataLoader(dataset(steps * window), batch_size=BATCH // config.data_parallel_size)
@@ -190,7 +209,9 @@ def train(case: Case, steps: int = 20) -> dict[str, Any]:
 def step(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     tokens, labels = batch["input_ids"], batch["labels"]
     if hasattr(model, "config"):
-        with accelerator.maybe_context_parallel(buffers=[tokens, labels], buffer_seq_dims=[1, 1], no_restore_buffers={tokens, labels}):
+        with accelerator.maybe_context_parallel(
+            buffers=[tokens, labels], buffer_seq_dims=[1, 1], no_restore_buffers={tokens, labels}
+        ):
             loss: torch.Tensor = model(input_ids=tokens, labels=labels).loss
             accelerator.backward(loss)
         return loss
@@ -199,7 +220,11 @@ def step(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor]) -
     items = (labels != -100).sum()
     with accelerator.maybe_context_parallel(buffers=[tokens, labels, model.turns], buffer_seq_dims=[1, 1, 0]):
         logits = model(tokens).flatten(0, 1)
-        loss = functional.cross_entropy(logits, labels.flatten(), reduction="sum") * accelerator.parallelism_config.cp_size / items
+        loss = (
+            functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+            * accelerator.parallelism_config.cp_size
+            / items
+        )
         accelerator.backward(loss)
     assert model.turns.shape[0] == LENGTH
     return loss
@@ -254,7 +279,9 @@ def evaluate() -> list[list[float]]:
         tokens = batch["input_ids"]
         with torch.no_grad(), accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
             logits = accelerator.strategy.whole_sequences(model(input_ids=tokens).logits)
-        each = functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none").mean(1)
+        each = functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none").mean(
+            1
+        )
         found.append(accelerator.gather_for_metrics(each))
     return torch.cat(found).tolist()
 
@@ -262,7 +289,9 @@ def evaluate() -> list[list[float]]:
 def test_metrics_count_each_sample_once() -> None:
     batch = stack(dataset(1, 7))
     logits = build("llama")(input_ids=batch["input_ids"]).logits
-    expected = functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none").mean(1)
+    expected = functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none").mean(
+        1
+    )
     assert logits.shape[-1] == VOCABULARY
     for found in run_world(evaluate, 4, timeout=250):
         torch.testing.assert_close(torch.tensor(found), expected.detach(), rtol=0, atol=TOLERANCE)

@@ -54,7 +54,9 @@ def pipeline(kind: str, settings: dict[str, Any]) -> PipelineParallelConfig:
 def train(case: Case, steps: int = 20) -> dict[str, Any]:
     kind, shape, sizes, settings, window, order = case
     config = ParallelismConfig(**sizes, pp_handler=pipeline(kind, settings))
-    accelerator = Accelerator(parallelism_config=config, fsdp_plugin=sharding(sizes), gradient_accumulation_steps=window)
+    accelerator = Accelerator(
+        parallelism_config=config, fsdp_plugin=sharding(sizes), gradient_accumulation_steps=window
+    )
     model = build(kind, **shape)
     if order == "optimizer first":
         optimizer = accelerator.prepare(optimizer_of(model))
@@ -112,7 +114,14 @@ def test_two_stages_train_as_one_process_does() -> None:
         2,
         [
             ("llama", {"layers": 3}, pp2, {}, 1, "together"),
-            ("llama", {**FOUR, "tied": True}, pp2, {"schedule": "interleaved1f1b", "num_microbatches": 4}, 2, "optimizer first"),
+            (
+                "llama",
+                {**FOUR, "tied": True},
+                pp2,
+                {"schedule": "interleaved1f1b", "num_microbatches": 4},
+                2,
+                "optimizer first",
+            ),
             ("gpt2", FOUR, pp2, {"num_microbatches": 4}, 2, "model first"),
             ("own", FOUR, pp2, {"schedule": "gpipe", "num_microbatches": 4}, 1, "together"),
         ],
@@ -176,12 +185,27 @@ def evaluation_and_refusals() -> dict[str, Any]:
             model(*args, **call)
     accelerator.free_memory()
     for sizes, settings, whole, message in (
-        ({"pp_size": 2}, {"schedule": "interleaved1f1b"}, build("llama"), "has 2 blocks .model.layers., fewer than the 4 stages"),
+        (
+            {"pp_size": 2},
+            {"schedule": "interleaved1f1b"},
+            build("llama"),
+            "has 2 blocks .model.layers., fewer than the 4 stages",
+        ),
         ({"pp_size": 2}, {}, mixed(), "has layers of several kinds .full_attention, sliding_attention."),
         ({"pp_size": 2}, {}, build("own"), "Own has no loss_function"),
-        ({"pp_size": 2}, {"loss_fn": shifted_loss}, build("own"), "Own is no model of Transformers, so how it is called"),
+        (
+            {"pp_size": 2},
+            {"loss_fn": shifted_loss},
+            build("own"),
+            "Own is no model of Transformers, so how it is called",
+        ),
         ({"pp_size": 2}, {"loss_fn": shifted_loss, "example": EXAMPLE}, Odd(), "computes something beside its blocks"),
-        ({"pp_size": 2}, {"loss_fn": shifted_loss, "example": EXAMPLE}, nn.Linear(2, 2), "has no nn.ModuleList of blocks"),
+        (
+            {"pp_size": 2},
+            {"loss_fn": shifted_loss, "example": EXAMPLE},
+            nn.Linear(2, 2),
+            "has no nn.ModuleList of blocks",
+        ),
     ):
         with pytest.raises(ConfigurationError, match=message):
             config = ParallelismConfig(**sizes, pp_handler=PipelineParallelConfig(**settings))
@@ -232,7 +256,9 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             PipelineParallelConfig(**settings)
-    with pytest.raises(ConfigurationError, match="pp_size=2 with cp_size=2: stages of a pipeline pass whole sequences on"):
+    with pytest.raises(
+        ConfigurationError, match="pp_size=2 with cp_size=2: stages of a pipeline pass whole sequences on"
+    ):
         PipelineStrategy(PartialState(cpu=True), Handlers(None), ParallelismConfig(pp_size=2, cp_size=2))
     with pytest.raises(ConfigurationError, match="1f1b needs at least as many as there are ranks"):
         PipelineParallelConfig(num_microbatches=2).check_batch(8, 4)
@@ -321,4 +347,6 @@ def test_states_go_on_in_the_same_pipeline_in_another_and_without_one(tmp_path: 
         found = run_world(load_elsewhere, ranks, cases, str(tmp_path), sizes, timeout=250)[0]
         for number, weights in enumerate(expected):
             for name, value in weights.items():
-                torch.testing.assert_close(found[number][name], value, rtol=0, atol=TOLERANCE, msg=f"{cases[number]} on {sizes}: {name}")
+                torch.testing.assert_close(
+                    found[number][name], value, rtol=0, atol=TOLERANCE, msg=f"{cases[number]} on {sizes}: {name}"
+                )

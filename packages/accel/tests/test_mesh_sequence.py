@@ -27,7 +27,9 @@ Case = tuple[str, dict[str, int], int]
 def train(case: Case, steps: int = 20) -> dict[str, Any]:
     kind, sizes, window = case
     config = ParallelismConfig(**sizes)
-    accelerator = Accelerator(parallelism_config=config, fsdp_plugin=sharding(sizes), gradient_accumulation_steps=window)
+    accelerator = Accelerator(
+        parallelism_config=config, fsdp_plugin=sharding(sizes), gradient_accumulation_steps=window
+    )
     model = build(kind)
     loader = DataLoader(dataset(steps * window), batch_size=BATCH // config.data_parallel_size)
     model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
@@ -59,7 +61,14 @@ def train_all(cases: list[Case]) -> list[dict[str, Any]]:
     [
         (2, [("llama", {"sp_size": 2}, 2), ("gpt2", {"sp_size": 2}, 1)]),
         # Of llama's two heads of keys, four ranks get one each, twice.
-        (4, [("llama", {"sp_size": 4}, 1), ("gpt2", {"sp_size": 2, "dp_shard_size": 2}, 2), ("llama", {"sp_size": 2, "tp_size": 2}, 1)]),
+        (
+            4,
+            [
+                ("llama", {"sp_size": 4}, 1),
+                ("gpt2", {"sp_size": 2, "dp_shard_size": 2}, 2),
+                ("llama", {"sp_size": 2, "tp_size": 2}, 1),
+            ],
+        ),
     ],
     ids=["two ranks", "four ranks"],
 )
@@ -97,7 +106,12 @@ def parts_and_refusals() -> dict[str, Any]:
     with pytest.raises(ConfigurationError, match="sp_attn_implementation='flash_attention_2' is not available"):
         other = DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")
         Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_handler=other))
-    return {"keys": sorted(batch), "positions": batch["position_ids"][0].tolist(), "shift": batch["shift_labels"], "logits": logits}
+    return {
+        "keys": sorted(batch),
+        "positions": batch["position_ids"][0].tolist(),
+        "shift": batch["shift_labels"],
+        "logits": logits,
+    }
 
 
 def test_each_rank_gets_its_part_and_what_does_not_fit_is_refused() -> None:

@@ -102,7 +102,11 @@ def all_reduces() -> dict[str, int]:
         with pytest.MonkeyPatch.context() as patch:
             calls: list[Any] = []
             original = tp_collectives._all_reduced
-            patch.setattr(tp_collectives, "_all_reduced", lambda *args, original=original, calls=calls: calls.append(args) or original(*args))
+            patch.setattr(
+                tp_collectives,
+                "_all_reduced",
+                lambda *args, original=original, calls=calls: calls.append(args) or original(*args),
+            )
             loss_of(model, batches(1)).backward()
         found[kind] = len(calls)
         with torch.inference_mode():
@@ -149,7 +153,10 @@ class Stream(IterableDataset[int]):
 def views() -> dict[str, Any]:
     accelerator = accelerator_for({"dp_shard_size": 2, "tp_size": 2}, BLOCKS, step_scheduler_with_optimizer=True)
     other = Accelerator()
-    assert other.torch_device_mesh is accelerator.torch_device_mesh and other.parallelism_config is accelerator.parallelism_config
+    assert (
+        other.torch_device_mesh is accelerator.torch_device_mesh
+        and other.parallelism_config is accelerator.parallelism_config
+    )
     model = build("own")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -160,15 +167,27 @@ def views() -> dict[str, Any]:
     for batch in shuffled:
         batches_got.append(batch.tolist())
         gathered += accelerator.gather_for_metrics(batch).tolist()
-    streamed = [accelerator.gather_for_metrics(batch).tolist() for batch in accelerator.prepare(DataLoader(Stream(), batch_size=2))]
+    streamed = [
+        accelerator.gather_for_metrics(batch).tolist()
+        for batch in accelerator.prepare(DataLoader(Stream(), batch_size=2))
+    ]
     objects = [
-        accelerator.gather_for_metrics(batch, use_gather_object=True) for batch in accelerator.prepare(DataLoader(range(6), batch_size=3))
+        accelerator.gather_for_metrics(batch, use_gather_object=True)
+        for batch in accelerator.prepare(DataLoader(range(6), batch_size=3))
     ]
     scheduler.step()
     return {
-        "coordinates": (accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank, accelerator.tensor_parallel_rank),
+        "coordinates": (
+            accelerator.data_parallel_rank,
+            accelerator.data_parallel_shard_rank,
+            accelerator.tensor_parallel_rank,
+        ),
         "names": accelerator.torch_device_mesh.mesh_dim_names,
-        "kind": (str(accelerator.distributed_type), accelerator.is_fsdp2, accelerator.is_composable_parallelism_enabled),
+        "kind": (
+            str(accelerator.distributed_type),
+            accelerator.is_fsdp2,
+            accelerator.is_composable_parallelism_enabled,
+        ),
         "batches": batches_got,
         "gathered": gathered,
         "streamed": [sample for batch in streamed for sample in batch],
@@ -224,7 +243,11 @@ def dropping() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    own = {name: parameter.to_local().clone() for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+    own = {
+        name: parameter.to_local().clone()
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
     return {"losses": losses, "norm": own["transformer.h.0.ln_1.weight"], "positions": own["transformer.wpe.weight"]}
 
 
@@ -233,7 +256,9 @@ def test_dropout_of_whole_activations_is_the_same_where_they_are_the_same() -> N
     for first, second in ((0, 1), (2, 3)):
         assert ranks[first]["losses"] == ranks[second]["losses"]
         for name in ("norm", "positions"):
-            assert torch.equal(ranks[first][name], ranks[second][name]), "ranks that share layers have the same copies of what is whole"
+            assert torch.equal(ranks[first][name], ranks[second][name]), (
+                "ranks that share layers have the same copies of what is whole"
+            )
     assert ranks[0]["losses"] != ranks[2]["losses"]
 
 
@@ -252,12 +277,20 @@ def test_bf16_stays_near_fp32() -> None:
         assert all(value.dtype == torch.float32 for value in found["weights"].values()), "the master weights are fp32"
 
 
-TORCHS = {"blocks.*.mlp.w1": ColwiseParallel(), "blocks.*.mlp.w3": ColwiseParallel(), "blocks.*.mlp.w2": RowwiseParallel()}
+TORCHS = {
+    "blocks.*.mlp.w1": ColwiseParallel(),
+    "blocks.*.mlp.w3": ColwiseParallel(),
+    "blocks.*.mlp.w2": RowwiseParallel(),
+}
 
 
 def with_plans() -> list[dict[str, Any]]:
     found = [train(accelerator_for({"dp_replicate_size": 2, "tp_size": 2}, plan=TORCHS), "own", 4)]
-    words = {"blocks.*.mlp.w[13]": Columns(gathers=True), "blocks.*.mlp.w2": "rowwise_split_input", "embedding": "embedding_rowwise"}
+    words = {
+        "blocks.*.mlp.w[13]": Columns(gathers=True),
+        "blocks.*.mlp.w2": "rowwise_split_input",
+        "embedding": "embedding_rowwise",
+    }
     found.append(train(accelerator_for({"dp_shard_size": 2, "tp_size": 2}, BLOCKS, plan=words), "own", 4))
     accelerator = Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
     assert accelerator.torch_device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")
@@ -277,7 +310,9 @@ def test_plans_of_the_user_and_the_older_plugin() -> None:
 
 
 def test_plans_of_models_with_norms_of_heads_fused_layers_and_scaled_embeddings() -> None:
-    for kind, found in zip(("qwen", "phi", "gemma"), run_world(with_other_plans_of_models, 2, timeout=250)[0], strict=True):
+    for kind, found in zip(
+        ("qwen", "phi", "gemma"), run_world(with_other_plans_of_models, 2, timeout=250)[0], strict=True
+    ):
         assert_same(found, plain(kind, 4), kind)
 
 
@@ -288,8 +323,12 @@ def refusals() -> None:
         accelerator.free_memory()
         return str(caught.value)
 
-    assert "tp_size=2 does not divide num_key_value_heads=1" in message(accelerator_for({"tp_size": 2}), llama(kv_heads=1))
-    assert "has no plan for tensor parallelism, and no blocks" in message(accelerator_for({"tp_size": 2}), nn.Linear(2, 2))
+    assert "tp_size=2 does not divide num_key_value_heads=1" in message(
+        accelerator_for({"tp_size": 2}), llama(kv_heads=1)
+    )
+    assert "has no plan for tensor parallelism, and no blocks" in message(
+        accelerator_for({"tp_size": 2}), nn.Linear(2, 2)
+    )
     for plan, expected in (
         ({"nothing": "colwise"}, "the plan names 'nothing', and Own has no such module"),
         ({"lm_head": "sideways"}, "the plan divides 'lm_head' by 'sideways', which is not one of colwise"),
@@ -299,15 +338,21 @@ def refusals() -> None:
     ):
         assert expected in message(accelerator_for({"tp_size": 2}, plan=plan), build("own"))
     divided = build("own")
-    divided.lm_head.bias = nn.Parameter(distribute_tensor(torch.zeros(VOCABULARY), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    divided.lm_head.bias = nn.Parameter(
+        distribute_tensor(torch.zeros(VOCABULARY), init_device_mesh("cpu", (2,)), [Shard(0)])
+    )
     assert "the parameters of Own are divided already" in message(accelerator_for({"tp_size": 2}), divided)
     accelerator = accelerator_for({"tp_size": 2})
-    with pytest.raises(ConfigurationError, match="LocalSGD needs whole models with their own optimizer on each rank; MeshStrategy"):
+    with pytest.raises(
+        ConfigurationError, match="LocalSGD needs whole models with their own optimizer on each rank; MeshStrategy"
+    ):
         LocalSGD(accelerator, accelerator.prepare(build("own")), 2)
     accelerator.free_memory()
     headless = build("own")
     del headless.blocks[1].attention.n_heads
-    assert "blocks.1.attention is attention, but does not say how many heads" in message(accelerator_for({"tp_size": 2}), headless)
+    assert "blocks.1.attention is attention, but does not say how many heads" in message(
+        accelerator_for({"tp_size": 2}), headless
+    )
     for settings, expected in (
         ({"sizes": {"tp_size": 2}, "fsdp": {"fsdp_version": 1}}, "fsdp_version=1 cannot be laid over a mesh"),
         ({"sizes": {"dp_replicate_size": 2}, "fsdp": BLOCKS}, "the mesh has dp_replicate_size=2 and dp_shard_size=1"),
@@ -324,19 +369,27 @@ def refusals() -> None:
         (("dp_replicate", "tp"), "torch_device_mesh has dp_replicate, but no dp_shard"),
     ):
         with pytest.raises(ConfigurationError, match=expected):
-            Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(torch_device_mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=names)))
+            Accelerator(
+                torch_tp_plugin=TorchTensorParallelPlugin(
+                    torch_device_mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+                )
+            )
     own = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     with pytest.raises(ConfigurationError, match="tp_size=4, but axis 'tp' of torch_device_mesh has size 2"):
         Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=4, torch_device_mesh=own))
     accelerator = Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(torch_device_mesh=own))
     assert (
-        accelerator.torch_device_mesh is own and accelerator.parallelism_config.tp_size == 2 and accelerator.tensor_parallel_rank in (0, 1)
+        accelerator.torch_device_mesh is own
+        and accelerator.parallelism_config.tp_size == 2
+        and accelerator.tensor_parallel_rank in (0, 1)
     )
     AcceleratorState._reset_state()
     with pytest.raises(ConfigurationError, match="tp_size=3 does not divide the 2 processes"):
         Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=3))
     with pytest.raises(ConfigurationError, match="settings were given for torch_tp, mesh"):
-        Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2), parallelism_config=ParallelismConfig(tp_size=2))
+        Accelerator(
+            torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2), parallelism_config=ParallelismConfig(tp_size=2)
+        )
 
 
 def test_what_cannot_be_laid_over_a_mesh_is_refused() -> None:

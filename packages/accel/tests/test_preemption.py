@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from accel.preemption.handler.handler import resolve
-from accel.preemption.handler.stop_consensus import StopAgreement
+from accel.preemption.handler import resolve
+from accel.preemption.stop_consensus import StopAgreement
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -66,7 +66,9 @@ def parts(folder: Path, workers: int = 0, **options: Any) -> tuple[Any, ...]:
     return accelerator, *accelerator.prepare(model, optimizer, training, evaluation), scheduler, plateau
 
 
-def run(objects: tuple[Any, ...], kill_at: int = -1, number: int = signal.SIGUSR1, stepped: list[str] | None = None) -> list[torch.Tensor]:
+def run(
+    objects: tuple[Any, ...], kill_at: int = -1, number: int = signal.SIGUSR1, stepped: list[str] | None = None
+) -> list[torch.Tensor]:
     """Two epochs with an evaluation each; the process gets a signal in step ``kill_at``, counted over both loops."""
     accelerator, model, optimizer, training, evaluation, scheduler, plateau = objects
     steps = 0
@@ -133,7 +135,11 @@ def test_workers_outlive_a_signal_to_the_whole_group(tmp_path: Path) -> None:
         t.run(t.parts(Path({str(tmp_path)!r}), workers=2), 3, signal.SIGTERM)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], timeout=280, start_new_session=True, capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(script)],
+        timeout=280,
+        start_new_session=True,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 75, done.stderr
     objects = parts(tmp_path, workers=2)
@@ -273,7 +279,9 @@ def test_values_that_mean_nothing(value: Any, message: str) -> None:
         resolve(value)
 
 
-@pytest.mark.parametrize("options", [{"exit_code": 0}, {"exit_code": 143}, {"grace_seconds": 0}, {"meeting_seconds": -1.0}])
+@pytest.mark.parametrize(
+    "options", [{"exit_code": 0}, {"exit_code": 143}, {"grace_seconds": 0}, {"meeting_seconds": -1.0}]
+)
 def test_settings_that_are_not_allowed(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         SaveOnSignal(**options)
@@ -337,9 +345,15 @@ programs = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # that one is about seconds
 @given(
-    loops=programs, world=st.integers(2, 4), turns=st.lists(st.integers(0, 3), max_size=60), told=st.integers(0, 40), who=st.integers(0, 3)
+    loops=programs,
+    world=st.integers(2, 4),
+    turns=st.lists(st.integers(0, 3), max_size=60),
+    told=st.integers(0, 40),
+    who=st.integers(0, 3),
 )
-def test_ranks_agree_however_they_are_interleaved(loops: list[int], world: int, turns: list[int], told: int, who: int) -> None:
+def test_ranks_agree_however_they_are_interleaved(
+    loops: list[int], world: int, turns: list[int], told: int, who: int
+) -> None:
     store = HashStore()
     points = [(loop, step) for loop, steps in enumerate(loops) for step in range(steps + 1)]
     agreements = [StopAgreement(store, rank, world) for rank in range(world)]
@@ -434,7 +448,9 @@ class Job:
         folder.mkdir(exist_ok=True)
         (folder / "hold").touch()
         (folder / "script.py").write_text(SCRIPT)
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
+        }
         launch = [sys.executable, "-m", "accel_launch", "launch", "--cpu", "--num_processes", str(ranks), *words]
         self.folder, self.ranks = folder, ranks
         self.process = subprocess.Popen(

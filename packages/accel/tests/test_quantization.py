@@ -29,7 +29,9 @@ except ImportError as error:
 
 @pytest.mark.timeout(300)  # a fresh interpreter, which a busy machine keeps waiting
 def test_without_the_extra_the_error_names_it() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_QUANT], capture_output=True, text=True, timeout=280, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_QUANT], capture_output=True, text=True, timeout=280, check=True
+    )
     assert done.stdout.strip() == (
         "accel.utils.BnbQuantizationConfig needs the module accel_quant. Install it with: pip install 'accel[quant]'"
     )
@@ -62,7 +64,9 @@ def test_a_quantized_model_is_saved_and_loaded_again(kwargs, tmp_path) -> None:
     with torch.no_grad():
         expected = quantized(x)
     Accelerator(cpu=True).save_model(quantized, tmp_path)
-    assert (tmp_path / "model.safetensors").stat().st_size < 0.5 * sum(tensor.nbytes for tensor in model().state_dict().values())
+    assert (tmp_path / "model.safetensors").stat().st_size < 0.5 * sum(
+        tensor.nbytes for tensor in model().state_dict().values()
+    )
     with torch.device("meta"):
         empty = model()
     again = load_and_quantize_model(empty, config, weights_location=tmp_path)
@@ -78,4 +82,6 @@ def test_a_quantized_model_is_prepared_and_computes_the_same() -> None:
     quantized = load_and_quantize_model(model(), BnbQuantizationConfig(load_in_8bit=True, torch_dtype=torch.float32))
     with torch.no_grad():
         expected = quantized(x)
-        torch.testing.assert_close(Accelerator(cpu=True).prepare_model(quantized, evaluation_mode=True)(x), expected, rtol=0, atol=0)
+        torch.testing.assert_close(
+            Accelerator(cpu=True).prepare_model(quantized, evaluation_mode=True)(x), expected, rtol=0, atol=0
+        )

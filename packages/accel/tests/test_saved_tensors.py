@@ -29,8 +29,18 @@ DTYPES = (
 def tensors() -> list[torch.Tensor]:
     values = torch.arange(60, dtype=torch.float32).reshape(12, 5)
     found = [values.remainder(7).to(dtype) for dtype in DTYPES]
-    found += [value + 1 for value in found if value.dtype not in (torch.bool, torch.float8_e4m3fn)]  # kinds that have been seen already
-    found += [values.t(), values[3:7], values[:, 1:3], values[0, 0].clone(), torch.tensor(3.0), torch.empty(0, 4), torch.empty(4, 0)]
+    found += [
+        value + 1 for value in found if value.dtype not in (torch.bool, torch.float8_e4m3fn)
+    ]  # kinds that have been seen already
+    found += [
+        values.t(),
+        values[3:7],
+        values[:, 1:3],
+        values[0, 0].clone(),
+        torch.tensor(3.0),
+        torch.empty(0, 4),
+        torch.empty(4, 0),
+    ]
     found += [nn.Parameter(values * 2), torch.complex(values, values).conj(), torch.randn(300, 400)]
     return [*found, values.t() + 1, torch.randn(300, 400)]
 
@@ -75,7 +85,9 @@ def test_a_part_of_a_tensor_is_read(begin: tuple[int, int], shape: tuple[int, in
 def test_torch_load_is_asked_once_for_tensors_that_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[Any] = []
     original = torch.load
-    monkeypatch.setattr(saved_tensors.torch, "load", lambda *args, **kwargs: loaded.append(1) or original(*args, **kwargs))
+    monkeypatch.setattr(
+        saved_tensors.torch, "load", lambda *args, **kwargs: loaded.append(1) or original(*args, **kwargs)
+    )
     content = [torch.randn(8, 3) for _ in range(5)] + [torch.randn(3) for _ in range(5)]
     places = write(tmp_path / "file", content)
     with SavedTensors(tmp_path / "file", {}) as saved:

@@ -104,7 +104,11 @@ def names_on_ranks() -> tuple[list[bool], bool]:
     before = accelerator.prepare(torch.compile(Tied(), backend="eager"))
     expected = set(Tied().state_dict())
     same = [set(accelerator.get_state_dict(m)) == expected for m in (model, compiled_after, before)]
-    unwrapped = [accelerator.unwrap_model(m, keep_torch_compile=keep) for m in (model, compiled_after, before) for keep in (True, False)]
+    unwrapped = [
+        accelerator.unwrap_model(m, keep_torch_compile=keep)
+        for m in (model, compiled_after, before)
+        for keep in (True, False)
+    ]
     kinds = [is_compiled_module(m) for m in unwrapped]
     assert torch.equal(outputs(unwrapped[2]), outputs(unwrapped[3])) and type(unwrapped[5]) is Tied
     assert set(accelerator.get_state_dict(model, unwrap=False)) == {f"module.{name}" for name in expected}
@@ -158,7 +162,11 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
 
 def test_safetensors_files_and_what_they_refuse(tmp_path: Path) -> None:
     shared = torch.arange(6.0)
-    save({"a": shared, "b": shared, "t": shared.view(2, 3).t(), "part": shared[:2]}, tmp_path / "x.safetensors", safe_serialization=True)
+    save(
+        {"a": shared, "b": shared, "t": shared.view(2, 3).t(), "part": shared[:2]},
+        tmp_path / "x.safetensors",
+        safe_serialization=True,
+    )
     loaded = load(tmp_path / "x.safetensors")
     assert loaded["a"].tolist() == shared.tolist() and loaded["t"].tolist() == shared.view(2, 3).t().tolist()
     assert loaded["part"].tolist() == [0, 1] and "b" not in loaded

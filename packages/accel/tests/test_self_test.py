@@ -22,7 +22,9 @@ pytestmark = pytest.mark.timeout(300)  # a launch of two ranks, which a busy mac
 def accel_test(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
     command = [sys.executable, "-m", "accel_launch", "test", *words]
-    return subprocess.run(command, env={**kept, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(
+        command, env={**kept, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=280, check=False
+    )
 
 
 def test_the_configuration_decides_what_is_tested(tmp_path) -> None:

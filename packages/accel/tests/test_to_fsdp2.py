@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import yaml
-from accel_launch.config.read.read import load_settings
+from accel_launch.config.read import load_settings
 from hypothesis import HealthCheck, given, settings, strategies
 
 from accel.commands.to_fsdp2 import COMMAND
@@ -74,18 +74,28 @@ def test_a_file_is_converted_with_its_comments(tmp_path, capsys) -> None:
     said = capsys.readouterr().out.splitlines()
     starts = ["fsdp_sharding_strategy: SHARD_GRAD_OP becomes fsdp_reshard_after_forward: false"]
     starts += ["fsdp_backward_prefetch: BACKWARD_PRE is left out", "fsdp_forward_prefetch: false is left out"]
-    starts += ["fsdp_sync_module_states: true is left out", "fsdp_use_orig_params: true is left out", "fsdp_version is 2"]
+    starts += [
+        "fsdp_sync_module_states: true is left out",
+        "fsdp_use_orig_params: true is left out",
+        "fsdp_version is 2",
+    ]
     assert [line[: len(start)] for line, start in zip(said, starts, strict=False)] == starts
     assert said[-1] == f"Configuration of FSDP 2 saved in {target}"
     plugin = plugin_of(target)
-    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.state_dict_type.name) == (2, False, "SHARDED_STATE_DICT")
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.state_dict_type.name) == (
+        2,
+        False,
+        "SHARDED_STATE_DICT",
+    )
 
 
 def test_the_file_itself_is_replaced_only_when_asked_to(tmp_path) -> None:
     source = tmp_path / "one.yaml"
     source.write_text(DOCUMENTED)
     source.chmod(0o640)
-    with pytest.raises(ConfigurationError, match="would be replaced. Name another file with --output_file, or give --overwrite"):
+    with pytest.raises(
+        ConfigurationError, match="would be replaced. Name another file with --output_file, or give --overwrite"
+    ):
         convert(source)
     other = tmp_path / "other.yaml"
     other.write_text("num_processes: 3\n")
@@ -103,14 +113,26 @@ def test_a_file_of_version_2_is_left_alone(tmp_path, capsys) -> None:
     source.write_text(CONVERTED)
     assert convert(source, "--output_file", target) == 0
     assert not target.exists()
-    assert "fsdp_version: 2 in" in (said := capsys.readouterr().out) and "nothing was written" in said and "saved" not in said
+    assert (
+        "fsdp_version: 2 in" in (said := capsys.readouterr().out)
+        and "nothing was written" in said
+        and "saved" not in said
+    )
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("distributed_type: FSDP", "distributed_type: MULTI_GPU", "is no configuration of FSDP: its distributed_type is MULTI_GPU"),
-        ("SHARD_GRAD_OP", "NO_SHARD", "line 11: version 2 has no NO_SHARD, which divides nothing. Set distributed_type: MULTI_GPU"),
+        (
+            "distributed_type: FSDP",
+            "distributed_type: MULTI_GPU",
+            "is no configuration of FSDP: its distributed_type is MULTI_GPU",
+        ),
+        (
+            "SHARD_GRAD_OP",
+            "NO_SHARD",
+            "line 11: version 2 has no NO_SHARD, which divides nothing. Set distributed_type: MULTI_GPU",
+        ),
         ("SHARD_GRAD_OP", "HYBRID_SHARD", "num_machines is 1, num_processes is 2. Set both"),
         ("SHARD_GRAD_OP", "HALF_SHARD", "'HALF_SHARD'"),
         ("fsdp_offload_params", "fsdp_offload", "fsdp_config.fsdp_offload is not a known key"),
@@ -130,7 +152,9 @@ def test_what_cannot_be_converted_is_refused(tmp_path, old, new, message) -> Non
 def test_a_copy_on_each_machine_becomes_a_mesh(tmp_path) -> None:
     source, target = tmp_path / "one.yaml", tmp_path / "two.yaml"
     source.write_text(
-        DOCUMENTED.replace("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2").replace("num_processes: 2", "num_processes: 16\nnum_machines: 2")
+        DOCUMENTED.replace("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2").replace(
+            "num_processes: 2", "num_processes: 16\nnum_machines: 2"
+        )
     )
     assert convert(source, "--output_file", target) == 0
     settings = load_settings({"config_file": str(target)}, environ={})
@@ -152,7 +176,11 @@ def test_json_and_sections_on_one_line(tmp_path, capsys) -> None:
     (tmp_path / "bare.json").write_text('{"distributed_type": "FSDP"}')
     assert convert(tmp_path / "bare.json", "--overwrite") == 0
     plugin = plugin_of(tmp_path / "bare.json")
-    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.state_dict_type.name) == (2, True, "FULL_STATE_DICT")
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.state_dict_type.name) == (
+        2,
+        True,
+        "FULL_STATE_DICT",
+    )
 
 
 BOOLEANS = strategies.booleans()
@@ -164,7 +192,9 @@ SECTIONS = strategies.fixed_dictionaries(
         ),
         "fsdp_version": strategies.sampled_from([1, 2, None]),
         "fsdp_reshard_after_forward": BOOLEANS,
-        "fsdp_auto_wrap_policy": strategies.sampled_from(["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP", None]),
+        "fsdp_auto_wrap_policy": strategies.sampled_from(
+            ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP", None]
+        ),
         "fsdp_min_num_params": strategies.integers(0, 10**9),
         "fsdp_transformer_layer_cls_to_wrap": strategies.sampled_from(["BertLayer", "A,B"]),
         "fsdp_backward_prefetch_policy": strategies.sampled_from(["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]),
@@ -173,7 +203,9 @@ SECTIONS = strategies.fixed_dictionaries(
         "fsdp_sync_module_states": BOOLEANS,
         "fsdp_cpu_ram_efficient_loading": BOOLEANS,
         "fsdp_offload_params": BOOLEANS,
-        "fsdp_state_dict_type": strategies.sampled_from(["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", None]),
+        "fsdp_state_dict_type": strategies.sampled_from(
+            ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", None]
+        ),
         "fsdp_activation_checkpointing": BOOLEANS,
     },
 )
@@ -217,7 +249,13 @@ def test_what_is_written_loads_as_version_2_and_nothing_else_is_changed(tmp_path
     plugin, was = plugin_of(target), plugin_of(source)
     assert (plugin.fsdp_version, was.fsdp_version) == (2, 1)
     assert plugin.reshard_after_forward is (was.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"))
-    for name in ("auto_wrap_policy", "activation_checkpointing", "min_num_params", "transformer_cls_names_to_wrap", "sync_module_states"):
+    for name in (
+        "auto_wrap_policy",
+        "activation_checkpointing",
+        "min_num_params",
+        "transformer_cls_names_to_wrap",
+        "sync_module_states",
+    ):
         assert getattr(plugin, name) == getattr(was, name)
     assert plugin.offloads == was.offloads
     states = {"LOCAL_STATE_DICT": "SHARDED_STATE_DICT"}.get(was.state_dict_type.name, was.state_dict_type.name)

@@ -76,7 +76,12 @@ def plain_loop(
 
 
 def accelerated_loop(
-    accelerator: Accelerator, batch: int = 16, epochs: int = 2, clip: float | None = None, order: str = "mols", build_model: Any = build
+    accelerator: Accelerator,
+    batch: int = 16,
+    epochs: int = 2,
+    clip: float | None = None,
+    order: str = "mols",
+    build_model: Any = build,
 ) -> tuple[nn.Module, list[float]]:
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -165,7 +170,9 @@ def test_outputs_are_float32_unless_asked_otherwise() -> None:
     out = model(x)
     assert out["logits"].dtype == torch.float32 and out["guess"].dtype == torch.int64
     AcceleratorState._reset_state()
-    kept = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(outputs_to_fp32=False)]).prepare(build())
+    kept = Accelerator(
+        cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(outputs_to_fp32=False)]
+    ).prepare(build())
     assert kept(x)["logits"].dtype == torch.bfloat16 and torch.equal(kept(x)["logits"].float(), out["logits"])
 
 
@@ -234,7 +241,9 @@ def test_two_optimizers_share_one_loss_scale() -> None:
     """Each optimizer's gradients are unscaled exactly once, and the scale is updated once both have stepped."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**16)])
     a, b = build(0), build(1)
-    a, b, first, second = accelerator.prepare(a, b, torch.optim.SGD(a.parameters(), lr=1), torch.optim.SGD(b.parameters(), lr=1))
+    a, b, first, second = accelerator.prepare(
+        a, b, torch.optim.SGD(a.parameters(), lr=1), torch.optim.SGD(b.parameters(), lr=1)
+    )
     x, y = data(8)[:]
     before = weights(b)
     loss = nn.functional.cross_entropy(a(x)["logits"], y) + nn.functional.cross_entropy(b(x)["logits"], y)
@@ -286,7 +295,9 @@ def schedule(split: bool, with_optimizer: bool) -> list[float]:
 
 
 def test_schedules_advance_as_documented() -> None:
-    assert run_world(schedule, 2, False, True)[0] == pytest.approx([1.0, 0.75, 0.75, 0.5])  # two steps for two processes
+    assert run_world(schedule, 2, False, True)[0] == pytest.approx(
+        [1.0, 0.75, 0.75, 0.5]
+    )  # two steps for two processes
     assert run_world(schedule, 2, True, True)[0] == pytest.approx([1.0, 0.875, 0.875, 0.75])
     assert run_world(schedule, 2, False, False)[0] == pytest.approx([0.875, 0.75, 0.625, 0.5])
     assert schedule(False, True) == pytest.approx([1.0, 0.875, 0.875, 0.75])
@@ -297,7 +308,9 @@ def fixed_length_and_metric() -> tuple[int, float]:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=5)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(build().parameters(), lr=1.0), factor=0.5, patience=1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        torch.optim.SGD(build().parameters(), lr=1.0), factor=0.5, patience=1
+    )
     model, optimizer, cycle, plateau = accelerator.prepare(model, optimizer, cycle, plateau)
     assert isinstance(plateau, AcceleratedScheduler)
     for _ in range(6):  # further than the schedule is long, several steps at once
@@ -333,7 +346,11 @@ def test_prepared_optimizers_are_optimizers_all_through() -> None:
     model = build()
     raw = torch.optim.AdamW(model.parameters(), lr=0.1)
     optimizer = accelerator.prepare(raw)
-    assert optimizer.param_groups is raw.param_groups and optimizer.state is raw.state and optimizer.defaults is raw.defaults
+    assert (
+        optimizer.param_groups is raw.param_groups
+        and optimizer.state is raw.state
+        and optimizer.defaults is raw.defaults
+    )
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     assert len(raw.param_groups) == 2
     calls = []
@@ -354,7 +371,10 @@ def test_two_accelerators_in_sequence() -> None:
     with pytest.raises(ConfigurationError, match="is in use in this process"):
         Accelerator(cpu=True, mixed_precision="fp16")
     second = Accelerator(cpu=True)
-    assert second.mixed_precision == "bf16" and (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (3, 1)
+    assert second.mixed_precision == "bf16" and (
+        first.gradient_accumulation_steps,
+        second.gradient_accumulation_steps,
+    ) == (3, 1)
     first.end_training()
     assert Accelerator(cpu=True, mixed_precision="fp16").mixed_precision == "fp16"
 
@@ -377,7 +397,9 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 
 def with_hook(hook: str, wrapper: str, options: dict[str, Any]) -> torch.Tensor:
-    handler = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper, comm_state_option=options, bucket_cap_mb=3)  # type: ignore[arg-type]
+    handler = DistributedDataParallelKwargs(
+        comm_hook=hook, comm_wrapper=wrapper, comm_state_option=options, bucket_cap_mb=3
+    )  # type: ignore[arg-type]
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler], dataloader_config=global_batches())
     model, _ = accelerated_loop(accelerator)
     return weights(model)
@@ -393,7 +415,9 @@ def with_hook(hook: str, wrapper: str, options: dict[str, Any]) -> torch.Tensor:
         ("batched_power_sgd", "no", {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}, 0.5),
     ],
 )
-def test_communication_hooks_compress_and_still_train(hook: str, wrapper: str, options: dict[str, Any], tolerance: float) -> None:
+def test_communication_hooks_compress_and_still_train(
+    hook: str, wrapper: str, options: dict[str, Any], tolerance: float
+) -> None:
     first, second = run_world(with_hook, 2, hook, wrapper, options)
     exact = plain_loop()[0]
     assert torch.equal(first, second), "the ranks' weights differ"
@@ -415,7 +439,9 @@ def test_hooks_are_checked() -> None:
 def local_sgd(steps: int) -> tuple[list[bool], torch.Tensor]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = build()
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(), batch_size=4))
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(), batch_size=4)
+    )
     equal = []
     with LocalSGD(accelerator, model, local_sgd_steps=steps) as local:
         for x, y in loader:

@@ -62,7 +62,9 @@ def cpu_offload(
     """
     if execution_device is None:
         execution_device = next(model.parameters()).device
-    weights = {name: value.to("cpu") for name, value in model.state_dict().items()} if state_dict is None else state_dict
+    weights = (
+        {name: value.to("cpu") for name, value in model.state_dict().items()} if state_dict is None else state_dict
+    )
     return _offload_whole(model, execution_device, weights, offload_buffers, preload_module_classes)
 
 
@@ -89,7 +91,13 @@ def disk_offload(
         offload_state_dict(offload_dir, model.state_dict())
     if execution_device is None:
         execution_device = next(model.parameters()).device
-    return _offload_whole(model, execution_device, OffloadedWeightsLoader(save_folder=offload_dir), offload_buffers, preload_module_classes)
+    return _offload_whole(
+        model,
+        execution_device,
+        OffloadedWeightsLoader(save_folder=offload_dir),
+        offload_buffers,
+        preload_module_classes,
+    )
 
 
 def _offload_whole(
@@ -105,7 +113,9 @@ def _offload_whole(
         execution_device=execution_device,
         offload=True,
         offload_buffers=offload_buffers,
-        weights_map=weights if isinstance(weights, OffloadedWeightsLoader) else OffloadedWeightsLoader(state_dict=weights),
+        weights_map=weights
+        if isinstance(weights, OffloadedWeightsLoader)
+        else OffloadedWeightsLoader(state_dict=weights),
         preload_module_classes=preload_module_classes,
     )
     add_read_ahead(model)
@@ -151,7 +161,9 @@ def dispatch_model(
     check_device_map(model, device_map)
     _undo_dispatch(model)
     whole = tuple(preload_module_classes or ())
-    plan = _Dispatch(model, disjoint_device_map(model, with_shared_modules(model, device_map), whole), main_device, offload_buffers)
+    plan = _Dispatch(
+        model, disjoint_device_map(model, with_shared_modules(model, device_map), whole), main_device, offload_buffers
+    )
     if plan.needs_hooks or force_hooks:
         plan.collect(state_dict, offload_dir, offload_index)
         plan.attach(skip_keys, whole)
@@ -181,7 +193,9 @@ def _give_encoder_a_hook(model: nn.Module) -> None:
 class _Dispatch:
     """One dispatch."""
 
-    def __init__(self, model: nn.Module, device_map: dict[str, Location], main: Location | None, offload_buffers: bool) -> None:
+    def __init__(
+        self, model: nn.Module, device_map: dict[str, Location], main: Location | None, offload_buffers: bool
+    ) -> None:
         self.model = model
         self.device_map = device_map
         self.offload_buffers = offload_buffers
@@ -189,7 +203,9 @@ class _Dispatch:
         self.main = main if main is not None else (accelerators[0] if accelerators else "cpu")
         offloaded = {"disk"} if as_device(self.main).type == "cpu" else set(HOST_AND_DISK)
         self.offload = {name: str(place) in offloaded for name, place in device_map.items()}
-        self.execution = {name: self.main if str(place) in HOST_AND_DISK else place for name, place in device_map.items()}
+        self.execution = {
+            name: self.main if str(place) in HOST_AND_DISK else place for name, place in device_map.items()
+        }
         self.weights: OffloadedWeightsLoader | None = None
 
     @property
@@ -202,7 +218,10 @@ class _Dispatch:
         return [name for name, place in self.device_map.items() if str(place) == location]
 
     def collect(
-        self, state_dict: Mapping[str, torch.Tensor] | None, folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None,
+        folder: str | os.PathLike[str] | None,
+        index: Mapping[str, Any] | None,
     ) -> None:
         """Find all weights that are offloaded."""
         in_memory: dict[str, torch.Tensor] = {}
@@ -235,7 +254,9 @@ class _Dispatch:
         place = folder if folder is not None else record.folder
         found: dict[str, Any] = {**record.index, **(index or {})}
         if not found and place is not None and not (Path(place) / OFFLOAD_INDEX_NAME).is_file():
-            offload_state_dict(place, {n: v for n, v in self._part(self.model.state_dict(), "disk").items() if v.device.type != "meta"})
+            offload_state_dict(
+                place, {n: v for n, v in self._part(self.model.state_dict(), "disk").items() if v.device.type != "meta"}
+            )
         if not found and place is None:
             raise ConfigurationError(
                 f"{len(on_disk)} modules are mapped to the disk, and nothing says where their weights are: give offload_dir= or "
@@ -320,7 +341,9 @@ class _Dispatch:
         return held
 
 
-def disjoint_device_map(model: nn.Module, device_map: Mapping[str, Location], whole: Sequence[str] = ()) -> dict[str, Location]:
+def disjoint_device_map(
+    model: nn.Module, device_map: Mapping[str, Location], whole: Sequence[str] = ()
+) -> dict[str, Location]:
     """The same map, in which nothing is inside of something else: a module with exceptions is replaced by its parts.
 
     So is one whose weights are read by a module around it, down to its tensors; ``whole`` names classes that do that.
@@ -332,7 +355,9 @@ def disjoint_device_map(model: nn.Module, device_map: Mapping[str, Location], wh
         name, part, location, borrowed = pending.pop()
         if isinstance(part, nn.Module) and (borrowed or name in split or (name and lends(part))):
             inside = borrowed or borrows(part, whole)
-            pending += [(key, inner, device_map.get(key, location), inside) for key, inner in reversed(list(parts(name, part)))]
+            pending += [
+                (key, inner, device_map.get(key, location), inside) for key, inner in reversed(list(parts(name, part)))
+            ]
         elif location is not None:
             found[name] = location
     return found
@@ -431,11 +456,15 @@ def named_device_map(
         ConfigurationError: no such name.
     """
     if name not in _NAMED_MAPS:
-        raise ConfigurationError(f"device_map={name!r} is not one of {', '.join(_NAMED_MAPS)}; or give a dictionary of modules and devices")
+        raise ConfigurationError(
+            f"device_map={name!r} is not one of {', '.join(_NAMED_MAPS)}; or give a dictionary of modules and devices"
+        )
     if no_split_module_classes is None:
         no_split_module_classes = sorted(getattr(model, "_no_split_modules", None) or ())
     if name != "sequential":
-        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=name == "balanced_low_0")
+        max_memory = get_balanced_memory(
+            model, max_memory, no_split_module_classes, dtype, low_zero=name == "balanced_low_0"
+        )
     return infer_auto_device_map(
         model, max_memory, no_split_module_classes=no_split_module_classes, dtype=dtype, offload_buffers=offload_buffers
     )

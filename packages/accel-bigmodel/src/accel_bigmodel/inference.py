@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from accel_state.errors import AccelError, ConfigurationError
-from accel_state.operations import get_data_structure, initialize_tensors, pad_input_tensors, recursively_apply, send_to_device
+from accel_state.operations import (
+    get_data_structure,
+    initialize_tensors,
+    pad_input_tensors,
+    recursively_apply,
+    send_to_device,
+)
 from accel_state.operations.nested import leaves, replace_leaves
 from accel_state.state import PartialState
 
@@ -65,7 +71,9 @@ def prepare_pippy(
         ConfigurationError: the model cannot be split so; the message says why. On every rank.
     """
     count = PartialState().num_processes
-    pipeline = build_pipeline(model, split_points, example_args or (), example_kwargs or {}, num_chunks or count, no_split_module_classes)
+    pipeline = build_pipeline(
+        model, split_points, example_args or (), example_kwargs or {}, num_chunks or count, no_split_module_classes
+    )
     model.hf_split_points = pipeline.split_points  # type: ignore[assignment]
     model.hf_pipeline = pipeline  # type: ignore[assignment]
     forward = functools.partial(pippy_forward, pipeline, num_chunks or count, bool(gather_output))
@@ -94,7 +102,9 @@ class Pipeline:
         if plan is None:
             model.to(state.device)
         else:
-            self._schedule = Schedule(Stage(model, forward, plan, state.process_index, state.device), state.num_processes)
+            self._schedule = Schedule(
+                Stage(model, forward, plan, state.process_index, state.device), state.num_processes
+            )
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +118,9 @@ class Pipeline:
         """
         args, kwargs = send_to_device((args, kwargs), self._device)
         batch_size = find_pippy_batch_size(args, kwargs)
-        pieces = [(args, kwargs)] if self.num_chunks == 1 else chunks.split((args, kwargs), batch_size or 0, self.num_chunks)
+        pieces = (
+            [(args, kwargs)] if self.num_chunks == 1 else chunks.split((args, kwargs), batch_size or 0, self.num_chunks)
+        )
         outputs = [self._forward(*a, **k) for a, k in pieces] if self._schedule is None else self._schedule.run(pieces)
         return chunks.merge(outputs, (batch_size or 0) // self.num_chunks) if outputs else None
 
@@ -142,7 +154,11 @@ def build_pipeline(
             "prepare_pippy needs an example to see what the model calls: pass example_args=(inputs,) or "
             "example_kwargs={'input_ids': inputs}."
         )
-    plan = agree_on_plan(lambda: plan_of(model, forward, split_points, no_split_module_classes, (args, kwargs or {}), state.num_processes))
+    plan = agree_on_plan(
+        lambda: plan_of(
+            model, forward, split_points, no_split_module_classes, (args, kwargs or {}), state.num_processes
+        )
+    )
     return Pipeline(model, forward, plan, num_chunks)
 
 

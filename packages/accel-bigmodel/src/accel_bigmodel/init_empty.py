@@ -86,9 +86,15 @@ class _Passing(TorchFunctionMode):
         super().__init__()
         self.device = device
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.empty and kwargs.get("device") is None and not kwargs.keys() - {"device", "dtype", "size", "requires_grad"}:
+        if (
+            func is torch.empty
+            and kwargs.get("device") is None
+            and not kwargs.keys() - {"device", "dtype", "size", "requires_grad"}
+        ):
             shape, dtype = _shape(args, kwargs), kwargs.get("dtype") or torch.get_default_dtype()
             nbytes = math.prod(shape) * dtype.itemsize
             if nbytes >= _HUGE:

@@ -48,7 +48,9 @@ def offload_record(model: nn.Module) -> OffloadRecord | None:
     return model.__dict__.get(_RECORD)
 
 
-def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Location] | None = None) -> dict[str, torch.Tensor]:
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Location] | None = None
+) -> dict[str, torch.Tensor]:
     """The tensors of one file, by name. Tensors for the CPU are mapped from the file rather than read.
 
     Args:
@@ -205,7 +207,9 @@ class _Loading:
         held = set(file.names())
         absent = [name for name in names or [] if name not in held]
         if absent:
-            raise ConfigurationError(f"{file.path} does not hold what its index says: {absent[:5]}. Download or save it again.")
+            raise ConfigurationError(
+                f"{file.path} does not hold what its index says: {absent[:5]}. Download or save it again."
+            )
 
     def _check_folder(self) -> None:
         if self.folder is not None:
@@ -213,7 +217,9 @@ class _Loading:
         unreadable = [
             source
             for place in self.places
-            if (source := self.sources.get(place.name)) and self.targets.location(place) == "disk" and not self.file_of[source].in_place
+            if (source := self.sources.get(place.name))
+            and self.targets.location(place) == "disk"
+            and not self.file_of[source].in_place
         ]
         if unreadable:
             raise ConfigurationError(
@@ -252,7 +258,11 @@ class _Loading:
         stored = file.dtype(source)
         wanted = self.targets.type_of(place, stored)
         if isinstance(file, SafetensorsFile) and (wanted == stored or self.folder is None):
-            entry: dict[str, Any] = {"safetensors_file": str(file.path), "weight_name": source, "dtype": str(wanted).removeprefix("torch.")}
+            entry: dict[str, Any] = {
+                "safetensors_file": str(file.path),
+                "weight_name": source,
+                "dtype": str(wanted).removeprefix("torch."),
+            }
             self.record.files[str(file.path)] = file
         else:
             assert self.folder is not None
@@ -284,7 +294,11 @@ class _Loading:
                 old.copy_(value)  # an optimizer may hold it
         else:
             moved = settled(value.to(device=device, dtype=wanted))
-            place.put(moved if place.is_buffer else nn.Parameter(moved, requires_grad=old.requires_grad and wanted.is_floating_point))
+            place.put(
+                moved
+                if place.is_buffer
+                else nn.Parameter(moved, requires_grad=old.requires_grad and wanted.is_floating_point)
+            )
             for owner, _ in place.slots if not is_aligned(moved) else ():
                 if is_product(owner) or not indifferent(owner, wanted):
                     align_when_called(owner)
@@ -292,7 +306,11 @@ class _Loading:
     def _put_special(self, file: CheckpointFile, place: Place, value: torch.Tensor, device: torch.device) -> None:
         source = self.sources[place.name]
         scales = source.removesuffix("weight") + "SCB"
-        statistics = self.file_of[scales].tensors([scales])[scales] if source.endswith("weight") and scales in self.file_of else None
+        statistics = (
+            self.file_of[scales].tensors([scales])[scales]
+            if source.endswith("weight") and scales in self.file_of
+            else None
+        )
         owner, key = place.slots[0]
         dtype = value.dtype if statistics is not None else self.targets.dtype
         set_module_tensor_to_device(owner, key, device, value=value, dtype=dtype, fp16_statistics=statistics)
@@ -300,7 +318,9 @@ class _Loading:
             other._parameters[name] = owner._parameters[key]
 
 
-def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
+def load_offloaded_weights(
+    model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
+) -> None:
     """Bring weights of a folder into a model, on the CPU.
 
     Args:

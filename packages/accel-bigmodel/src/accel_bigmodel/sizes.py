@@ -81,7 +81,9 @@ def compute_module_total_buffer_size(
 
 
 def get_max_layer_size(
-    modules: Sequence[tuple[str, nn.Module]], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str] | str | None
+    modules: Sequence[tuple[str, nn.Module]],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: Sequence[str] | str | None,
 ) -> tuple[int, list[str]]:
     """The size of the largest layer, and the names of the layers of that size.
 
@@ -104,7 +106,9 @@ def get_max_layer_size(
     return largest, names
 
 
-def layers(modules: Sequence[tuple[str, nn.Module]], whole: Sequence[str]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+def layers(
+    modules: Sequence[tuple[str, nn.Module]], whole: Sequence[str]
+) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
     """The layers (see :func:`get_max_layer_size`) of some modules, in the order of their names."""
     pending: list[tuple[str, nn.Module | torch.Tensor]] = list(reversed(modules))
     while pending:
@@ -136,7 +140,9 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     """
     sizes = compute_module_sizes(model)
     together = getattr(model, "_no_split_modules", None)
-    return sizes.get("", 0), get_max_layer_size(list(model.named_children()), sizes, sorted(together) if together else None)
+    return sizes.get("", 0), get_max_layer_size(
+        list(model.named_children()), sizes, sorted(together) if together else None
+    )
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:

@@ -73,7 +73,9 @@ def as_device(location: Location) -> torch.device:
     try:
         return torch.device(location)
     except RuntimeError as error:
-        raise ConfigurationError(f"{location!r} is not a device: give a number, 'cpu', 'disk' or a torch device ({error})") from error
+        raise ConfigurationError(
+            f"{location!r} is not a device: give a number, 'cpu', 'disk' or a torch device ({error})"
+        ) from error
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
@@ -153,9 +155,15 @@ def _current(owner: nn.Module, name: str, full_name: str) -> torch.Tensor | None
 def _check_value(old: torch.Tensor | None, value: torch.Tensor | None, device: Location, name: str) -> None:
     if value is None and old is not None and old.device.type == "meta" and str(device) != "meta":
         raise ConfigurationError(f"{name} is on the meta device and so has no values to put on {device}: pass value=")
-    packed = getattr(old, "quant_state", None) is not None or type(old).__name__ in {"Int8Params", "FP4Params", "Params4bit"}
+    packed = getattr(old, "quant_state", None) is not None or type(old).__name__ in {
+        "Int8Params",
+        "FP4Params",
+        "Params4bit",
+    }
     if value is not None and old is not None and value.shape != old.shape and not packed:
-        raise ConfigurationError(f"{name} has the shape {tuple(old.shape)}, and the value given has {tuple(value.shape)}")
+        raise ConfigurationError(
+            f"{name} has the shape {tuple(old.shape)}, and the value given has {tuple(value.shape)}"
+        )
 
 
 def _converted(value: torch.Tensor, old: torch.Tensor | None, dtype: str | torch.dtype | None) -> torch.Tensor:
@@ -174,11 +182,15 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
-        raise ConfigurationError(f"dtype={dtype!r} is not a torch type; 'float32', 'float16' and torch.bfloat16 are, for example")
+        raise ConfigurationError(
+            f"dtype={dtype!r} is not a torch type; 'float32', 'float16' and torch.bfloat16 are, for example"
+        )
     return found
 
 
-def _rebuild(old: torch.Tensor | None, source: torch.Tensor, target: torch.device, is_buffer: bool, non_blocking: bool) -> torch.Tensor:
+def _rebuild(
+    old: torch.Tensor | None, source: torch.Tensor, target: torch.device, is_buffer: bool, non_blocking: bool
+) -> torch.Tensor:
     with torch.no_grad():
         moved = source.detach().to(target, non_blocking=non_blocking)
     if is_buffer or old is None:
@@ -190,12 +202,16 @@ def parameter_like(old: torch.Tensor, values: torch.Tensor, target: torch.device
     """A parameter of the class of ``old``, with other values, and with the attributes that make it what it is."""
     kind: Any = type(old)
     if kind is nn.Parameter:
-        return nn.Parameter(values, requires_grad=old.requires_grad and (values.is_floating_point() or values.is_complex()))
+        return nn.Parameter(
+            values, requires_grad=old.requires_grad and (values.is_floating_point() or values.is_complex())
+        )
     # Quantized parameters pack their values when they reach their device, from what their attributes say.
     kept = {key: item for key, item in old.__dict__.items() if key != "_is_hf_initialized"}
     known = getattr(kind, "__new__", None)
     accepted = {key: item for key, item in kept.items() if known is not None and _accepts(known, key)}
-    fresh: nn.Parameter = kind(values, requires_grad=old.requires_grad and values.is_floating_point(), **accepted).to(target)
+    fresh: nn.Parameter = kind(values, requires_grad=old.requires_grad and values.is_floating_point(), **accepted).to(
+        target
+    )
     return fresh
 
 

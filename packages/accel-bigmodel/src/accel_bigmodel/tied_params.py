@@ -36,7 +36,9 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
     """
     for group in tied_params:
         found = [(owner, name, owner._parameters[name]) for owner, name in (owner_of(model, full) for full in group)]
-        with_values = [parameter for _, _, parameter in found if parameter is not None and parameter.device.type != "meta"]
+        with_values = [
+            parameter for _, _, parameter in found if parameter is not None and parameter.device.type != "meta"
+        ]
         kept = with_values[0] if with_values else found[0][2]
         for owner, name, _ in found:
             owner._parameters[name] = kept
@@ -48,7 +50,9 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     if config is None:
         return False
     shares_embeddings = bool(getattr(config, "tie_word_embeddings", False)) and _has_output_embeddings(model)
-    shares_encoder = bool(getattr(config, "is_encoder_decoder", False)) and bool(getattr(config, "tie_encoder_decoder", False))
+    shares_encoder = bool(getattr(config, "is_encoder_decoder", False)) and bool(
+        getattr(config, "tie_encoder_decoder", False)
+    )
     return shares_embeddings or shares_encoder or any(hasattr(module, "_tie_weights") for module in model.modules())
 
 
@@ -84,9 +88,13 @@ def with_shared_modules(model: nn.Module, device_map: Mapping[str, Location]) ->
     return {**device_map, **moved} if moved else device_map
 
 
-def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Location]) -> None:
+def check_tied_parameters_on_same_device(
+    tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Location]
+) -> None:
     """Warn where a device map puts names of one shared parameter on several devices: each would have a copy of its own."""
     for group in tied_params:
         places = {name: location_of(name, device_map) for name in group}
         if len(set(map(str, places.values()))) > 1:
-            warnings.warn(f"a shared parameter is put on several devices, so each holds a copy of it: {places}", stacklevel=2)
+            warnings.warn(
+                f"a shared parameter is put on several devices, so each holds a copy of it: {places}", stacklevel=2
+            )

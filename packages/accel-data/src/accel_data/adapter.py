@@ -33,7 +33,9 @@ def stateful_dataloader_class() -> type[DataLoader[Any]]:
     Raises:
         MissingDependencyError: torchdata is not installed.
     """
-    module = require("torchdata.stateful_dataloader", purpose="use_stateful_dataloader=True", install="accel-data[stateful]")
+    module = require(
+        "torchdata.stateful_dataloader", purpose="use_stateful_dataloader=True", install="accel-data[stateful]"
+    )
     loader_class: type[DataLoader[Any]] = module.StatefulDataLoader
     return loader_class
 
@@ -79,7 +81,9 @@ class DataLoaderAdapter(DataLoader[Any]):
     base_dataloader: DataLoader[Any]
     use_stateful_dataloader: bool
 
-    def __init__(self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
         # DataLoader.__init__ is not called: this object is a DataLoader to isinstance, and base_dataloader to everything else.
         loader_class = stateful_dataloader_class() if use_stateful_dataloader else DataLoader
         self.use_stateful_dataloader = use_stateful_dataloader

@@ -64,7 +64,9 @@ def join_rows(batches: Sequence[Any]) -> Any:
 def _join(values: Sequence[Any], rows: Sequence[int | None]) -> Any:
     first = values[0]
     if any(type(value) is not type(first) for value in values):
-        raise ValueError(f"batches of different structures cannot be joined: {sorted({type(value).__name__ for value in values})}")
+        raise ValueError(
+            f"batches of different structures cannot be joined: {sorted({type(value).__name__ for value in values})}"
+        )
     if _is_array(first):
         return _join_arrays(values, rows)
     if _is_sample_list(first) and [len(value) for value in values] == list(rows):
@@ -85,5 +87,7 @@ def _join_arrays(arrays: Sequence[Any], rows: Sequence[int | None]) -> Any:
     if any(array.ndim == 0 or array.shape[0] != count for array, count in zip(arrays, rows, strict=True)):
         return arrays[0]
     if len({tuple(array.shape[1:]) for array in arrays}) > 1:
-        raise ValueError(f"arrays of shapes {[tuple(array.shape) for array in arrays]} cannot be joined along their first dimension")
+        raise ValueError(
+            f"arrays of shapes {[tuple(array.shape) for array in arrays]} cannot be joined along their first dimension"
+        )
     return torch.cat(list(arrays)) if isinstance(arrays[0], torch.Tensor) else np.concatenate(arrays)

@@ -143,7 +143,9 @@ class Dealer:
     def _cut_evenly(self, joined: Any, rows: int, remainder: int) -> Round:
         size = rows // self.num_processes
         pieces = [range(rank * size, (rank + 1) * size) for rank in range(self.num_processes)]
-        real = [None if remainder < 0 or piece.stop <= remainder else max(0, remainder - piece.start) for piece in pieces]
+        real = [
+            None if remainder < 0 or piece.stop <= remainder else max(0, remainder - piece.start) for piece in pieces
+        ]
         return Round([self._cut(joined, piece, rank) for rank, piece in enumerate(pieces)], real, remainder=remainder)
 
     def _cut_balanced(self, joined: Any, rows: int) -> Round:
@@ -155,7 +157,9 @@ class Dealer:
 
     def _cut(self, joined: Any, piece: range, rank: int) -> Any:
         if self.slice_fn is not None:
-            return self.slice_fn(joined, slice(piece.start, piece.stop), process_index=rank, num_processes=self.num_processes)
+            return self.slice_fn(
+                joined, slice(piece.start, piece.stop), process_index=rank, num_processes=self.num_processes
+            )
         return slice_rows(joined, piece.start, piece.stop)
 
 
@@ -190,11 +194,15 @@ def receive_round(collectives: Collectives, device: torch.device | None) -> Roun
     """
     header: Any = collectives.broadcast_object(None)
     if isinstance(header, str):
-        raise ReadError(f"rank {collectives.rank} stops iterating, because reading the data failed on rank 0:\n{header}")
+        raise ReadError(
+            f"rank {collectives.rank} stops iterating, because reading the data failed on rank 0:\n{header}"
+        )
     if header is None:
         return None
     header.parts = recursively_apply(
-        lambda info: torch.empty(info.shape, dtype=info.dtype, device=device), header.parts, test_type=is_tensor_information
+        lambda info: torch.empty(info.shape, dtype=info.dtype, device=device),
+        header.parts,
+        test_type=is_tensor_information,
     )
     collectives.broadcast_many(leaves(header.parts))
     received: Round = header

@@ -22,13 +22,22 @@ def sharded_stream(dataloader: DataLoader[Any]) -> ShardedStream | None:
 
 
 def stream_arguments(
-    dataloader: DataLoader[Any], num_processes: int = 1, process_index: int = 0, split_batches: bool = False, even_batches: bool = False
+    dataloader: DataLoader[Any],
+    num_processes: int = 1,
+    process_index: int = 0,
+    split_batches: bool = False,
+    even_batches: bool = False,
 ) -> dict[str, Any]:
     """The arguments that make a loader of map-style data read this rank's share: a batch sampler, or a sampler and no batching."""
     if dataloader.batch_sampler is None:
-        return {"batch_size": None, "sampler": ItemShard(dataloader.sampler, num_processes, process_index, even_batches)}
+        return {
+            "batch_size": None,
+            "sampler": ItemShard(dataloader.sampler, num_processes, process_index, even_batches),
+        }
     batch_sampler: Any = dataloader.batch_sampler
-    return {"batch_sampler": BatchSamplerShard(batch_sampler, num_processes, process_index, split_batches, even_batches)}
+    return {
+        "batch_sampler": BatchSamplerShard(batch_sampler, num_processes, process_index, split_batches, even_batches)
+    }
 
 
 # What a rank is handed in a step, and how many samples of it are no padding where some are.
@@ -276,7 +285,9 @@ class BatchSamplerShard(ShardedStream, BatchSampler):
             head = source.take(0, min(source.length, self.complete_to))
         return batches if self.complete_to == 1 else self._completed_at_end(batches, head, progress)
 
-    def _completed_at_end(self, batches: Iterator[list[Any]], head: list[Any], progress: EpochProgress) -> Iterator[list[Any]]:
+    def _completed_at_end(
+        self, batches: Iterator[list[Any]], head: list[Any], progress: EpochProgress
+    ) -> Iterator[list[Any]]:
         drawn = 0
         for step, batch in enumerate(batches):
             drawn += len(batch)
@@ -341,7 +352,9 @@ class BatchSamplerShard(ShardedStream, BatchSampler):
 
     def _needs_completion(self, batches: Sequence[list[Any]], round_size: int) -> bool:
         """Whether the last round is not one full batch for every rank."""
-        return len(batches) < round_size or (self.batch_size is not None and any(len(batch) < self.batch_size for batch in batches))
+        return len(batches) < round_size or (
+            self.batch_size is not None and any(len(batch) < self.batch_size for batch in batches)
+        )
 
     def _deal(self, batches: Sequence[list[Any]]) -> _Cut:
         """This rank's batch in a round that has one for everybody."""
@@ -391,7 +404,9 @@ class BatchSamplerShard(ShardedStream, BatchSampler):
 
 def _repeated(head: list[Any], offset: int, count: int) -> list[Any]:
     """``count`` elements of the endless repetition of ``head``, from ``offset`` on."""
-    return [element for run in wrapped_ranges(offset, offset + count, len(head)) for element in head[run.start : run.stop]]
+    return [
+        element for run in wrapped_ranges(offset, offset + count, len(head)) for element in head[run.start : run.stop]
+    ]
 
 
 class ItemShard(ShardedStream):

@@ -65,7 +65,9 @@ class DataLoaderDispatcher(PreparedLoader):
         self.torch_device_mesh = torch_device_mesh
         self.layout = LoaderLayout(*data_ranks(None, None, torch_device_mesh))
         self._drop_last = _drop_last
-        self.dealer = Dealer(self.layout.num_processes, split_batches, self._read_batch_size(), _drop_last, slice_fn=slice_fn)
+        self.dealer = Dealer(
+            self.layout.num_processes, split_batches, self._read_batch_size(), _drop_last, slice_fn=slice_fn
+        )
         self._round = Round()
         # Of ranks that share a batch only one has read it; what it drew for that the others must not draw later.
         self._shares_batches = self.layout.num_processes < PartialState().num_processes

@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from accel_state.state import PartialState
 
@@ -167,7 +173,9 @@ class EpochOrder:
 def _find_generator_owner(sampler: Any) -> Any:
     """The object in a chain of samplers whose ``generator`` attribute the order is drawn from, or None."""
     while sampler is not None and not isinstance(sampler, SeedableRandomSampler):
-        if isinstance(sampler, _TORCH_RANDOM_SAMPLERS) or isinstance(getattr(sampler, "generator", None), torch.Generator):
+        if isinstance(sampler, _TORCH_RANDOM_SAMPLERS) or isinstance(
+            getattr(sampler, "generator", None), torch.Generator
+        ):
             return sampler
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
     return None

@@ -88,7 +88,9 @@ class IterableLoading:
         shard = IterableDatasetShard(self.dataset, batch_size, whole.drop_last)
         shard.even_batches = False
         shard.begin_at(position)
-        self.base_dataloader = type(whole)(shard, batch_size=batch_size, drop_last=whole.drop_last, **loader_settings(whole))
+        self.base_dataloader = type(whole)(
+            shard, batch_size=batch_size, drop_last=whole.drop_last, **loader_settings(whole)
+        )
         try:
             return self._open(iteration)
         finally:

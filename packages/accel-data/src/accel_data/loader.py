@@ -64,7 +64,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         if not isinstance(dataset, IterableDataset) and sharded_stream(self.base_dataloader) is None:
             replacement = stream_arguments(self.base_dataloader)
-            shared = {name: value for name, value in kwargs.items() if name not in ("batch_size", "shuffle", "sampler", "drop_last")}
+            shared = {
+                name: value
+                for name, value in kwargs.items()
+                if name not in ("batch_size", "shuffle", "sampler", "drop_last")
+            }
             super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **{**shared, **replacement})
         self.device = device
         self.rng_types = ["generator"] if rng_types is None else [str(kind) for kind in rng_types]
@@ -218,7 +222,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         clock = self._clock
         if clock.pending is not None:
             return clock.pending.to_state()
-        point = ResumePoint(clock.epoch, self._unit(), num_processes=self.layout.num_processes, num_workers=self.num_workers)
+        point = ResumePoint(
+            clock.epoch, self._unit(), num_processes=self.layout.num_processes, num_workers=self.num_workers
+        )
         current = clock.current
         if current is None or not current.open:
             self._describe_next(point)
@@ -237,7 +243,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         if current.workers is not None:
             # An iterable is read again from the start of the epoch, with the random numbers of its workers.
             at_start = self._stream is None
-            point.workers = current.workers.to_plain_at_start() if at_start else current.workers.to_plain(self._batches_out(current))
+            point.workers = (
+                current.workers.to_plain_at_start()
+                if at_start
+                else current.workers.to_plain(self._batches_out(current))
+            )
 
     def _position(self, current: Iteration) -> int:
         """Units of the stream that all ranks together have handed out."""
@@ -282,7 +292,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         steps = steps_of_torchdata(state_dict)
         point = ResumePoint.from_state(state_dict) if steps is None else self._point_after(steps)
         point.check_fits(self._unit())
-        if point.position and point.num_processes != self.layout.num_processes and (point.unit == "steps" or not self.layout.elastic):
+        if (
+            point.position
+            and point.num_processes != self.layout.num_processes
+            and (point.unit == "steps" or not self.layout.elastic)
+        ):
             raise ConfigurationError(
                 f"the state is from {point.num_processes} processes in the middle of an epoch, and cannot be continued on "
                 f"{self.layout.num_processes}: each rank of this loader reads data of its own, in steps. Continue on {point.num_processes} "
@@ -382,7 +396,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
             if iteration.watch is not None and not skip:
                 iteration.watch.read_again(batches, resume.read_ahead)
         iteration.progress = stream.progress
-        steps = announced_steps(batches if iteration.watch is None else iteration.watch.through(batches), stream.progress)
+        steps = announced_steps(
+            batches if iteration.watch is None else iteration.watch.through(batches), stream.progress
+        )
         if self.layout.padding_at_end:
             steps = self.layout.with_padding_at_end(steps)
         return self._synchronized(steps)

@@ -46,7 +46,10 @@ class ReadAheadWatch:
     """
 
     def __init__(
-        self, handed_out: Callable[[], int], random_numbers: bool = True, snapshot: Callable[[], dict[str, Any]] | None = None
+        self,
+        handed_out: Callable[[], int],
+        random_numbers: bool = True,
+        snapshot: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self._handed_out = handed_out
         self._random_numbers = random_numbers
@@ -191,7 +194,9 @@ def _agree(collectives: Collectives, step: Step | None) -> int:
     """Number of ranks that have a batch."""
     holders = int(collectives.all_reduce(torch.tensor(0 if step is None else 1)))
     if holders < 0:
-        raise RuntimeError(f"rank {collectives.rank} stops iterating, because reading the data failed on another rank; see its error")
+        raise RuntimeError(
+            f"rank {collectives.rank} stops iterating, because reading the data failed on another rank; see its error"
+        )
     return holders
 
 

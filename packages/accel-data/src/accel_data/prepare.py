@@ -209,7 +209,9 @@ def _shard(request: _Request, declared: bool) -> DataLoaderShard:
     layout = LoaderLayout(request.num_processes, request.process_index)
     if isinstance(sampler, DistributedSampler):
         batch_size, drop_last = dataloader.batch_size, dataloader.drop_last
-        layout = layout_of_distributed_sampler(sampler, batch_size, drop_last, request.num_processes, request.process_index)
+        layout = layout_of_distributed_sampler(
+            sampler, batch_size, drop_last, request.num_processes, request.process_index
+        )
     elif declared:
         layout = _declared_layout(request)
     else:
@@ -221,7 +223,9 @@ def _shard(request: _Request, declared: bool) -> DataLoaderShard:
 
 def _declared_layout(request: _Request) -> LoaderLayout:
     several = request.num_processes > 1
-    return LoaderLayout(request.num_processes, request.process_index, ragged=several, synchronize_steps=several, elastic=not several)
+    return LoaderLayout(
+        request.num_processes, request.process_index, ragged=several, synchronize_steps=several, elastic=not several
+    )
 
 
 def _iterable_shard(request: _Request, declared: bool) -> DataLoaderShard:

@@ -101,7 +101,9 @@ class SkipBatchSampler(BatchSampler):
 def is_plain_batch_sampler(batch_sampler: Any) -> bool:
     """Whether batches are consecutive runs of ``batch_size`` samples of ``batch_sampler.sampler``, the last one perhaps short."""
     kind = type(batch_sampler)
-    return kind is BatchSampler or (isinstance(batch_sampler, BatchSampler) and kind.__module__.startswith("torchdata."))
+    return kind is BatchSampler or (
+        isinstance(batch_sampler, BatchSampler) and kind.__module__.startswith("torchdata.")
+    )
 
 
 def innermost_sampler(sampler: Any) -> Any:
@@ -124,5 +126,7 @@ def get_sampler(dataloader: DataLoader[Any]) -> Sampler[Any] | Iterable[Any] | N
     if isinstance(dataloader.dataset, torch.utils.data.IterableDataset):
         return None
     batch_sampler = dataloader.batch_sampler
-    sampler: Sampler[Any] | Iterable[Any] = innermost_sampler(dataloader.sampler if batch_sampler is None else batch_sampler)
+    sampler: Sampler[Any] | Iterable[Any] = innermost_sampler(
+        dataloader.sampler if batch_sampler is None else batch_sampler
+    )
     return sampler

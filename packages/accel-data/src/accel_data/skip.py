@@ -28,8 +28,12 @@ class SkipDataLoader(PreparedLoader):
         **kwargs: arguments of the torch loader.
     """
 
-    def __init__(self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any) -> None:
-        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, rng_types=[], **kwargs)
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, rng_types=[], **kwargs
+        )
 
     def _steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
         return self._local_steps(iteration, skip)

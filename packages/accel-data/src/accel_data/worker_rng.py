@@ -53,7 +53,11 @@ def capture() -> _States:
     """The generators of this process, quick to compare and to send."""
     state: Any = np.random.get_state()
     name, keys, *rest = state
-    return {"torch": torch.get_rng_state().numpy().tobytes(), "numpy": (name, keys.tobytes(), *rest), "python": random.getstate()}
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "numpy": (name, keys.tobytes(), *rest),
+        "python": random.getstate(),
+    }
 
 
 def restore(states: _States) -> None:
@@ -148,7 +152,13 @@ class WorkerStates:
         states: their generators at the start.
     """
 
-    def __init__(self, before: int = 0, base_seed: int | None = None, kept: bool = False, states: dict[int, _States] | None = None) -> None:
+    def __init__(
+        self,
+        before: int = 0,
+        base_seed: int | None = None,
+        kept: bool = False,
+        states: dict[int, _States] | None = None,
+    ) -> None:
         self.before = before
         self.base_seed = base_seed
         self.kept = kept
@@ -207,7 +217,9 @@ class WorkerStates:
         if self.moved_places:
             base._iterator = None
         self.moved_places = shift > 0
-        side = WorkerSide(base.collate_fn, base.worker_init_fn, shift, self.base_seed, self._states, loop_hooks.signals())
+        side = WorkerSide(
+            base.collate_fn, base.worker_init_fn, shift, self.base_seed, self._states, loop_hooks.signals()
+        )
         settings: dict[str, Any] = {"worker_init_fn": side.start}
         if track:
             settings["collate_fn"] = side.collate

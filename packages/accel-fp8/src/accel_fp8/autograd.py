@@ -139,7 +139,9 @@ class RowwiseLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def _rowwise(a: Tensor, b: Tensor, type_a: torch.dtype, type_b: torch.dtype, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
+def _rowwise(
+    a: Tensor, b: Tensor, type_a: torch.dtype, type_b: torch.dtype, out_dtype: torch.dtype, fast: bool = False
+) -> Tensor:
     """``a @ b.T`` with a scale for each row of both."""
     scale_a, scale_b = scale_for(largest_of_rows(a), type_a), scale_for(largest_of_rows(b), type_b)
     a8, b8 = quantize(a, scale_a, type_a).contiguous(), quantize(b, scale_b, type_b).contiguous()

@@ -49,7 +49,11 @@ def convert(
         MissingDependencyError: its package is not installed.
     """
     recipe = recipe or FP8Recipe.from_environment()
-    place = torch.device(device) if device is not None else next((p.device for p in model.parameters()), torch.device("cpu"))
+    place = (
+        torch.device(device)
+        if device is not None
+        else next((p.device for p in model.parameters()), torch.device("cpu"))
+    )
     backend, choice = create_backend(recipe, place)
     if backend.takes_optimizer:
         raise ConfigurationError(
@@ -84,4 +88,6 @@ def _backend_of(model: nn.Module) -> Backend:
         backend = module.__dict__.get(_ATTRIBUTE)
         if backend is not None:
             return backend
-    raise ConfigurationError("autocast(model): the model is not converted. Call accel_fp8.convert(model, recipe) first.")
+    raise ConfigurationError(
+        "autocast(model): the model is not converted. Call accel_fp8.convert(model, recipe) first."
+    )

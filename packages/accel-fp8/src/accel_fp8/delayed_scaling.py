@@ -73,7 +73,9 @@ class ScaleUpdate:
         """Write the pending largest values into the histories, and compute the scales from these."""
         layers = self.layers
         amax = self.group.reduce(self._pending())
-        history = torch.cat([amax.unsqueeze(-1), torch.stack([layer.fp8_amax_history for layer in layers])[..., :-1]], dim=-1)
+        history = torch.cat(
+            [amax.unsqueeze(-1), torch.stack([layer.fp8_amax_history for layer in layers])[..., :-1]], dim=-1
+        )
         before = torch.stack([layer.fp8_scale for layer in layers])
         updates = torch.stack([layer.fp8_updates for layer in layers])
         scales = torch.where((updates % self.recipe.interval == 0).unsqueeze(-1), self._scales(history, before), before)

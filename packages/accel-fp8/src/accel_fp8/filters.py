@@ -38,7 +38,9 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
     if isinstance(module, nn.Linear):
         return has_fitting_dimensions(module)
     layer = dict(module.named_modules()).get(fqn)
-    return fqn not in first_and_last_linear(module) and (not isinstance(layer, nn.Linear) or has_fitting_dimensions(layer))
+    return fqn not in first_and_last_linear(module) and (
+        not isinstance(layer, nn.Linear) or has_fitting_dimensions(layer)
+    )
 
 
 def layer_filter(model: nn.Module, chosen: LayerFilter | None) -> LayerFilter:
@@ -56,4 +58,6 @@ def layer_filter(model: nn.Module, chosen: LayerFilter | None) -> LayerFilter:
         return name not in ends
 
     accepts = chosen or keep_ends
-    return lambda layer, name: isinstance(layer, nn.Linear) and has_fitting_dimensions(layer) and bool(accepts(layer, name))
+    return lambda layer, name: (
+        isinstance(layer, nn.Linear) and has_fitting_dimensions(layer) and bool(accepts(layer, name))
+    )

@@ -142,7 +142,9 @@ def convert_layer(layer: nn.Linear, recipe: FP8Recipe) -> NativeLinear:
     layer.recipe = recipe
     backward = E4M3 if recipe.fp8_format == "E4M3" else E5M2
     delayed = recipe.scaling == "delayed"
-    layer._plan = Plan(E4M3.dtype, backward.dtype, *recipe.override_linear_precision, margin=recipe.margin if delayed else 0)
+    layer._plan = Plan(
+        E4M3.dtype, backward.dtype, *recipe.override_linear_precision, margin=recipe.margin if delayed else 0
+    )
     if delayed:
         device = layer.weight.device
         layer.register_buffer("fp8_amax_history", torch.zeros(3, recipe.amax_history_len, device=device))

@@ -35,7 +35,9 @@ def _try_instruction(device: str, left: torch.dtype, right: torch.dtype, out_dty
     ones = torch.ones(MULTIPLE, MULTIPLE, device=device)
     scale = torch.ones(MULTIPLE, 1, device=device) if rowwise else torch.ones((), device=device)
     try:
-        result = torch._scaled_mm(ones.to(left), ones.to(right).t(), scale_a=scale, scale_b=scale.t(), out_dtype=out_dtype)
+        result = torch._scaled_mm(
+            ones.to(left), ones.to(right).t(), scale_a=scale, scale_b=scale.t(), out_dtype=out_dtype
+        )
         return bool((result == MULTIPLE).all())
     except (RuntimeError, NotImplementedError, ValueError, AttributeError):
         return False  # what a device or a torch without it says differs
@@ -46,7 +48,9 @@ def computes_in_8_bits(device: torch.device) -> bool:
     return bool(has_instruction(str(device), torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16, False))
 
 
-def multiply(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
+def multiply(
+    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, out_dtype: torch.dtype, fast: bool = False
+) -> Tensor:
     """``(a * inverse_a) @ (b * inverse_b).T``.
 
     Args:
@@ -64,7 +68,9 @@ def multiply(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, out_dty
     if computed is None or not a.numel() or not b.numel():
         return _in_wider_type(a, b, inverse_a, inverse_b, out_dtype)
     a, b = _padded(a).contiguous(), _padded(b).contiguous()
-    result = torch._scaled_mm(a, b.t(), scale_a=inverse_a, scale_b=inverse_b.t(), out_dtype=computed, use_fast_accum=fast)
+    result = torch._scaled_mm(
+        a, b.t(), scale_a=inverse_a, scale_b=inverse_b.t(), out_dtype=computed, use_fast_accum=fast
+    )
     return result.to(out_dtype)
 
 

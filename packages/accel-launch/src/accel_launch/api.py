@@ -16,7 +16,9 @@ from accel_state.options import load_groups, resolve
 _END_SECONDS = 40
 
 
-def launch(script: str | os.PathLike[str], args: Sequence[str] = (), *, env: Mapping[str, str] | None = None, **options: Any) -> int:
+def launch(
+    script: str | os.PathLike[str], args: Sequence[str] = (), *, env: Mapping[str, str] | None = None, **options: Any
+) -> int:
     """Start a script as ``accel launch`` does, and wait for it.
 
     The launcher runs in a process of its own, so it neither imports torch here nor touches this process's signals.

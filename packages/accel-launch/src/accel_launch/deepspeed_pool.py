@@ -32,7 +32,9 @@ def read_pool(settings: Resolution) -> Pool:
     pool: dict[str, tuple[int, ...]] = {}
     for host in read_hostfile(path, settings.where("deepspeed_hostfile")):
         if host.slots is None:
-            raise ConfigurationError(f"{path}: {host.name} has no slots. DeepSpeed needs `{host.name} slots=N`, N being its devices.")
+            raise ConfigurationError(
+                f"{path}: {host.name} has no slots. DeepSpeed needs `{host.name} slots=N`, N being its devices."
+            )
         pool[host.name] = tuple(range(host.slots))
     return _cut(settings, _filter(settings, pool))
 
@@ -41,7 +43,9 @@ def _filter(settings: Resolution, pool: Pool) -> Pool:
     included, excluded = settings["deepspeed_inclusion_filter"], settings["deepspeed_exclusion_filter"]
     if included:
         named = dict(_parse(included, settings.where("deepspeed_inclusion_filter"), pool))
-        return {host: tuple(slot for slot in slots if slot in named[host]) for host, slots in pool.items() if host in named}
+        return {
+            host: tuple(slot for slot in slots if slot in named[host]) for host, slots in pool.items() if host in named
+        }
     if excluded:
         named = dict(_parse(excluded, settings.where("deepspeed_exclusion_filter"), pool))
         left = {host: tuple(slot for slot in slots if slot not in named.get(host, ())) for host, slots in pool.items()}
@@ -60,9 +64,13 @@ def _parse(text: str, where: str, pool: Pool) -> Iterator[tuple[str, tuple[int, 
         try:
             slots = tuple(int(word) for word in listed.split(",")) if listed else pool[host]
         except ValueError:
-            raise ConfigurationError(f"{where}: {part!r} is not HOST or HOST:SLOT,SLOT,... such as worker-1:0,2.") from None
+            raise ConfigurationError(
+                f"{where}: {part!r} is not HOST or HOST:SLOT,SLOT,... such as worker-1:0,2."
+            ) from None
         if unknown := sorted(set(slots) - set(pool[host])):
-            raise ConfigurationError(f"{where}: {host} has no slot {unknown[0]}. It has {', '.join(map(str, pool[host]))}.")
+            raise ConfigurationError(
+                f"{where}: {host} has no slot {unknown[0]}. It has {', '.join(map(str, pool[host]))}."
+            )
         yield host, slots
 
 
@@ -71,9 +79,13 @@ def _cut(settings: Resolution, pool: Pool) -> Pool:
     if settings["deepspeed_inclusion_filter"] or settings["deepspeed_exclusion_filter"]:
         _check_total(settings, pool)
         return pool
-    machines = settings["num_machines"] if settings.is_set("num_machines") and settings["num_machines"] > 1 else len(pool)
+    machines = (
+        settings["num_machines"] if settings.is_set("num_machines") and settings["num_machines"] > 1 else len(pool)
+    )
     if machines > len(pool):
-        raise ConfigurationError(f"{settings.where('num_machines')}, but the hostfile lists {len(pool)}: {', '.join(pool)}.")
+        raise ConfigurationError(
+            f"{settings.where('num_machines')}, but the hostfile lists {len(pool)}: {', '.join(pool)}."
+        )
     kept = dict(list(pool.items())[:machines])
     processes = settings["num_processes"]
     if processes is None:
@@ -85,7 +97,9 @@ def _cut(settings: Resolution, pool: Pool) -> Pool:
     local = processes // machines
     for host, slots in kept.items():
         if local > len(slots):
-            raise ConfigurationError(f"{settings.where('num_processes')}: {local} on each machine, but {host} has {len(slots)} slots.")
+            raise ConfigurationError(
+                f"{settings.where('num_processes')}: {local} on each machine, but {host} has {len(slots)} slots."
+            )
     return {host: slots[:local] for host, slots in kept.items()}
 
 

@@ -39,7 +39,11 @@ class Target:
         Args:
             interpreter: Python with its options.
         """
-        prefix = {"script": [*interpreter, self.name], "module": [*interpreter, "-m", self.name], "executable": [self.name]}
+        prefix = {
+            "script": [*interpreter, self.name],
+            "module": [*interpreter, "-m", self.name],
+            "executable": [self.name],
+        }
         return [*prefix[self.kind], *self.args]
 
 
@@ -50,7 +54,9 @@ def find_target(options: ScriptOptions, name: str, args: Sequence[str]) -> Targe
         ConfigurationError: it cannot; the message says what to do.
     """
     if options.module and options.no_python:
-        raise ConfigurationError("-m and --no_python contradict each other: a module is run by python. Give one of them.")
+        raise ConfigurationError(
+            "-m and --no_python contradict each other: a module is run by python. Give one of them."
+        )
     if options.module:
         _check_module(name)
         return Target("module", name, tuple(args))
@@ -79,25 +85,37 @@ def _check_is_python(path: Path) -> None:
     except OSError as error:
         raise ConfigurationError(f"script {str(path)!r} cannot be read: {error.strerror}.") from None
     shebang = head.split(b"\n", 1)[0] if head.startswith(b"#!") else b""
-    if head.startswith(_BINARY_MAGIC) or b"\0" in head or (shebang and b"python" not in shebang and path.suffix != ".py"):
-        raise ConfigurationError(f"{str(path)!r} is not a Python file. To start an executable: accel launch --no_python {path}.")
+    if (
+        head.startswith(_BINARY_MAGIC)
+        or b"\0" in head
+        or (shebang and b"python" not in shebang and path.suffix != ".py")
+    ):
+        raise ConfigurationError(
+            f"{str(path)!r} is not a Python file. To start an executable: accel launch --no_python {path}."
+        )
 
 
 def _check_module(name: str) -> None:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigurationError(f"-m {name!r} is not a module name: give it without slashes and without .py, such as package.module.")
+        raise ConfigurationError(
+            f"-m {name!r} is not a module name: give it without slashes and without .py, such as package.module."
+        )
     try:
         spec = _find_spec(name)
     except Exception as error:
         # An import hook of an installed package may raise anything here; the processes would meet the same.
-        raise ConfigurationError(f"-m {name!r}: looking for the module failed: {type(error).__name__}: {error}") from None
+        raise ConfigurationError(
+            f"-m {name!r}: looking for the module failed: {type(error).__name__}: {error}"
+        ) from None
     if spec is None:
         raise ConfigurationError(f"-m {name!r}: no such module in {Path.cwd()} or in the packages of {sys.executable}.")
     if (
         spec.submodule_search_locations is not None
         and PathFinder.find_spec(f"{name}.__main__", list(spec.submodule_search_locations)) is None
     ):
-        raise ConfigurationError(f"-m {name!r} is a package without __main__.py, which cannot be run. Name a module of it.")
+        raise ConfigurationError(
+            f"-m {name!r} is a package without __main__.py, which cannot be run. Name a module of it."
+        )
 
 
 def _is_module(name: str) -> bool:

@@ -48,7 +48,9 @@ def read_hostfile(path: str, where: str) -> tuple[Host, ...]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{where}: the hostfile cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from None
+        raise ConfigurationError(
+            f"{where}: the hostfile cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}."
+        ) from None
     hosts: dict[str, int | None] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = re.sub(r"\s*=\s*", "=", line.partition("#")[0].strip())
@@ -57,7 +59,9 @@ def read_hostfile(path: str, where: str) -> tuple[Host, ...]:
         match = _LINE.fullmatch(words)
         slots_word = _SLOTS.search(words)
         if match is None or (" slots=" in words and slots_word is None):
-            raise ConfigurationError(f"{file}, line {number}: {words!r} is not a machine. Allowed: HOST, HOST:SLOTS, HOST slots=SLOTS.")
+            raise ConfigurationError(
+                f"{file}, line {number}: {words!r} is not a machine. Allowed: HOST, HOST:SLOTS, HOST slots=SLOTS."
+            )
         name, slots = match["name"], match["colon"] or (slots_word[1] if slots_word else None)
         known = hosts.get(name) or (1 if name in hosts else 0)
         hosts[name] = known + int(slots or 1) if name in hosts or slots else None

@@ -57,7 +57,9 @@ def plan_of(args: argparse.Namespace) -> Plan:
     if not script:
         raise ConfigurationError("args has no training_script. Set it to the path of the script.")
     declared = {opt.name for group in load_groups() for opt in group.options()}
-    return make_plan(load_settings({name: value for name, value in given.items() if name in declared}), str(script), words)
+    return make_plan(
+        load_settings({name: value for name, value in given.items() if name in declared}), str(script), words
+    )
 
 
 class PrepareForLaunch:

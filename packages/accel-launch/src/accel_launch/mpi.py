@@ -63,7 +63,15 @@ class OpenMpi(Mpi):
         """See the base class."""
         root = ["--allow-run-as-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
         # A file of bare addresses counts one slot for each; how many run where is given here. Bound to a core, threads would share it.
-        places = ["--hostfile", job.hostfile, "--map-by", f"ppr:{job.local_processes}:node", "--oversubscribe", "--bind-to", "none"]
+        places = [
+            "--hostfile",
+            job.hostfile,
+            "--map-by",
+            f"ppr:{job.local_processes}:node",
+            "--oversubscribe",
+            "--bind-to",
+            "none",
+        ]
         return [self.program, *root, "-np", str(job.processes), *places, *_each("-x", job.environment)]
 
 
@@ -98,7 +106,16 @@ class Mvapich(Mpi):
         """See the base class."""
         # Its own binding would put all threads of a process on one core.
         pairs = [f"{name}={value}" for name, value in {**job.environment, "MV2_ENABLE_AFFINITY": "0"}.items()]
-        return [self.program, "-np", str(job.processes), "-ppn", str(job.local_processes), "-hostfile", job.hostfile, *pairs]
+        return [
+            self.program,
+            "-np",
+            str(job.processes),
+            "-ppn",
+            str(job.local_processes),
+            "-hostfile",
+            job.hostfile,
+            *pairs,
+        ]
 
 
 MPIS: Registry[type[Mpi]] = Registry(
@@ -129,7 +146,9 @@ def _of_version(text: str) -> Mpi | None:
 def _version(path: str, environ: Mapping[str, str]) -> str:
     for flag in ("--version", "-v"):
         try:
-            done = subprocess.run([path, flag], capture_output=True, text=True, timeout=_VERSION_SECONDS, env=dict(environ), check=False)
+            done = subprocess.run(
+                [path, flag], capture_output=True, text=True, timeout=_VERSION_SECONDS, env=dict(environ), check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             continue
         if done.returncode == 0:

@@ -91,7 +91,9 @@ def notebook_launcher(
     _check_call(function, args)
     _check_integers(num_nodes=(num_nodes, 1), node_rank=(node_rank, 0))
     if node_rank >= num_nodes:
-        raise ConfigurationError(f"node_rank={node_rank} with num_nodes={num_nodes}: ranks go from 0 to {num_nodes - 1}.")
+        raise ConfigurationError(
+            f"node_rank={node_rank} with num_nodes={num_nodes}: ranks go from 0 to {num_nodes - 1}."
+        )
     precision = CoreOptions.from_mapping({"mixed_precision": mixed_precision}).mixed_precision or "no"
     environment = {"ACCELERATE_MIXED_PRECISION": precision}
     if is_on_tpu():
@@ -119,7 +121,9 @@ def notebook_launcher(
         }
     )
     if not isinstance(log_line_prefix_template, str | None):
-        raise ConfigurationError(f"log_line_prefix_template={log_line_prefix_template!r} is not text, such as '[${{rank}}]: '.")
+        raise ConfigurationError(
+            f"log_line_prefix_template={log_line_prefix_template!r} is not text, such as '[${{rank}}]: '."
+        )
     print(f"Launching training on {local} {'GPUs' if find_visible(os.environ).count else 'CPU processes'}.")
     _run(
         function,
@@ -148,7 +152,14 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     _check_call(function, args)
     local = _count(num_processes)
     _refuse_nested("debug_launcher")
-    _run(function, args, local, 1, RendezvousOptions(), {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"})
+    _run(
+        function,
+        args,
+        local,
+        1,
+        RendezvousOptions(),
+        {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"},
+    )
 
 
 class Rank:
@@ -328,9 +339,13 @@ def _count(num_processes: int | None) -> int:
 def _check_call(function: object, args: object) -> None:
     """Refuse here what would fail in every process, after they have all been started."""
     if not callable(function):
-        raise ConfigurationError(f"function={function!r} is not a function. Give its name, without calling it: launcher(train, args).")
+        raise ConfigurationError(
+            f"function={function!r} is not a function. Give its name, without calling it: launcher(train, args)."
+        )
     if isinstance(args, str | bytes | Mapping) or not isinstance(args, Iterable):
-        raise ConfigurationError(f"args={args!r} is not a tuple or list of arguments. For a single one: args=({args!r},).")
+        raise ConfigurationError(
+            f"args={args!r} is not a tuple or list of arguments. For a single one: args=({args!r},)."
+        )
 
 
 def _check_integers(**given: tuple[object, int]) -> None:

@@ -65,7 +65,11 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Shows the main spelling of a flag and its short one; those with dashes work too and would only double the list."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        shown = [flag for flag in action.option_strings if not (flag.startswith("--") and flag.replace("-", "_") != "__" + flag[2:])]
+        shown = [
+            flag
+            for flag in action.option_strings
+            if not (flag.startswith("--") and flag.replace("-", "_") != "__" + flag[2:])
+        ]
         if action.nargs in (0, "?"):
             return ", ".join(shown or action.option_strings)
         return f"{', '.join(shown)} {self._format_args(action, str(action.metavar))}"
@@ -97,7 +101,9 @@ def parse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[
     for word in argv:
         flag = word.partition("=")[0]
         if flag.startswith("--") and flag not in known:
-            raise ConfigurationError(f"{flag} is not an option.{suggest(flag, sorted(known))} `{parser.prog} --help` lists the options.")
+            raise ConfigurationError(
+                f"{flag} is not an option.{suggest(flag, sorted(known))} `{parser.prog} --help` lists the options."
+            )
     return _texts(vars(parser.parse_args(list(argv))))
 
 
@@ -132,7 +138,9 @@ def _takes_next(word: str, options: dict[str, Option], is_last: bool) -> bool:
         # A short option may have its value attached: -t3.
         if not word.startswith("--") and word[:2] in options and not options[word[:2]].is_flag:
             return False
-        raise ConfigurationError(f"{flag} is not an option.{suggest(flag, sorted(options))} `accel launch --help` lists the options.")
+        raise ConfigurationError(
+            f"{flag} is not an option.{suggest(flag, sorted(options))} `accel launch --help` lists the options."
+        )
     if sign or options[flag].is_flag or flag in options[flag].undo_flags:
         return False
     if is_last:

@@ -68,7 +68,9 @@ class Plan:
         return {**(os.environ if environ is None else environ), **self.environment}
 
 
-def make_plan(settings: Resolution, script: str, script_args: Sequence[str], environ: Mapping[str, str] | None = None) -> Plan:
+def make_plan(
+    settings: Resolution, script: str, script_args: Sequence[str], environ: Mapping[str, str] | None = None
+) -> Plan:
     """Decide what to start.
 
     Args:
@@ -131,11 +133,15 @@ def _settle(settings: Resolution, place: Place) -> Resolution:
     """The settings with what the starter of this launcher has decided."""
     settled = dict(settings.settings)
     for name, value in rendezvous_of(place, settings).items():
-        settled[name] = replace(settled[name], value=value, source=Source.ENVIRONMENT, where=f"{name} {value} of {place.starter}")
+        settled[name] = replace(
+            settled[name], value=value, source=Source.ENVIRONMENT, where=f"{name} {value} of {place.starter}"
+        )
     return replace(settings, settings=settled)
 
 
-def _count(settings: Resolution, place: Place, kind: Kind, on_cpu: bool, visible: Visible) -> tuple[int, int, list[str]]:
+def _count(
+    settings: Resolution, place: Place, kind: Kind, on_cpu: bool, visible: Visible
+) -> tuple[int, int, list[str]]:
     """Processes in all, processes of this machine, and notes."""
     if place.role is Role.RANK and place.rank is not None:
         return place.rank.world_size, place.rank.local_world_size, []
@@ -162,7 +168,9 @@ def _stays_on_cpu(settings: Resolution) -> bool:
         return bool(settings["cpu"])
     winner = stronger(settings, "cpu", "multi_gpu")
     if winner is None:
-        raise ConfigurationError(f"{settings.where('cpu')} and {settings.where('multi_gpu')} contradict each other. Give one of them.")
+        raise ConfigurationError(
+            f"{settings.where('cpu')} and {settings.where('multi_gpu')} contradict each other. Give one of them."
+        )
     return winner.option.name == "cpu"
 
 
@@ -191,14 +199,20 @@ def _count_processes(settings: Resolution, place: Place, on_cpu: bool, visible: 
     machines = _machines(settings, place)
     total = (visible.count or place.tasks_per_node or 1) * machines
     plural = "process" if total == 1 else "processes"
-    return total, [f"starting {total} {plural} ({_reason(place, on_cpu, visible)}); --num_processes sets another number"]
+    return total, [
+        f"starting {total} {plural} ({_reason(place, on_cpu, visible)}); --num_processes sets another number"
+    ]
 
 
 def _reason(place: Place, on_cpu: bool, visible: Visible) -> str:
     if visible.count:
         return "one for each visible GPU"
     why = "as asked" if on_cpu else "no GPU is visible"
-    return f"one for each task of the SLURM job, {why}" if place.tasks_per_node else f"one for each machine on the CPU, {why}"
+    return (
+        f"one for each task of the SLURM job, {why}"
+        if place.tasks_per_node
+        else f"one for each machine on the CPU, {why}"
+    )
 
 
 def _machines(settings: Resolution, place: Place) -> int:
@@ -221,7 +235,11 @@ def _machines(settings: Resolution, place: Place) -> int:
 def _split_over_machines(settings: Resolution, total: int, place: Place) -> int:
     machines = _machines(settings, place)
     if total % machines:
-        asked = settings.where("num_machines") if settings["num_machines"] == machines else f"the {machines} machines that there are"
+        asked = (
+            settings.where("num_machines")
+            if settings["num_machines"] == machines
+            else f"the {machines} machines that there are"
+        )
         raise ConfigurationError(
             f"{settings.where('num_processes')} cannot be divided evenly over {asked}. "
             "Give a multiple of the number of machines: it counts the processes of all machines."
@@ -233,7 +251,9 @@ def _check_devices(settings: Resolution, on_cpu: bool, local: int, visible: Visi
     if on_cpu or not settings["multi_gpu"]:
         return
     if not visible.count:
-        raise ConfigurationError(f"{settings.where('multi_gpu')}: no GPU is visible on this machine. Use --cpu to run on the CPU.")
+        raise ConfigurationError(
+            f"{settings.where('multi_gpu')}: no GPU is visible on this machine. Use --cpu to run on the CPU."
+        )
     if local > visible.count:
         raise ConfigurationError(
             f"{settings.where('multi_gpu')}: {local} processes on this machine need as many GPUs, and {visible.count} can be seen. "
@@ -249,7 +269,9 @@ def _check_rendezvous(settings: Resolution, local: int) -> None:
             "Set --num_machines to the number of machines, or correct the rank."
         )
     if machines > 1 and options.main_process_ip is None:
-        raise ConfigurationError(f"{settings.where('num_machines')} needs --main_process_ip, the address of the machine of rank 0.")
+        raise ConfigurationError(
+            f"{settings.where('num_machines')} needs --main_process_ip, the address of the machine of rank 0."
+        )
     if machines > 1 and options.rdzv_backend == "static" and not settings.is_set("machine_rank"):
         raise ConfigurationError(
             f"{settings.where('num_machines')} needs --machine_rank on every machine: 0 on the first, 1 on the next, ..."

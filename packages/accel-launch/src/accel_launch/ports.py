@@ -22,7 +22,9 @@ def is_free(port: int, host: str = "") -> bool:
     Raises:
         OSError: ``host`` cannot be resolved, or is no address of this machine.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
     with socket.socket(family, kind, protocol) as server:
         # As servers do: a port in TIME_WAIT after a run that just ended is free.
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

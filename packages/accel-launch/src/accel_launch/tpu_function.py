@@ -18,13 +18,17 @@ def is_on_tpu() -> bool:
     return told and importlib.util.find_spec("torch_xla") is not None
 
 
-def run_on_tpu(function: Callable[..., Any], args: Sequence[Any], num_processes: int | None, environment: Mapping[str, str]) -> None:
+def run_on_tpu(
+    function: Callable[..., Any], args: Sequence[Any], num_processes: int | None, environment: Mapping[str, str]
+) -> None:
     """Call the function on every core, in processes forked from this one: a model among ``args`` is in memory once.
 
     Args:
         num_processes: 1, or as many as there are cores; None for all of them.
     """
-    launcher = require("torch_xla.distributed.xla_multiprocessing", purpose="starting processes on a TPU", install="torch_xla[tpu]")
+    launcher = require(
+        "torch_xla.distributed.xla_multiprocessing", purpose="starting processes on a TPU", install="torch_xla[tpu]"
+    )
     print(f"Launching training on {num_processes or 'all'} TPU cores.", flush=True)
     with patch_environment(**{"PJRT_DEVICE": "TPU", "FORK_LAUNCHED": "1", **environment}):
         launcher.spawn(_OnCore(function), args=tuple(args), nprocs=num_processes, start_method="fork")

@@ -1,1 +1,3 @@
-"""What a configuration would do on many processes, found out in one, without their devices and without memory for weights."""
+"""Memory, communication and data of one rank of a configuration, worked out in a single process."""
+
+__version__ = "1.0.0"

@@ -6,14 +6,25 @@ import argparse
 import json
 from typing import Any
 
-from accel_launch.config.read.read import load_settings
+from accel_launch.config.read import load_settings
 
 from accel_launch.commands.base import Command
 from accel_launch.parser import ConfigParser, parse_options
 from accel_state.errors import ConfigurationError
 from accel_state.options import load_groups
 
-_OWN = ("model", "rank", "batch_size", "seq_length", "optimizer", "split_batches", "all_blocks", "trust_remote_code", "json", "config")
+_OWN = (
+    "model",
+    "rank",
+    "batch_size",
+    "seq_length",
+    "optimizer",
+    "split_batches",
+    "all_blocks",
+    "trust_remote_code",
+    "json",
+    "config",
+)
 _OF_PIPELINES = ("pp_schedule", "pp_num_microbatches", "pp_stages_per_rank")
 # What a plan has no use for, or calls something else.
 _LEFT_OUT = ("config_file", "json", "module", "no_python", "quiet", "dry_run")
@@ -81,10 +92,14 @@ def _parser() -> ConfigParser:
     missing = argparse.SUPPRESS
     parser.add_argument("config", metavar="CONFIG", help="a configuration file of accel launch (.yaml, .yml or .json)")
     parser.add_argument(
-        "--model", required=True, help="llama-3-8b, llama-3-70b, a config.json, a folder that has one, or a name on the Hub"
+        "--model",
+        required=True,
+        help="llama-3-8b, llama-3-70b, a config.json, a folder that has one, or a name on the Hub",
     )
     parser.add_argument("--rank", default=missing, metavar="R", help="the rank to show (default: 0)")
-    parser.add_argument("--batch_size", "--batch-size", default=missing, metavar="N", help="samples in a loader's batch (default: 1)")
+    parser.add_argument(
+        "--batch_size", "--batch-size", default=missing, metavar="N", help="samples in a loader's batch (default: 1)"
+    )
     length = "tokens in a sample (default: 2048, or as many as the model takes)"
     parser.add_argument("--seq_length", "--seq-length", default=missing, metavar="N", help=length)
     names = ["adamw", "adam", "sgd", "sgd_momentum"]
@@ -99,14 +114,21 @@ def _parser() -> ConfigParser:
         ),
         strict=True,
     ):
-        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), default=missing, metavar=metavar, help=words)
+        parser.add_argument(
+            *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), default=missing, metavar=metavar, help=words
+        )
     for flag, words in (
         ("--split_batches", "the loader's batch is that of all ranks together"),
-        ("--all_blocks", "take every one of many equal blocks; otherwise what two and three of them need says what the others do"),
+        (
+            "--all_blocks",
+            "take every one of many equal blocks; otherwise what two and three of them need says what the others do",
+        ),
         ("--trust_remote_code", "run Python code that comes with the model; read it first"),
         ("--json", "print JSON"),
     ):
-        parser.add_argument(*dict.fromkeys((flag, f"--{flag[2:].replace('_', '-')}")), action="store_true", default=missing, help=words)
+        parser.add_argument(
+            *dict.fromkeys((flag, f"--{flag[2:].replace('_', '-')}")), action="store_true", default=missing, help=words
+        )
     for group in load_groups():
         group.add_to_parser(parser, leave_out=_LEFT_OUT)
     return parser

@@ -21,8 +21,20 @@ _LLAMA_3: Mapping[str, Any] = {
 
 # Public dimensions: Llama Team, The Llama 3 Herd of Models, arXiv:2407.21783, table 3.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "llama-3-8b": {**_LLAMA_3, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
-    "llama-3-70b": {**_LLAMA_3, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
+    "llama-3-8b": {
+        **_LLAMA_3,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 14336,
+    },
+    "llama-3-70b": {
+        **_LLAMA_3,
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "intermediate_size": 28672,
+    },
 }
 """Shapes that are known by name, as the content of a ``config.json``."""
 
@@ -51,7 +63,9 @@ def model_config(name: str, trust_remote_code: bool = False) -> Any:
             return transformers.AutoConfig.from_pretrained(str(path.parent), trust_remote_code=trust_remote_code)
         return transformers.AutoConfig.for_model(content.pop("model_type"), **content)
     except KeyError:
-        raise ConfigurationError(f"{path}: there is no model_type in it, so it is no configuration of a model of Transformers.") from None
+        raise ConfigurationError(
+            f"{path}: there is no model_type in it, so it is no configuration of a model of Transformers."
+        ) from None
     except (ValueError, TypeError, OSError) as error:
         raise ConfigurationError(f"{path} is no configuration of a model of Transformers: {_one_line(error)}") from None
 
@@ -66,7 +80,9 @@ def _config_path(name: str) -> Path:
         found = config_path(name)
         if found is not None:
             return found
-        raise ConfigurationError(f"--model {name}: there is no config.json in it. Give a folder or repository that has one.")
+        raise ConfigurationError(
+            f"--model {name}: there is no config.json in it. Give a folder or repository that has one."
+        )
     raise ConfigurationError(
         f"--model {name}: neither a file or folder of this machine nor a shape known by name. Allowed: {', '.join(SHAPES)}, a config.json, "
         "a folder that has one, or a repository on the Hub (owner/name)."

@@ -150,7 +150,11 @@ def _by_few(
     """The same, from stages of few blocks; None where these do not say what more of them need."""
     size, count, blocks = len(ranks), len(ranges), sum(map(len, ranges))
     per_rank = count // size
-    if max(map(len, ranges)) <= TRACED_BLOCKS or (per_rank > 1 and blocks % count) or not hasattr(task.config, "num_hidden_layers"):
+    if (
+        max(map(len, ranges)) <= TRACED_BLOCKS
+        or (per_rank > 1 and blocks % count)
+        or not hasattr(task.config, "num_hidden_layers")
+    ):
         return None
     own = ranks.index(task.rank)
     places = sorted({0, 1, own, size - 1}) if per_rank == 1 else list(range(size))

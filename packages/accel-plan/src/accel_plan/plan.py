@@ -96,7 +96,9 @@ class RankPlan:
         """Everything, for JSON."""
         content = asdict(self)
         content["memory"]["total"] = self.memory.total
-        content["coordinates"] = {name: {"coordinate": place, "size": size} for name, (place, size) in self.coordinates.items()}
+        content["coordinates"] = {
+            name: {"coordinate": place, "size": size} for name, (place, size) in self.coordinates.items()
+        }
         return content
 
 
@@ -127,7 +129,10 @@ def plan(request: Request) -> RankPlan:
         split_batches=request.split_batches,
         trust_remote_code=request.trust_remote_code,
         pipeline=pipeline_of(
-            settings, schedule=request.schedule, num_microbatches=request.num_microbatches, stages_per_rank=request.stages_per_rank
+            settings,
+            schedule=request.schedule,
+            num_microbatches=request.num_microbatches,
+            stages_per_rank=request.stages_per_rank,
         ),
     )
     pipeline = None
@@ -177,10 +182,14 @@ def _offloaded(settings: Resolution) -> tuple[str, ...]:
 def _check_kind(settings: Resolution) -> None:
     for name, what in (("use_megatron_lm", "Megatron-LM"), ("tpu", "TPUs")):
         if settings[name]:
-            raise ConfigurationError(f"{settings.where(name)}: accel plan knows DDP, FSDP, meshes and DeepSpeed's stages, not {what}.")
+            raise ConfigurationError(
+                f"{settings.where(name)}: accel plan knows DDP, FSDP, meshes and DeepSpeed's stages, not {what}."
+            )
     if settings["use_deepspeed"] and settings["use_parallelism_config"]:
         # The words of an Accelerator that is asked for both.
-        raise ConfigurationError("one strategy trains a model, but settings were given for deepspeed, mesh. Pass one of them.")
+        raise ConfigurationError(
+            "one strategy trains a model, but settings were given for deepspeed, mesh. Pass one of them."
+        )
     if settings["mixed_precision"] == "fp8":
         raise ConfigurationError(
             f"{settings.where('mixed_precision')}: layers in 8 bits cannot be traced without values. Plan with --mixed_precision bf16, "
@@ -230,7 +239,9 @@ def strategy_of(settings: Resolution) -> str:
     mesh = settings["use_parallelism_config"]
     if (
         mesh
-        and settings["parallelism_config_dp_shard_size"] * settings["parallelism_config_cp_size"] * settings["parallelism_config_sp_size"]
+        and settings["parallelism_config_dp_shard_size"]
+        * settings["parallelism_config_cp_size"]
+        * settings["parallelism_config_sp_size"]
         == 1
     ):
         return "ddp"
@@ -277,4 +288,10 @@ def _memory(measured: Measured, strategy: str, layout: Layout, optimizer: str, p
     if measured.stages is not None:
         # A pipeline keeps what it has gathered from one micro batch to the next.
         estimate = replace(estimate, buffers=measured.stages.gathered)
-    return replace(estimate, weights=measured.weights, gradients=measured.gradients, optimizer=state, activations=measured.activations)
+    return replace(
+        estimate,
+        weights=measured.weights,
+        gradients=measured.gradients,
+        optimizer=state,
+        activations=measured.activations,
+    )

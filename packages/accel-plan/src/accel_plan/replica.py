@@ -23,7 +23,9 @@ class Replica(nn.Module):
         **settings: further settings of DDP, which change no number of bytes.
     """
 
-    def __init__(self, module: nn.Module, process_group: Any = None, broadcast_buffers: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, module: nn.Module, process_group: Any = None, broadcast_buffers: bool = True, **settings: Any
+    ) -> None:
         super().__init__()
         self.module = module
         self.group = process_group

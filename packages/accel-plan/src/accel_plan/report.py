@@ -64,7 +64,13 @@ def _memory(plan: RankPlan) -> list[str]:
     ]
     lines = ["holds, in bytes:"]
     for name, part, note in rows:
-        lines.append(_row(name, getattr(memory, part), ", ".join(filter(None, [note, "offloaded" if part in plan.offloaded else ""]))))
+        lines.append(
+            _row(
+                name,
+                getattr(memory, part),
+                ", ".join(filter(None, [note, "offloaded" if part in plan.offloaded else ""])),
+            )
+        )
     lines.append(_row("total", memory.total, ""))
     if plan.offloaded:
         lines.append(_row("on the device", memory.total - sum(getattr(memory, part) for part in plan.offloaded), ""))
@@ -99,7 +105,9 @@ def _formula(one: Collective) -> str:
 
 def _batch(plan: RankPlan) -> list[str]:
     batch = plan.batch
-    shown = ", ".join(map(str, batch.samples[:_SHOWN_SAMPLES])) + (", ..." if len(batch.samples) > _SHOWN_SAMPLES else "")
+    shown = ", ".join(map(str, batch.samples[:_SHOWN_SAMPLES])) + (
+        ", ..." if len(batch.samples) > _SHOWN_SAMPLES else ""
+    )
     lines = [
         f"reads: data rank {batch.rank} of {batch.ranks}; of the first {batch.global_size:,} samples (unshuffled) {shown}",
     ]

@@ -79,7 +79,9 @@ class Watch:
         if not before:
             return
         apart = {**storages_in(self.model), **whole}
-        apart.update({local(item.grad).untyped_storage()._cdata: 0 for item in self.model.parameters() if item.grad is not None})
+        apart.update(
+            {local(item.grad).untyped_storage()._cdata: 0 for item in self.model.parameters() if item.grad is not None}
+        )
         activations = sum(size for key, size in self.recorder.storages().items() if key not in apart)
         self.alive[self.flying] = max(self.alive.get(self.flying, 0), activations)
 
@@ -136,7 +138,9 @@ class _Agreed:
 class Watched:
     """What makes torch's PipelineStage ask no other rank for shapes, and note what is alive before and after its backward passes."""
 
-    def __init__(self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device, group: Any = None) -> None:
+    def __init__(
+        self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device, group: Any = None
+    ) -> None:
         watch = _WATCH.get()
         first, batch = watch.example
         incoming = first
@@ -152,7 +156,9 @@ class Watched:
             watch.incoming = watch.outgoing = Passed(tuple(outgoing.shape), outgoing.dtype)
         outgoing = torch.empty_like(outgoing, requires_grad=True)
         stage: Any = super()
-        stage.__init__(submodule, stage_index, num_stages, device, input_args=incoming, output_args=outgoing, group=group)
+        stage.__init__(
+            submodule, stage_index, num_stages, device, input_args=incoming, output_args=outgoing, group=group
+        )
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
         return _Agreed()
@@ -220,6 +226,10 @@ def whole_memory(model: nn.Module) -> Iterator[torch.UntypedStorage]:
         for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
             for holder in group.fsdp_params if group is not None else ():
                 whole = getattr(holder, "_unsharded_param", None)
-                for tensor in (whole, None if whole is None else whole.grad, getattr(holder, "unsharded_accumulated_grad", None)):
+                for tensor in (
+                    whole,
+                    None if whole is None else whole.grad,
+                    getattr(holder, "unsharded_accumulated_grad", None),
+                ):
                     if tensor is not None:
                         yield local(tensor).untyped_storage()

@@ -111,7 +111,11 @@ def trace(task: Task) -> tuple[Measured, Batch]:
     from accel.accelerator import Accelerator
 
     variables = {**task.variables, **_changed(task.variables)}
-    with _quiet(), pretended_rank(task.rank, task.world_size, task.local_world_size, variables), watching(task.incoming):
+    with (
+        _quiet(),
+        pretended_rank(task.rank, task.world_size, task.local_world_size, variables),
+        watching(task.incoming),
+    ):
         loaders = DataLoaderConfiguration(split_batches=task.split_batches)
         accelerator = Accelerator(cpu=True, dataloader_config=loaders)
         if task.pipeline is not None:
@@ -122,7 +126,9 @@ def trace(task: Task) -> tuple[Measured, Batch]:
             if task.dtype is not None:
                 model = model.to(getattr(torch, task.dtype))
             parameters = list(model.parameters())
-            values, trained = (sum(item.numel() for item in parameters if flag or item.requires_grad) for flag in (True, False))
+            values, trained = (
+                sum(item.numel() for item in parameters if flag or item.requires_grad) for flag in (True, False)
+            )
             with without_memory():
                 # Module.to_empty would give each place of a tied weight memory of its own.
                 places = places_of(model)
@@ -254,7 +260,9 @@ def _loss(output: Any) -> torch.Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else [output]
+    values = (
+        output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else [output]
+    )
     first = next(value for value in values if isinstance(value, torch.Tensor) and value.requires_grad)
     return first.float().mean()
 
@@ -269,7 +277,11 @@ def _largest_unit(model: nn.Module) -> int:
             state: Any = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             sizes += [sum(_whole_bytes(item) for item in group.fsdp_params) for group in groups if group is not None]
-        elif isinstance(module, FullyShardedDataParallel) and module._handle is not None and module._handle.uses_sharded_strategy:
+        elif (
+            isinstance(module, FullyShardedDataParallel)
+            and module._handle is not None
+            and module._handle.uses_sharded_strategy
+        ):
             flat = module._handle.flat_param
             sizes.append(flat._unpadded_unsharded_size.numel() * flat.element_size())
     return max(sizes)
@@ -333,7 +345,12 @@ def extended(first: Measured, second: Measured, more: int) -> Measured:
         for name in ("values", "trained", "weights", "gradients", "activations")
     }
     grown = _added([(1 + more, list(second.collectives)), (-more, list(first.collectives))])
-    return Measured(**numbers, largest_unit=second.largest_unit, collectives=tuple(grown), stages=_grown(first.stages, second.stages, more))
+    return Measured(
+        **numbers,
+        largest_unit=second.largest_unit,
+        collectives=tuple(grown),
+        stages=_grown(first.stages, second.stages, more),
+    )
 
 
 def _grown(first: Kept | None, second: Kept | None, more: int) -> Kept | None:

@@ -20,7 +20,16 @@ from accel_state.errors import ConfigurationError
 T = TypeVar("T")
 
 # What a launcher sets for one rank, and a shell may hold for another.
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 
 
@@ -72,7 +81,9 @@ def _parts(tensor: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tenso
 
 
 @contextmanager
-def pretended_rank(rank: int, world_size: int, local_world_size: int, variables: Mapping[str, str]) -> Iterator[PartialState]:
+def pretended_rank(
+    rank: int, world_size: int, local_world_size: int, variables: Mapping[str, str]
+) -> Iterator[PartialState]:
     """A block in which this process is a rank of many, whose collectives return at once.
 
     Args:
@@ -126,7 +137,10 @@ def _stand_ins() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [(ddp, "DistributedDataParallel", Replica)]
     replaced += [(module, "TorchCollectives", along) for module in (mesh, mesh_pp)]
     # A comparison of stages with the whole needs values.
-    replaced += [(pipelining, "PipelineStage", watched_stage()), (pipeline_split.Stages, "check", lambda stages, example: None)]
+    replaced += [
+        (pipelining, "PipelineStage", watched_stage()),
+        (pipeline_split.Stages, "check", lambda stages, example: None),
+    ]
     replaced += [(pipeline.Pipeline, "_share", share_loss), *_mask_stand_ins()]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     for module, name, value in replaced:
@@ -140,7 +154,10 @@ def _stand_ins() -> Iterator[None]:
 
 def _mask_stand_ins() -> list[tuple[Any, str, Any]]:
     """Transformers looks at values to see that nothing is hidden, and makes a mask of all pairs of tokens where it cannot."""
-    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("transformers.masking_utils") is None:
+    if (
+        importlib.util.find_spec("transformers") is None
+        or importlib.util.find_spec("transformers.masking_utils") is None
+    ):
         return []
     masks = importlib.import_module("transformers.masking_utils")
 

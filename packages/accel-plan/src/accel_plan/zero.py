@@ -41,7 +41,9 @@ def as_copies(task: Task, precision: str) -> Task:
     return replace(task, variables={**variables, "ACCELERATE_MIXED_PRECISION": "no"}, dtype=HALF.get(precision))
 
 
-def zero(task: Task, measured: Measured, strategy: str, optimizer: str, steps: int) -> tuple[TrainingMemory, tuple[Collective, ...]]:
+def zero(
+    task: Task, measured: Measured, strategy: str, optimizer: str, steps: int
+) -> tuple[TrainingMemory, tuple[Collective, ...]]:
     """What a rank holds and sends.
 
     With S the bytes of the parameters in the type that the model computes in: stage 0 all-reduces the gradients once a step; stages 1 and
@@ -76,5 +78,8 @@ def zero(task: Task, measured: Measured, strategy: str, optimizer: str, steps: i
         "zero3": {"reduce-scatter": steps, "all-gather": 2 * steps},
     }[strategy]
     axis = "dp_replicate" if strategy == "zero0" else "dp_shard"
-    sent = [Collective(kind, axis, ranks, times, times * own, times * sent_bytes(kind, own, ranks)) for kind, times in wanted.items()]
+    sent = [
+        Collective(kind, axis, ranks, times, times * own, times * sent_bytes(kind, own, ranks))
+        for kind, times in wanted.items()
+    ]
     return memory, tuple(sent if ranks > 1 else ())

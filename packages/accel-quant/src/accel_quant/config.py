@@ -76,7 +76,9 @@ class BnbQuantizationConfig:
         given = [f"{name}={getattr(self, name)!r}" for name in idle if not _is_default(self, name)]
         if given:
             bits, other = (8, 4) if self.load_in_8bit else (4, 8)
-            raise ConfigurationError(f"{', '.join(given)} has no effect with load_in_{bits}bit. Leave it out, or set load_in_{other}bit.")
+            raise ConfigurationError(
+                f"{', '.join(given)} has no effect with load_in_{bits}bit. Leave it out, or set load_in_{other}bit."
+            )
 
     def _check_values(self) -> None:
         threshold = self.llm_int8_threshold
@@ -85,13 +87,17 @@ class BnbQuantizationConfig:
                 f"llm_int8_threshold={threshold!r} must be a number, 0 or more (the paper takes 6.0, 0 switches it off)."
             )
         if self.bnb_4bit_quant_type not in _QUANT_TYPES:
-            raise ConfigurationError(f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not one of {', '.join(_QUANT_TYPES)}.")
+            raise ConfigurationError(
+                f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not one of {', '.join(_QUANT_TYPES)}."
+            )
 
 
 def _is_default(config: BnbQuantizationConfig, name: str) -> bool:
     default = next(field.default for field in fields(config) if field.name == name)
     value: Any = getattr(config, name)
-    return default is not MISSING and bool(value == default or (name == "bnb_4bit_compute_dtype" and value == torch.float16))
+    return default is not MISSING and bool(
+        value == default or (name == "bnb_4bit_compute_dtype" and value == torch.float16)
+    )
 
 
 def _check_flag(name: str, value: Any) -> None:
@@ -109,5 +115,7 @@ def _dtype(name: str, value: Any) -> torch.dtype:
 
 
 def _check_names(name: str, value: Any) -> None:
-    if value is not None and not (isinstance(value, (list, tuple)) and all(isinstance(item, str) and item for item in value)):
+    if value is not None and not (
+        isinstance(value, (list, tuple)) and all(isinstance(item, str) and item for item in value)
+    ):
         raise ConfigurationError(f"{name}={value!r} must be a list of names of modules, such as ['lm_head'].")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accel_bigmodel.checkpoint.files.checkpoint_mapping import check_match, match, places_of
+from accel_bigmodel.checkpoint.checkpoint_mapping import check_match, match, places_of
 from safetensors.torch import save_file
 from torch import nn
 
@@ -30,7 +30,15 @@ from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState, is_initialized
 
 from .config import BnbQuantizationConfig
-from .layers import check_found, check_names, get_keys_to_not_convert, is_float, is_inside, layers_to_quantize, put_layer
+from .layers import (
+    check_found,
+    check_names,
+    get_keys_to_not_convert,
+    is_float,
+    is_inside,
+    layers_to_quantize,
+    put_layer,
+)
 from .offloaded_layers import FileStore, MemoryStore, StoredLayer, keep_elsewhere
 from .quantizers.base import Quantizer
 from .quantizers.registry import QUANTIZERS
@@ -107,11 +115,17 @@ def _check_weights(
     if isinstance(weights, ModelWeights):
         return {name: f"{name}.weight" for name in found}
     places, lost = places_of(model)
-    quantized = {name: quantizer.companions(name, weights.names()) for name in weights.names() if name.endswith("weight")}
+    quantized = {
+        name: quantizer.companions(name, weights.names()) for name in weights.names() if name.endswith("weight")
+    }
     companions = {companion for names in quantized.values() for companion in names}
     own = {name: tuple(place.tensor.shape) for place in places for name in place.names}
     # A quantized weight has another shape than the one it stands for.
-    shapes = {name: own.get(name, ()) if quantized.get(name) else weights.shape(name) for name in weights.names() if name not in companions}
+    shapes = {
+        name: own.get(name, ()) if quantized.get(name) else weights.shape(name)
+        for name in weights.names()
+        if name not in companions
+    }
     fit = match(places, shapes, lost)
     check_match(model, str(location), fit, strict=False)
     sources = {name: fit.sources[place.name] for place in places if place.name in fit.sources for name in place.names}
@@ -124,11 +138,15 @@ def _check_weights(
     missing = [name for name in found if f"{name}.weight" not in sources]
     if missing:
         some = ", ".join(missing[:5])
-        raise ConfigurationError(f"the checkpoint {location} lacks the weights of {len(missing)} layers to quantize: {some}.")
+        raise ConfigurationError(
+            f"the checkpoint {location} lacks the weights of {len(missing)} layers to quantize: {some}."
+        )
     return {name: sources[f"{name}.weight"] for name in found}
 
 
-def _check_type(name: str, source: str, found: Mapping[str, nn.Linear], weights: CheckpointWeights, quantized: bool) -> None:
+def _check_type(
+    name: str, source: str, found: Mapping[str, nn.Linear], weights: CheckpointWeights, quantized: bool
+) -> None:
     layer, _, part = name.rpartition(".")
     is_weight = part == "weight"
     dtype = weights.dtype(source)
@@ -168,11 +186,17 @@ def _device_map(
     whole = sorted(getattr(model, "_no_split_modules", None) or ()) if no_split is None else list(no_split)
     config = quantizer.config
     kept = config.keep_in_fp32_modules or ()
-    types: dict[str, Any] = {name: torch.float32 for name, _ in model.named_parameters() if any(is_inside(name, part) for part in kept)}
+    types: dict[str, Any] = {
+        name: torch.float32 for name, _ in model.named_parameters() if any(is_inside(name, part) for part in kept)
+    }
     types.update({f"{name}.weight": quantizer.dtype for name in found})
     if device_map != "sequential":
-        max_memory = get_balanced_memory(model, max_memory, whole, config.torch_dtype, types, low_zero=device_map == "balanced_low_0")
-    return infer_auto_device_map(model, max_memory, no_split_module_classes=whole, dtype=config.torch_dtype, special_dtypes=types)
+        max_memory = get_balanced_memory(
+            model, max_memory, whole, config.torch_dtype, types, low_zero=device_map == "balanced_low_0"
+        )
+    return infer_auto_device_map(
+        model, max_memory, no_split_module_classes=whole, dtype=config.torch_dtype, special_dtypes=types
+    )
 
 
 def _check_folder(places: Mapping[str, Location], folder: str | os.PathLike[str] | None) -> None:
@@ -211,7 +235,11 @@ class _Quantizing:
         device = self.main if elsewhere else as_device(place)
         names = {"weight": source, **self._companions(source)}
         # Read before the layer is replaced: the model itself may be what holds the weight.
-        tensors = {} if elsewhere and len(names) > 1 and self._in_place(names) else {key: self.weights.read(n) for key, n in names.items()}
+        tensors = (
+            {}
+            if elsewhere and len(names) > 1 and self._in_place(names)
+            else {key: self.weights.read(n) for key, n in names.items()}
+        )
         layer = put_layer(self.model, name, linear, self.quantizer)
         if tensors and len(names) > 1:
             self.quantizer.restore(layer, tensors, torch.device("cpu") if elsewhere else device)
@@ -234,7 +262,9 @@ class _Quantizing:
             )
         self.quantizer.quantize(layer, weight, device)
 
-    def _store(self, name: str, layer: nn.Linear, names: Mapping[str, str], place: str, in_place: bool) -> FileStore | MemoryStore:
+    def _store(
+        self, name: str, layer: nn.Linear, names: Mapping[str, str], place: str, in_place: bool
+    ) -> FileStore | MemoryStore:
         if in_place:
             path = self.weights.place(list(names.values()))
             assert path is not None
@@ -287,7 +317,9 @@ class _Quantizing:
         kept = config.keep_in_fp32_modules or ()
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             if is_float(tensor):
-                tensor.data = tensor.data.to(torch.float32 if any(is_inside(name, part) for part in kept) else config.torch_dtype)
+                tensor.data = tensor.data.to(
+                    torch.float32 if any(is_inside(name, part) for part in kept) else config.torch_dtype
+                )
 
     def dispatch(self) -> None:
         """Put the model on its devices, with hooks where there are several."""

@@ -42,7 +42,9 @@ class MemoryStore:
         return dict(self._tensors)
 
 
-def keep_elsewhere(layer: nn.Linear, quantizer: Quantizer, store: FileStore | MemoryStore, device: torch.device) -> None:
+def keep_elsewhere(
+    layer: nn.Linear, quantizer: Quantizer, store: FileStore | MemoryStore, device: torch.device
+) -> None:
     """Take the weight out of a quantized layer; from now on it is read for each forward.
 
     Args:

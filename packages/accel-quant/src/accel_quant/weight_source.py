@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accel_bigmodel.checkpoint.files.files import CheckpointFile, checkpoint_files, open_file
+from accel_bigmodel.checkpoint.files import CheckpointFile, checkpoint_files, open_file
 from torch import nn
 
 from accel_state.errors import ConfigurationError

@@ -35,7 +35,11 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
             source, attribute = exports[name]
         except KeyError:
             raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
-        value = importlib.import_module(source) if attribute is None else getattr(importlib.import_module(source), attribute)
+        value = (
+            importlib.import_module(source)
+            if attribute is None
+            else getattr(importlib.import_module(source), attribute)
+        )
         # The next access then finds the name without coming here.
         setattr(module, name, value)
         return value

@@ -66,7 +66,9 @@ class Job:
         """
         module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
         if module is None or "<" in qualname or _resolve(sys.modules.get(module), qualname) is not fn:
-            raise ConfigurationError(f"{fn!r} cannot run in another process: give a function defined at the top of a module")
+            raise ConfigurationError(
+                f"{fn!r} cannot run in another process: give a function defined at the top of a module"
+            )
         file = getattr(sys.modules[module], "__file__", None)
         # Where the file is a script, multiprocessing loads it in the rank under this name.
         name = "__mp_main__" if module == "__main__" else module
@@ -99,7 +101,13 @@ def _resolve(module: Any, qualname: str) -> Any:
 
 
 def main(
-    job: Job, environment: dict[str, str], results: Connection, go: Connection, dump: Descriptor, stdout: Descriptor, stderr: Descriptor
+    job: Job,
+    environment: dict[str, str],
+    results: Connection,
+    go: Connection,
+    dump: Descriptor,
+    stdout: Descriptor,
+    stderr: Descriptor,
 ) -> None:
     """Run the job, send what came of it, and leave without the interpreter's own exit.
 

@@ -30,7 +30,9 @@ class GradientAccumulationPlugin:
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_steps is not None and (isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1):
+        if self.num_steps is not None and (
+            isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1
+        ):
             raise ConfigurationError(
                 f"gradient accumulation num_steps={self.num_steps!r} is not a positive integer. Use 1 for no accumulation."
             )
@@ -38,4 +40,6 @@ class GradientAccumulationPlugin:
     def to_kwargs(self) -> dict[str, Any]:
         """The settings that differ from their defaults."""
         default = type(self)()
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)}
+        return {
+            f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
+        }

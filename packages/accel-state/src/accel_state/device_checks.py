@@ -103,7 +103,9 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
         ConfigurationError: both are asked for.
     """
     if check_is_tpu and check_is_gpu:
-        raise ConfigurationError("check_is_tpu and check_is_gpu are both True, but a run has one kind of XLA device: ask for one")
+        raise ConfigurationError(
+            "check_is_tpu and check_is_gpu are both True, but a run has one kind of XLA device: ask for one"
+        )
     if not devices.get("xla").is_available():
         return False
     # Without the variable it is the TPU library that makes XLA available.

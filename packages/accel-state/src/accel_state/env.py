@@ -43,7 +43,9 @@ def str_to_bool(value: Any, to_bool: bool = False) -> int | bool:
         return True if to_bool else 1
     if word in FALSE_WORDS:
         return False if to_bool else 0
-    raise ConfigurationError(f"{value!r} is neither true nor false. Allowed: {', '.join(TRUE_WORDS)} or {', '.join(FALSE_WORDS)}.")
+    raise ConfigurationError(
+        f"{value!r} is neither true nor false. Allowed: {', '.join(TRUE_WORDS)} or {', '.join(FALSE_WORDS)}."
+    )
 
 
 def read_str(key: str, default: str | None = None, environ: Mapping[str, str] | None = None) -> str | None:
@@ -102,7 +104,9 @@ def read_int(key: str, environ: Mapping[str, str] | None = None) -> int | None:
     try:
         return int(value)
     except ValueError:
-        raise ConfigurationError(f"environment variable {key}={value!r} is not an integer. Set it to one, or unset it.") from None
+        raise ConfigurationError(
+            f"environment variable {key}={value!r} is not an integer. Set it to one, or unset it."
+        ) from None
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:

@@ -43,4 +43,6 @@ def require(module: str, *, purpose: str, install: str) -> ModuleType:
         # A module that is there but fails on an import of its own must not be reported as missing.
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
             raise
-        raise MissingDependencyError(f"{purpose} needs the module {module}. Install it with: pip install '{install}'") from error
+        raise MissingDependencyError(
+            f"{purpose} needs the module {module}. Install it with: pip install '{install}'"
+        ) from error

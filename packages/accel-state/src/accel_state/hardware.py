@@ -79,7 +79,11 @@ def check_cuda_p2p_ib_support() -> bool:
         names, count = get_gpu_info()
         return count < 2 or p2p_ib_supported(names, get_driver_version())
     except (subprocess.SubprocessError, OSError, InvalidVersion) as error:
-        warnings.warn(f"nvidia-smi could not be asked about peer-to-peer transfers, so they stay on: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"nvidia-smi could not be asked about peer-to-peer transfers, so they stay on: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return True
 
 

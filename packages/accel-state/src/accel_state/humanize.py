@@ -35,7 +35,9 @@ def convert_file_size_to_int(size: int | str) -> int:
         return size
     match = _SIZE.fullmatch(size)
     if match is None:
-        raise ValueError(f"{size!r} is not a size. Give a number of bytes, or a number with a unit: '500MB', '5GB', '5GiB'.")
+        raise ValueError(
+            f"{size!r} is not a size. Give a number of bytes, or a number with a unit: '500MB', '5GB', '5GiB'."
+        )
     number, prefix, binary, unit = match.groups()
     factor = (1024 if binary else 1000) ** _POWERS[prefix.upper()]
     bytes_ = int(float(number) * factor)

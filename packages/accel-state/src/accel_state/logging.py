@@ -97,7 +97,9 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         try:
             logger.setLevel(log_level.strip().upper())
         except ValueError:
-            raise ConfigurationError(f"{source}={log_level!r} is not one of DEBUG, INFO, WARNING, ERROR, CRITICAL") from None
+            raise ConfigurationError(
+                f"{source}={log_level!r} is not one of DEBUG, INFO, WARNING, ERROR, CRITICAL"
+            ) from None
     return MultiProcessAdapter(logger, {})
 
 

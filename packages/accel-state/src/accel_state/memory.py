@@ -79,7 +79,9 @@ def find_executable_batch_size(
     """
     if function is None:
         return functools.partial(
-            find_executable_batch_size, starting_batch_size=starting_batch_size, reduce_batch_size_fn=reduce_batch_size_fn
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
         )
     signature = inspect.signature(function)
     _check_takes_batch_size(function, signature)
@@ -127,7 +129,9 @@ def _with_parameter(reduce: Callable[..., int]) -> Callable[[int], int]:
 def _next(reduce: Callable[[int], int], batch_size: int) -> int:
     smaller = reduce(batch_size)
     if smaller >= batch_size:
-        raise ConfigurationError(f"reduce_batch_size_fn gave {smaller} after {batch_size} ran out of memory; it must give a smaller one")
+        raise ConfigurationError(
+            f"reduce_batch_size_fn gave {smaller} after {batch_size} ran out of memory; it must give a smaller one"
+        )
     return smaller
 
 
@@ -141,13 +145,19 @@ def _check_takes_batch_size(function: Callable[..., Any], signature: inspect.Sig
         ) from None
 
 
-def _check_arguments(function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_arguments(
+    function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Refuse a call that could never work, above all one that passes the batch size itself."""
     try:
         signature.bind(1, *args, **kwargs)
     except TypeError as error:
         given = [repr(value) for value in args[1:]] + [f"{key}={value!r}" for key, value in kwargs.items()]
-        hint = f"; if the batch size was passed, leave it out: {function.__name__}({', '.join(given)})" if args or kwargs else ""
+        hint = (
+            f"; if the batch size was passed, leave it out: {function.__name__}({', '.join(given)})"
+            if args or kwargs
+            else ""
+        )
         raise TypeError(
             f"{function.__qualname__}{signature} cannot be called with these arguments behind the batch size, which "
             f"find_executable_batch_size adds as the first one ({error}){hint}"

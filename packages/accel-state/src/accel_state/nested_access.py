@@ -23,5 +23,7 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
     """
     for key, value in source.items():
         inner = destination.get(key)
-        destination[key] = merge_dicts(value, inner if isinstance(inner, dict) else {}) if isinstance(value, dict) else value
+        destination[key] = (
+            merge_dicts(value, inner if isinstance(inner, dict) else {}) if isinstance(value, dict) else value
+        )
     return destination

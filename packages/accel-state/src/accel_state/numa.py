@@ -78,18 +78,31 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     """
     ranks = get_cpu_distributed_information().local_world_size
     if not 0 <= local_process_index < max(ranks, 1):
-        raise ConfigurationError(f"local_process_index={local_process_index} is not between 0 and the number of local processes {ranks}")
+        raise ConfigurationError(
+            f"local_process_index={local_process_index} is not between 0 and the number of local processes {ranks}"
+        )
     allowed = _cores_at_start()
     device = devices.detect(cpu=env.parse_flag_from_env("ACCELERATE_USE_CPU"))
     places = [_device_cores(device, index, allowed) for index in range(min(ranks, device.device_count()))]
     cores = choose_cores(local_process_index, ranks, allowed, places, _numa_nodes(_SYS))
     psutil.Process().cpu_affinity(cores)
     if verbose if verbose is not None else env.parse_flag_from_env("ACCELERATE_DEBUG_MODE"):
-        _logger.info("local rank %d of %d is bound to %d of %d cores: %s", local_process_index, ranks, len(cores), len(allowed), cores)
+        _logger.info(
+            "local rank %d of %d is bound to %d of %d cores: %s",
+            local_process_index,
+            ranks,
+            len(cores),
+            len(allowed),
+            cores,
+        )
 
 
 def choose_cores(
-    local_rank: int, local_world_size: int, allowed: Sequence[int], device_cores: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]]
+    local_rank: int,
+    local_world_size: int,
+    allowed: Sequence[int],
+    device_cores: Sequence[Sequence[int]],
+    nodes: Sequence[Sequence[int]],
 ) -> list[int]:
     """Cores for one process; those of all processes together are a partition where there are enough of them.
 
@@ -159,7 +172,9 @@ def cores_near_pci(address: str, sys_root: Path = _SYS) -> list[int]:
     node = _read(folder / "numa_node")
     if not node or int(node) < 0:
         return []
-    return parse_core_list(_read(folder / "local_cpulist") or _read(sys_root / f"devices/system/node/node{int(node)}/cpulist"))
+    return parse_core_list(
+        _read(folder / "local_cpulist") or _read(sys_root / f"devices/system/node/node{int(node)}/cpulist")
+    )
 
 
 def _numa_nodes(sys_root: Path) -> list[list[int]]:

@@ -21,7 +21,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         MissingDependencyError: tqdm is not installed.
     """
     if args and isinstance(args[0], bool):
-        raise ConfigurationError(f"the first argument of tqdm is {args[0]}; give what to iterate over, and main_process_only by its name")
+        raise ConfigurationError(
+            f"the first argument of tqdm is {args[0]}; give what to iterate over, and main_process_only by its name"
+        )
     bar = require("tqdm.auto", purpose="a progress bar", install="tqdm").tqdm
     if main_process_only and not kwargs.get("disable", False):
         kwargs["disable"] = PartialState().local_process_index != 0

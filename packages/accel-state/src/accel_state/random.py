@@ -30,7 +30,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     rank = PartialState().process_index if device_specific else 0
     if not 0 <= seed + rank <= _MAX_SEED or seed < 0:
         with_rank = f" plus the rank {rank}" if rank else ""
-        raise ConfigurationError(f"seed={seed}{with_rank} is not between 0 and 2**32 - 1 = {_MAX_SEED}, the range that numpy takes")
+        raise ConfigurationError(
+            f"seed={seed}{with_rank} is not between 0 and 2**32 - 1 = {_MAX_SEED}, the range that numpy takes"
+        )
     seed += rank
     random.seed(seed)
     np.random.seed(seed)
@@ -56,7 +58,9 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     kind = RNGType(rng_type) if rng_type is not None else RNGType.GENERATOR
     if kind is RNGType.GENERATOR:
         if generator is None:
-            raise ConfigurationError("rng_type 'generator' needs the generator: synchronize_rng_state('generator', generator=...)")
+            raise ConfigurationError(
+                "rng_type 'generator' needs the generator: synchronize_rng_state('generator', generator=...)"
+            )
         generator.set_state(_of_rank_zero(generator.get_state()))
     else:
         _SYNCHRONIZE.get(kind, lambda: _synchronize_device(kind))()

@@ -36,7 +36,9 @@ class Registry(Generic[T]):
         """
         known = self._targets.get(name)
         if known is not None and known != target:
-            raise ConfigurationError(f"the {self.kind} {name!r} is registered twice: as {known} and as {target}. Rename one of them.")
+            raise ConfigurationError(
+                f"the {self.kind} {name!r} is registered twice: as {known} and as {target}. Rename one of them."
+            )
         self._targets[name] = target
 
     def names(self) -> list[str]:
@@ -62,7 +64,11 @@ class Registry(Generic[T]):
         if name not in self:
             raise ConfigurationError(
                 f"{name!r} is not a known {self.kind}. Known: {', '.join(self.names()) or 'none'}."
-                + (f" A package adds its own through the entry point group {self.entry_point_group!r}." if self.entry_point_group else "")
+                + (
+                    f" A package adds its own through the entry point group {self.entry_point_group!r}."
+                    if self.entry_point_group
+                    else ""
+                )
             )
         return self._targets[name]
 

@@ -23,7 +23,9 @@ def share_of(inputs: Any, rank: int, world_size: int, apply_padding: bool = Fals
     """A rank's share of the inputs; see :meth:`ProcessControl.split_between_processes`."""
     length = _common_length(inputs)
     if apply_padding and length == 0 and world_size > 1:
-        raise ValueError("split_between_processes cannot pad: the inputs are empty, so there is no last input to repeat.")
+        raise ValueError(
+            "split_between_processes cannot pad: the inputs are empty, so there is no last input to repeat."
+        )
     start, end = share_bounds(length, rank, world_size)
     longest = -(-length // world_size)
     return _take(inputs, start, end, longest - (end - start) if apply_padding else 0)
@@ -42,7 +44,9 @@ def _common_length(inputs: Any) -> int:
 def _length(inputs: Any) -> int:
     if isinstance(inputs, (torch.Tensor, np.ndarray)):
         if inputs.ndim == 0:
-            raise TypeError("split_between_processes got a 0-dimensional tensor, which cannot be split. Put it into a list.")
+            raise TypeError(
+                "split_between_processes got a 0-dimensional tensor, which cannot be split. Put it into a list."
+            )
         return int(inputs.shape[0])
     if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
         raise TypeError(
@@ -59,9 +63,15 @@ def _take(inputs: Any, start: int, end: int, padding: int) -> Any:
     if is_namedtuple(inputs):
         return type(inputs)(*(_take(value, start, end, padding) for value in inputs))
     if isinstance(inputs, torch.Tensor):
-        return torch.cat([inputs[start:end], inputs[-1:].expand(padding, *inputs.shape[1:])]) if padding else inputs[start:end]
+        return (
+            torch.cat([inputs[start:end], inputs[-1:].expand(padding, *inputs.shape[1:])])
+            if padding
+            else inputs[start:end]
+        )
     if isinstance(inputs, np.ndarray):
-        return np.concatenate([inputs[start:end], inputs[-1:].repeat(padding, axis=0)]) if padding else inputs[start:end]
+        return (
+            np.concatenate([inputs[start:end], inputs[-1:].repeat(padding, axis=0)]) if padding else inputs[start:end]
+        )
     if isinstance(inputs, list):
         return inputs[start:end] + inputs[-1:] * padding
     if isinstance(inputs, tuple):
@@ -76,4 +86,6 @@ def _take_items(inputs: Any, indices: list[int]) -> Any:
         return Subset(inputs, indices)
     if isinstance(inputs, Sequence):
         return [inputs[i] for i in indices]
-    raise TypeError(f"split_between_processes cannot take single items from a {type(inputs).__name__}. Turn it into a list first.")
+    raise TypeError(
+        f"split_between_processes cannot take single items from a {type(inputs).__name__}. Turn it into a list first."
+    )

@@ -186,7 +186,9 @@ def _start_rank(context: Any, job: _test_worker.Job, environment: dict[str, str]
     dump, dump_in_rank = os.pipe()
     # What a test prints belongs where the test's own output goes now; the server's descriptors may be those of an earlier test.
     descriptors = [_test_worker.Descriptor(number) for number in (dump_in_rank, 1, 2)]
-    process = context.Process(target=_test_worker.main, args=(job, environment, results_in_rank, go_in_rank, *descriptors), daemon=False)
+    process = context.Process(
+        target=_test_worker.main, args=(job, environment, results_in_rank, go_in_rank, *descriptors), daemon=False
+    )
     try:
         process.start()
     finally:
@@ -263,14 +265,18 @@ def _note_positions(ranks: list[_Rank]) -> None:
     for rank in ranks:
         text = _read_dump(rank.dump)
         if text:
-            rank.notes.append("not finished; it stood at (most recent call first):\n" + _test_worker.readable_dump(text))
+            rank.notes.append(
+                "not finished; it stood at (most recent call first):\n" + _test_worker.readable_dump(text)
+            )
 
 
 def _read_dump(descriptor: int) -> str:
     """What arrives in a pipe: all that faulthandler writes of a process, however long a busy machine takes over it."""
     text = b""
     # The main thread comes last. After its end only what other versions of Python may add is waited for.
-    while wait([descriptor], _QUIET_SECONDS if _test_worker.is_whole_dump(text.decode(errors="replace")) else _DUMP_SECONDS):
+    while wait(
+        [descriptor], _QUIET_SECONDS if _test_worker.is_whole_dump(text.decode(errors="replace")) else _DUMP_SECONDS
+    ):
         chunk = os.read(descriptor, 65536)
         if not chunk:
             break

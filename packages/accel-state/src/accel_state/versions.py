@@ -40,7 +40,9 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     try:
         required = parse(requirement_version)
     except InvalidVersion:
-        raise ConfigurationError(f"requirement_version={requirement_version!r} is not a version such as '2.4' or '2.4.1rc1'") from None
+        raise ConfigurationError(
+            f"requirement_version={requirement_version!r} is not a version such as '2.4' or '2.4.1rc1'"
+        ) from None
     version = _installed_version(library_or_version) if isinstance(library_or_version, str) else library_or_version
     return bool(compare(version, required))
 
@@ -63,4 +65,6 @@ def _installed_version(library: str) -> Version:
     try:
         return parse(importlib.metadata.version(library))
     except importlib.metadata.PackageNotFoundError as error:
-        raise MissingDependencyError(f"the package {library!r} is not installed, so it has no version. pip install {library}") from error
+        raise MissingDependencyError(
+            f"the package {library!r} is not installed, so it has no version. pip install {library}"
+        ) from error

@@ -69,7 +69,9 @@ class GeneralTracker:
         Raises:
             ConfigurationError: this tracker cannot continue runs.
         """
-        raise ConfigurationError(f"the tracker {self.name!r} cannot continue the run {run_id!r}: its class has no resume().")
+        raise ConfigurationError(
+            f"the tracker {self.name!r} cannot continue the run {run_id!r}: its class has no resume()."
+        )
 
     def discard(self) -> None:
         """End a run that holds nothing yet, in favour of the one that is resumed; back ends that can, delete it."""
@@ -126,4 +128,6 @@ class Silence(GeneralTracker):
 
 def _has(tracker: object, attribute: str) -> bool:
     # A property may need what the constructor has yet to set, so it is looked for rather than read.
-    return attribute in vars(tracker) or any(attribute in vars(cls) for cls in type(tracker).__mro__ if cls is not GeneralTracker)
+    return attribute in vars(tracker) or any(
+        attribute in vars(cls) for cls in type(tracker).__mro__ if cls is not GeneralTracker
+    )

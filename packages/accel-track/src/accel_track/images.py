@@ -31,14 +31,19 @@ def as_images(value: Any) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
     if isinstance(value, (list, tuple)):
         return [image for item in value for image in as_images(item)]
     if isinstance(value, torch.Tensor):
-        return _split(value.detach().float().numpy() if value.dtype is torch.bfloat16 else value.detach().numpy(), channels_first=True)
+        return _split(
+            value.detach().float().numpy() if value.dtype is torch.bfloat16 else value.detach().numpy(),
+            channels_first=True,
+        )
     if hasattr(value, "mode") and hasattr(value, "convert"):
         alpha = "A" in value.mode or "transparency" in getattr(value, "info", {})
         value = value if value.mode in ("L", "RGB", "RGBA") else value.convert("RGBA" if alpha else "RGB")
     try:
         array = numpy.asarray(value)
     except Exception as error:
-        raise ConfigurationError(f"{value!r:.200} is no image: {error}. Give a tensor, an array, an image of PIL, or a list.") from error
+        raise ConfigurationError(
+            f"{value!r:.200} is no image: {error}. Give a tensor, an array, an image of PIL, or a list."
+        ) from error
     return _split(array, channels_first=False)
 
 

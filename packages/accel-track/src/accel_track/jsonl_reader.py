@@ -56,12 +56,17 @@ class Run:
 
     def last(self) -> dict[str, tuple[Any, Any]]:
         """The latest value of everything that was logged, with its step, by name."""
-        return {name: (row.get(STEP), value) for row in self.rows for name, value in row.items() if name not in (STEP, TIME)}
+        return {
+            name: (row.get(STEP), value) for row in self.rows for name, value in row.items() if name not in (STEP, TIME)
+        }
 
     def write_csv(self, path: Path) -> None:
         """Write all rows as a table of comma-separated values, one column for each name."""
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
-        columns = [*(name for name in (STEP, TIME) if name in columns), *(name for name in columns if name not in (STEP, TIME))]
+        columns = [
+            *(name for name in (STEP, TIME) if name in columns),
+            *(name for name in columns if name not in (STEP, TIME)),
+        ]
         partial = path.with_name(f"{path.name}.partial")
         with partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
             writer = csv.DictWriter(file, columns)
@@ -94,13 +99,17 @@ def read_run(folder: Path) -> Run:
     """
     metrics, facts = folder / METRICS_NAME, folder / RUN_NAME
     if not metrics.is_file():
-        raise ConfigurationError(f"{folder} has no {METRICS_NAME}, so it is no run of the jsonl tracker. Log one with log_with='jsonl'.")
+        raise ConfigurationError(
+            f"{folder} has no {METRICS_NAME}, so it is no run of the jsonl tracker. Log one with log_with='jsonl'."
+        )
     run = Run(folder)
     if facts.is_file():
         try:
             run.facts = _object(facts.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{facts} is damaged: {error}. Delete it to see the metrics without it.") from error
+            raise ConfigurationError(
+                f"{facts} is damaged: {error}. Delete it to see the metrics without it."
+            ) from error
     with metrics.open(encoding="utf-8", errors="replace") as file:
         _read_rows(run, file)
     return run
@@ -124,7 +133,9 @@ def _read_rows(run: Run, lines: Iterable[str]) -> None:
             run.damaged += 1
         elif RESUMED in row:
             after = _number(row[RESUMED])
-            run.rows = [kept for kept in run.rows if after is None or (step := _number(kept.get(STEP))) is None or step <= after]
+            run.rows = [
+                kept for kept in run.rows if after is None or (step := _number(kept.get(STEP))) is None or step <= after
+            ]
         else:
             run.rows.append(row)
 
@@ -140,7 +151,9 @@ def find_runs(folder: Path, names: Sequence[str] = ()) -> list[Run]:
         ConfigurationError: there is no such folder, or no run in it.
     """
     if not folder.is_dir():
-        raise ConfigurationError(f"there is no folder {str(folder)!r}. Give the logging_dir of a run that was logged with 'jsonl'.")
+        raise ConfigurationError(
+            f"there is no folder {str(folder)!r}. Give the logging_dir of a run that was logged with 'jsonl'."
+        )
     runs = sorted(map(read_run, _folders(folder)), key=lambda run: (str(run.facts.get("started", "")), run.name))
     chosen = [run for run in runs if not names or any(name in run.name for name in names)]
     if not chosen:

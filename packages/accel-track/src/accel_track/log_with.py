@@ -30,12 +30,16 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         ConfigurationError: it is no tracker class, or its name is taken.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
-        raise ConfigurationError(f"{tracker_class!r} is no subclass of GeneralTracker. Derive it from accel_track.GeneralTracker.")
+        raise ConfigurationError(
+            f"{tracker_class!r} is no subclass of GeneralTracker. Derive it from accel_track.GeneralTracker."
+        )
     _check(tracker_class, None, needs_folder=False)
     name = str(tracker_class.name)
     known = _registered.get(name)
     if name in TRACKERS or name == "all" or known not in (None, tracker_class):
-        raise ConfigurationError(f"the name {name!r} of {tracker_class.__qualname__} is taken by another tracker. Choose another name.")
+        raise ConfigurationError(
+            f"the name {name!r} of {tracker_class.__qualname__} is taken by another tracker. Choose another name."
+        )
     _registered[name] = tracker_class
 
 

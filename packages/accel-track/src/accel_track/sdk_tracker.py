@@ -73,7 +73,9 @@ class LibraryTracker(GeneralTracker):
                 numbers[name] = number
             elif name not in self._left_out:
                 self._left_out.add(name)
-                logger.warning("The tracker %r keeps numbers only: %r, a %s, is left out.", self.name, name, type(value).__name__)
+                logger.warning(
+                    "The tracker %r keeps numbers only: %r, a %s, is left out.", self.name, name, type(value).__name__
+                )
         return numbers
 
     def _plain_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +93,9 @@ class LibraryTracker(GeneralTracker):
     def _require_server(self, url: str | None) -> None:
         """Raise ServerUnreachableError where a server does not answer within seconds: the library itself may try for minutes."""
         if url and not answers(url, ANSWER_SECONDS):
-            raise ServerUnreachableError(f"the server {url} does not answer within {ANSWER_SECONDS:g} s. {self.offline}".strip())
+            raise ServerUnreachableError(
+                f"the server {url} does not answer within {ANSWER_SECONDS:g} s. {self.offline}".strip()
+            )
 
 
 class RunTracker(LibraryTracker):

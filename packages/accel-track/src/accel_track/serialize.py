@@ -24,7 +24,14 @@ _LONGEST_INTEGER = 2**13
 DEEPEST = 40
 """Levels of nesting; what lies deeper is stored as text."""
 
-_CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.MethodDescriptorType, types.WrapperDescriptorType)
+_CALLABLE = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    type,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
 
 
 def to_plain(value: Any) -> Any:
@@ -99,7 +106,10 @@ def _list(items: Iterable[Any], above: tuple[int, ...]) -> list[Any]:
 
 
 def _sorted(items: Iterable[Any], above: tuple[int, ...]) -> list[Any]:
-    return sorted(_list(items, above), key=lambda item: (type(item).__name__, item if isinstance(item, (int, float)) else 0, str(item)))
+    return sorted(
+        _list(items, above),
+        key=lambda item: (type(item).__name__, item if isinstance(item, (int, float)) else 0, str(item)),
+    )
 
 
 def _tensor(value: torch.Tensor, above: tuple[int, ...]) -> Any:
@@ -124,7 +134,11 @@ def _name_of(value: Any) -> str:
 
 
 def _partial(value: Any, above: tuple[int, ...]) -> dict[str, Any]:
-    return {"function": _plain(value.func, above), "args": _list(value.args, above), "kwargs": _dictionary(value.keywords.items(), above)}
+    return {
+        "function": _plain(value.func, above),
+        "args": _list(value.args, above),
+        "kwargs": _dictionary(value.keywords.items(), above),
+    }
 
 
 def _dtype(value: torch.dtype) -> str:
@@ -139,7 +153,10 @@ _DATES = (datetime.date, datetime.time)
 _CONVERSIONS: tuple[tuple[Callable[[Any], bool], Callable[[Any, tuple[int, ...]], Any]], ...] = (
     (lambda v: isinstance(v, torch.Tensor), _tensor),
     (lambda v: isinstance(v, Mapping), lambda v, above: _dictionary(v.items(), above)),
-    (lambda v: isinstance(v, tuple) and hasattr(v, "_asdict"), lambda v, above: _dictionary(v._asdict().items(), above)),
+    (
+        lambda v: isinstance(v, tuple) and hasattr(v, "_asdict"),
+        lambda v, above: _dictionary(v._asdict().items(), above),
+    ),
     (lambda v: isinstance(v, (list, tuple)), _list),
     (lambda v: isinstance(v, (set, frozenset)), _sorted),
     (_is_fields, lambda v, above: _dictionary(_fields(v).items(), above)),

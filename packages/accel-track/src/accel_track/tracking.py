@@ -162,9 +162,15 @@ class Tracking:
         table = {"columns": columns, "data": data, "dataframe": dataframe}
         snapshot = self._snapshot(table) if self._channels else None
         if snapshot is not None:
-            self._call("log_table", lambda method, kwargs: method(table_name, **snapshot.values(), step=step, **kwargs), log_kwargs)
+            self._call(
+                "log_table",
+                lambda method, kwargs: method(table_name, **snapshot.values(), step=step, **kwargs),
+                log_kwargs,
+            )
 
-    def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None, log_kwargs: Settings = None) -> None:
+    def log_artifact(
+        self, local_path: str | os.PathLike[str], artifact_path: str | None = None, log_kwargs: Settings = None
+    ) -> None:
         """Keep a file with the run, in every tracker that keeps files. Returns when they have it, so that it may be deleted.
 
         Args:
@@ -178,9 +184,13 @@ class Tracking:
         if not self._channels:
             return
         if not Path(local_path).is_file():
-            raise ConfigurationError(f"there is no file {str(local_path)!r} to log. Write it before, on the main process.")
+            raise ConfigurationError(
+                f"there is no file {str(local_path)!r} to log. Write it before, on the main process."
+            )
         path = str(local_path)
-        self._call("log_artifact", lambda method, kwargs: method(path, artifact_path=artifact_path, **kwargs), log_kwargs)
+        self._call(
+            "log_artifact", lambda method, kwargs: method(path, artifact_path=artifact_path, **kwargs), log_kwargs
+        )
         self.flush()
 
     def flush(self) -> None:
@@ -246,7 +256,9 @@ class Tracking:
                 channel.wait()
                 tracker: Any = Silence(channel.name) if channel.error else channel.tracker
                 return tracker.tracker if unwrap else tracker
-        if name in self._unstarted or (any(tracker.name == name for tracker in self.log_with) and not is_main_process()):
+        if name in self._unstarted or (
+            any(tracker.name == name for tracker in self.log_with) and not is_main_process()
+        ):
             return Silence(str(name))
         started = ", ".join(channel.name for channel in self._channels) or "none"
         raise ConfigurationError(
@@ -307,7 +319,10 @@ class Tracking:
                 raise TrackerError(f"The tracker {str(tracker.name)!r} could not be made: {error}") from error
             self._unstarted.add(str(tracker.name))
             logger.warning(
-                "The tracker %r could not be made and is set aside: %s: %s. The run goes on.", tracker.name, type(error).__name__, error
+                "The tracker %r could not be made and is set aside: %s: %s. The run goes on.",
+                tracker.name,
+                type(error).__name__,
+                error,
             )
             return
         self._channels.append(channel)
@@ -337,25 +352,34 @@ class Tracking:
         for channel in self._channels:
             function = getattr(channel.tracker, method, None)
             if function is None:
-                self._warn_once(f"The tracker {channel.name!r} has no {method}(), so it is not given what {method}() logs.")
+                self._warn_once(
+                    f"The tracker {channel.name!r} has no {method}(), so it is not given what {method}() logs."
+                )
             else:
                 channel.submit(method, partial(call, function, (log_kwargs or {}).get(channel.name, {})))
 
     def _snapshot(self, values: Mapping[str, Any]) -> Snapshot | None:
         if not isinstance(values, Mapping):
-            raise ConfigurationError(f"log() got {values!r}, a {type(values).__name__}. Give a dictionary of names to values.")
+            raise ConfigurationError(
+                f"log() got {values!r}, a {type(values).__name__}. Give a dictionary of names to values."
+            )
         try:
             return Snapshot(values)
         except Exception as error:
             if self._delivery.strict:
-                raise TrackerError(f"The values of {', '.join(map(str, values))} could not be taken: {error}") from error
+                raise TrackerError(
+                    f"The values of {', '.join(map(str, values))} could not be taken: {error}"
+                ) from error
             self._warn_once(f"What log() was given is left out: {type(error).__name__}: {error}")
             return None
 
     def _explain_silence(self) -> None:
         """Say why nothing is logged, unless that is as it should be."""
         if os.getpid() != self._pid:
-            self._warn_once("log() was called in a process forked from the one that tracks the run, and has no effect there.", os.getpid())
+            self._warn_once(
+                "log() was called in a process forked from the one that tracks the run, and has no effect there.",
+                os.getpid(),
+            )
         elif self.log_with and not self._unstarted and is_main_process():
             self._warn_once("log() was called before init_trackers() or after the end of the run, and has no effect.")
 
@@ -370,9 +394,13 @@ def _dictionary(config: Any) -> dict[str, Any] | None:
         return None
     if isinstance(config, Mapping):
         return dict(config)
-    if isinstance(config, (argparse.Namespace, types.SimpleNamespace)) or (is_dataclass(config) and not isinstance(config, type)):
+    if isinstance(config, (argparse.Namespace, types.SimpleNamespace)) or (
+        is_dataclass(config) and not isinstance(config, type)
+    ):
         return dict(vars(config))
-    raise ConfigurationError(f"config={config!r} is a {type(config).__name__}. Give a dictionary, a namespace or a data class.")
+    raise ConfigurationError(
+        f"config={config!r} is a {type(config).__name__}. Give a dictionary, a namespace or a data class."
+    )
 
 
 def _nothing() -> None:

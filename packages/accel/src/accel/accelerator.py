@@ -116,7 +116,9 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
             owner=self,
             mixed_precision=mixed_precision,
             cpu=cpu,
-            accumulation_plugin=config_resolution.accumulation_settings(gradient_accumulation_steps, gradient_accumulation_plugin),
+            accumulation_plugin=config_resolution.accumulation_settings(
+                gradient_accumulation_steps, gradient_accumulation_plugin
+            ),
             dynamo=config_resolution.dynamo_settings(dynamo_backend, dynamo_plugin),
             engines={
                 "deepspeed": deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins,
@@ -134,7 +136,9 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         self._engines = parts.strategy if isinstance(parts.strategy, OwnsBackward) else None
         self.precision = parts.precision
         self.scaler = parts.precision.scaler
-        self.prepared = Preparation(parts, self.dataloader_config, device_placement, step_scheduler_with_optimizer, self.rng_types)
+        self.prepared = Preparation(
+            parts, self.dataloader_config, device_placement, step_scheduler_with_optimizer, self.rng_types
+        )
         self._accumulation = Accumulation(
             parts.process, parts.gradient_state, parts.accumulation_plugin, parts.strategy, lambda: self.prepared.models
         )
@@ -158,11 +162,15 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         """
         places: list[bool | None] = [None] * len(args) if device_placement is None else list(device_placement)
         if len(places) != len(args):
-            raise ConfigurationError(f"device_placement has {len(places)} values for {len(args)} objects. Give one for each.")
+            raise ConfigurationError(
+                f"device_placement has {len(places)} values for {len(args)} objects. Give one for each."
+            )
         result = self.prepared.prepare(args, places)
         return result[0] if len(result) == 1 else tuple(result)
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
         """Prepare a model.
 
         Args:
@@ -172,7 +180,9 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         """
         return self.prepared.model(model, device_placement, evaluation_mode)
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
         """Prepare an optimizer; ``device_placement`` moves its state to the device."""
         return self.prepared.optimizer(optimizer, device_placement)
 
@@ -181,7 +191,10 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         return self.prepared.scheduler(scheduler)
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Callable[..., Any] | None = None
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
         """Prepare a loader: each process gets its share of the data.
 
@@ -205,7 +218,9 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         """
         return self.strategy.sequence_parallel_loader(dl, model)
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """The model that was prepared.
 
         Args:
@@ -224,7 +239,12 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         return self._accumulation.step(models)
 
     def backward(
-        self, loss: torch.Tensor, *, num_items: int | torch.Tensor | None = None, reduction: ItemReduction = "mean", **kwargs: Any
+        self,
+        loss: torch.Tensor,
+        *,
+        num_items: int | torch.Tensor | None = None,
+        reduction: ItemReduction = "mean",
+        **kwargs: Any,
     ) -> None:
         """Compute gradients, with the loss weighed for accumulation and scaled for fp16.
 
@@ -239,7 +259,11 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         Raises:
             ConfigurationError: only some losses of a window have ``num_items``.
         """
-        loss = self._accumulation.weigh(loss) if num_items is None else self._accumulation.weigh_items(loss, num_items, reduction)
+        loss = (
+            self._accumulation.weigh(loss)
+            if num_items is None
+            else self._accumulation.weigh_items(loss, num_items, reduction)
+        )
         if "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])
             return
@@ -290,11 +314,19 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         """
         if self.scaler is None or not self.sync_gradients:
             return
-        chosen = self.prepared.optimizers if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        chosen = (
+            self.prepared.optimizers
+            if optimizer is None
+            else optimizer
+            if isinstance(optimizer, (list, tuple))
+            else [optimizer]
+        )
         for one in chosen:
             self.scaler.unscale_(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
-    def clip_grad_norm_(self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
         """Clip the norm of all gradients together.
 
         While gradients accumulate they are incomplete, so they are measured and left as they are.
@@ -316,7 +348,9 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         """Clip every element of the gradients to ``[-clip_value, clip_value]``; nothing while they accumulate."""
         self.unscale_gradients()
         if self.sync_gradients:
-            self.strategy.clip_grad_value([parameters] if isinstance(parameters, torch.Tensor) else list(parameters), clip_value)
+            self.strategy.clip_grad_value(
+                [parameters] if isinstance(parameters, torch.Tensor) else list(parameters), clip_value
+            )
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A block that computes in mixed precision; prepared models do so by themselves.
@@ -326,7 +360,9 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         """
         return self.precision.autocast(autocast_handler)
 
-    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[None]:
+    def join_uneven_inputs(
+        self, joinables: list[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
         """A block whose loop may end earlier on some ranks than on others.
 
         Args:

@@ -54,7 +54,9 @@ class LocalSGD:
             self._stack.enter_context(self.accelerator.no_sync(self.model))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stack.close()
         if self.enabled and kind is None:
             self._average()

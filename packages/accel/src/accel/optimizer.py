@@ -26,7 +26,9 @@ class AcceleratedOptimizer(Optimizer):
         scaler: the loss scaler of fp16, or None.
     """
 
-    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
         # Optimizer.__init__ is not called: this is an Optimizer for isinstance, and everything it holds is the wrapped one's.
         self.optimizer = optimizer
         self.scaler = scaler

@@ -111,4 +111,6 @@ def _takes_metric(scheduler: Any) -> bool:
     if not parameters:
         return False
     first = parameters[0]
-    return first.name == "metrics" or (first.default is inspect.Parameter.empty and first.kind is not inspect.Parameter.VAR_POSITIONAL)
+    return first.name == "metrics" or (
+        first.default is inspect.Parameter.empty and first.kind is not inspect.Parameter.VAR_POSITIONAL
+    )

@@ -78,7 +78,9 @@ class Run:
         how = "fork" if workers else None  # this module cannot be imported by name, as other ways need it
         data = Stream() if stream else Noisy()
         loader = DataLoader(data, batch_size=3, shuffle=not stream, num_workers=workers, multiprocessing_context=how)
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(self.model, optimizer, scheduler, loader)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            self.model, optimizer, scheduler, loader
+        )
         self.counter = Counter()
         self.accelerator.register_for_checkpointing(self.counter)
         self.record: list[Any] = []
@@ -94,7 +96,9 @@ class Run:
                 self.optimizer.zero_grad()
                 self.counter.state["count"] += 1
                 drawn = random.random(), float(np.random.random()), float(torch.rand(()))
-                self.record.append((ids.tolist(), loss.item(), drawn, self.scheduler.get_last_lr(), self.counter.state["count"]))
+                self.record.append(
+                    (ids.tolist(), loss.item(), drawn, self.scheduler.get_last_lr(), self.counter.state["count"])
+                )
                 if save and (epoch, index) in save:
                     self.accelerator.save_state(save[epoch, index])
         return self.record
@@ -110,12 +114,16 @@ def in_one_process(settings: dict[str, Any]) -> dict[str, Any]:
     return {**chosen, "mixed_precision": settings.get("mixed_precision", "no"), "dataloader_config": loaders}
 
 
-def uninterrupted(settings: dict[str, Any], save: dict[tuple[int, int], str]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+def uninterrupted(
+    settings: dict[str, Any], save: dict[tuple[int, int], str]
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
     run = Run(**in_one_process(settings))
     return run.train(3, save), run.weights()
 
 
-def resumed(settings: dict[str, Any], folders: dict[tuple[int, int], str]) -> list[tuple[list[Any], dict[str, torch.Tensor]]]:
+def resumed(
+    settings: dict[str, Any], folders: dict[tuple[int, int], str]
+) -> list[tuple[list[Any], dict[str, torch.Tensor]]]:
     results = []
     for (epoch, _), folder in folders.items():
         run = Run(seed=99, **in_one_process(settings))

@@ -75,7 +75,9 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"adamw": adamw, "sgd": sgd, "adagrad": adagrad}
 
 
-def plain(window: int = 1, clip: float = 0.0, optimizer: str = "adamw", frozen: bool = False, steps: int = STEPS) -> dict[str, Any]:
+def plain(
+    window: int = 1, clip: float = 0.0, optimizer: str = "adamw", frozen: bool = False, steps: int = STEPS
+) -> dict[str, Any]:
     """One process, plain PyTorch, whole batches; a window that the data end is short."""
     model = net(frozen)
     opt = OPTIMIZERS[optimizer](groups(model))
@@ -100,7 +102,11 @@ def weights_of(state: nn.Module | dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
     """A DeepSpeed configuration that leaves to the Accelerator whatever it can."""
-    zero = {"stage": stage, **({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}), **more.pop("zero", {})}
+    zero = {
+        "stage": stage,
+        **({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}),
+        **more.pop("zero", {}),
+    }
     auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
     return {"zero_optimization": zero, **auto, **more}
 
@@ -120,7 +126,13 @@ def accelerator_of(settings: Any, **arguments: Any) -> Any:
 
 
 def train(
-    settings: Any, window: int = 1, clip: float = 0.0, optimizer: str = "adamw", frozen: bool = False, steps: int = STEPS, **arguments: Any
+    settings: Any,
+    window: int = 1,
+    clip: float = 0.0,
+    optimizer: str = "adamw",
+    frozen: bool = False,
+    steps: int = STEPS,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """The same with an Accelerator."""
     accelerator = accelerator_of(settings, gradient_accumulation_steps=window, **arguments)
@@ -137,7 +149,12 @@ def train(
             opt.step()
             opt.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    found = {"losses": losses, "norms": norms, "weights": weights_of(accelerator.get_state_dict(model)), "steps": opt.steps_taken}
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights_of(accelerator.get_state_dict(model)),
+        "steps": opt.steps_taken,
+    }
     del model, opt, loader
     release(accelerator)
     return found
@@ -150,14 +167,18 @@ def release(accelerator: Any) -> None:
     gc.collect()
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any], names: Iterable[str] = ("losses", "norms")) -> dict[str, float]:
+def differences(
+    found: dict[str, Any], expected: dict[str, Any], names: Iterable[str] = ("losses", "norms")
+) -> dict[str, float]:
     """The largest difference of numbers and of weights."""
     for name in names:
         assert len(found[name]) == len(expected[name]), (name, len(found[name]), len(expected[name]))
     worst = {name: max(abs(a - b) for a, b in zip(found[name], expected[name], strict=True)) for name in names}
     if found["weights"]:
         assert set(found["weights"]) == set(expected["weights"])
-        worst["weights"] = max((found["weights"][k] - expected["weights"][k]).abs().max().item() for k in expected["weights"])
+        worst["weights"] = max(
+            (found["weights"][k] - expected["weights"][k]).abs().max().item() for k in expected["weights"]
+        )
     return worst
 
 

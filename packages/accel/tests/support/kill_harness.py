@@ -96,13 +96,17 @@ class Trainee:
 
     def __init__(self, plan: Plan) -> None:
         torch.manual_seed(0)
-        settings = ProjectConfiguration(plan.folder, automatic_checkpoint_naming=not plan.replace, total_limit=None if plan.replace else 2)
+        settings = ProjectConfiguration(
+            plan.folder, automatic_checkpoint_naming=not plan.replace, total_limit=None if plan.replace else 2
+        )
         self.plan, self.accelerator = plan, Accelerator(cpu=True, project_config=settings)
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
         loader = DataLoader(torch.arange(6.0).reshape(6, 1).expand(6, 3).contiguous(), batch_size=1, shuffle=True)
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(model, optimizer, scheduler, loader)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, scheduler, loader
+        )
 
     @property
     def notes(self) -> Path:
@@ -142,8 +146,16 @@ class Trainee:
     def digest(self) -> str:
         """Of all that a checkpoint has to bring back."""
         optimizer = self.optimizer.state_dict()
-        values = [*self.model.state_dict().values(), *(value for state in optimizer["state"].values() for value in state.values())]
-        plain = [optimizer["param_groups"], self.scheduler.state_dict(), random.getstate(), np.random.get_state()[1].tolist()]
+        values = [
+            *self.model.state_dict().values(),
+            *(value for state in optimizer["state"].values() for value in state.values()),
+        ]
+        plain = [
+            optimizer["param_groups"],
+            self.scheduler.state_dict(),
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+        ]
         content = b"".join(torch.as_tensor(value).numpy().tobytes() for value in [*values, torch.get_rng_state()])
         return hashlib.sha256(content + repr(plain).encode()).hexdigest()
 
@@ -164,7 +176,10 @@ def live(plan: Plan, channel: int, fatal: int | None, torn: bool) -> None:
     faults.arm()
     begin = time.monotonic()
     trainee.save()
-    _tell(channel, {"saved": trainee.optimizer.steps_taken, "operations": faults.count, "seconds": time.monotonic() - begin})
+    _tell(
+        channel,
+        {"saved": trainee.optimizer.steps_taken, "operations": faults.count, "seconds": time.monotonic() - begin},
+    )
 
 
 def _tell(channel: int, message: dict[str, Any]) -> None:
@@ -205,7 +220,10 @@ class Harness:
             after: seconds after which all ranks are killed.
         """
         life = Life()
-        with reserved_port() as port, _ranks(self.plan, lambda rank: fatal if rank == victim else None, torn, port) as ranks:
+        with (
+            reserved_port() as port,
+            _ranks(self.plan, lambda rank: fatal if rank == victim else None, torn, port) as ranks,
+        ):
             for rank in ranks:
                 life.resumed += [message["resumed"] for message in rank.read(1)]
             if after is not None:
@@ -222,8 +240,12 @@ class Harness:
         return life
 
     def _judge(self, life: Life) -> None:
-        assert len(set(life.resumed)) == 1 and len(life.resumed) == self.plan.world_size, f"not every rank came to load a state: {life}"
-        assert life.resumed[0] == self.step, f"step {life.resumed[0]} was loaded, and {self.step} was the newest complete one"
+        assert len(set(life.resumed)) == 1 and len(life.resumed) == self.plan.world_size, (
+            f"not every rank came to load a state: {life}"
+        )
+        assert life.resumed[0] == self.step, (
+            f"step {life.resumed[0]} was loaded, and {self.step} was the newest complete one"
+        )
         if life.saved:
             (Path(self.plan.folder) / "notes" / f"saved_{life.saved[0]}").touch()
             assert set(life.saved) == {self.step + 1}
@@ -237,7 +259,10 @@ class Harness:
     def _on_disk(self) -> list[int]:
         """The steps of checkpoints that are under their own names: they must be whole."""
         folder = Path(self.plan.folder)
-        found = [*folder.glob("checkpoints/checkpoint_*"), *(list(folder.glob("state")) or folder.glob(".state.accel-replaced"))]
+        found = [
+            *folder.glob("checkpoints/checkpoint_*"),
+            *(list(folder.glob("state")) or folder.glob(".state.accel-replaced")),
+        ]
         return [json.loads((path / "accel_manifest.json").read_text())["counters"]["optimizer_steps"] for path in found]
 
     def leftovers(self) -> list[str]:
@@ -285,7 +310,13 @@ def _fork(plan: Plan, rank: int, fatal: int | None, torn: bool, port: int) -> _F
     code = 1
     try:
         os.close(reader)
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": plan.world_size, "LOCAL_WORLD_SIZE": plan.world_size, "MASTER_PORT": port}
+        world = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": plan.world_size,
+            "LOCAL_WORLD_SIZE": plan.world_size,
+            "MASTER_PORT": port,
+        }
         os.environ.update({key: str(value) for key, value in world.items()}, MASTER_ADDR="127.0.0.1")
         live(plan, writer, fatal, torn)
         code = 0

@@ -61,7 +61,10 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        turned = [torch.view_as_real(torch.view_as_complex(part.unflatten(-1, (-1, 2))) * turns).flatten(-2) for part in (q, k)]
+        turned = [
+            torch.view_as_real(torch.view_as_complex(part.unflatten(-1, (-1, 2))) * turns).flatten(-2)
+            for part in (q, k)
+        ]
         return self.out(functional.scaled_dot_product_attention(*turned, v, is_causal=True).transpose(1, 2).flatten(-2))
 
 
@@ -114,7 +117,9 @@ def dataset(steps: int, batch: int = BATCH) -> list[dict[str, torch.Tensor]]:
     starts = torch.randint(0, VOCABULARY, (steps * batch, 1), generator=generator)
     tokens = (starts + torch.arange(LENGTH)) % VOCABULARY
     labels = tokens.clone()
-    for sample, keep in enumerate(torch.randint(LENGTH // 2, LENGTH + 1, (steps * batch,), generator=generator).tolist()):
+    for sample, keep in enumerate(
+        torch.randint(LENGTH // 2, LENGTH + 1, (steps * batch,), generator=generator).tolist()
+    ):
         labels[sample, keep:] = -100
     return [{"input_ids": one, "labels": other} for one, other in zip(tokens, labels, strict=True)]
 
@@ -128,7 +133,9 @@ def sharding(sizes: dict[str, int]) -> FullyShardedDataParallelPlugin | None:
     """Where a mesh shards: in units, whose activations are computed twice."""
     if "dp_shard_size" not in sizes:
         return None
-    return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", activation_checkpointing=True)
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", activation_checkpointing=True
+    )
 
 
 def stack(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -147,7 +154,9 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-def plain(kind: str, steps: int, window: int = 1, max_norm: float = 0.5, parts: int = 1, **settings: Any) -> dict[str, Any]:
+def plain(
+    kind: str, steps: int, window: int = 1, max_norm: float = 0.5, parts: int = 1, **settings: Any
+) -> dict[str, Any]:
     """One process: each step's loss is the mean of those of its ``window * parts`` batches, as data parallelism has it."""
     model = build(kind, **settings)
     optimizer = optimizer_of(model)
@@ -163,12 +172,18 @@ def plain(kind: str, steps: int, window: int = 1, max_norm: float = 0.5, parts: 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total.item())
-    return {"losses": losses, "norms": norms, "weights": {name: value.clone() for name, value in model.state_dict().items()}}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+    }
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], what: Any, tolerance: float = TOLERANCE) -> None:
     for key in ("losses", "norms"):
-        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=tolerance, msg=lambda text, key=key: f"{what}, {key}: {text}")
+        torch.testing.assert_close(
+            found[key], expected[key], rtol=0, atol=tolerance, msg=lambda text, key=key: f"{what}, {key}: {text}"
+        )
     assert set(found["weights"]) == set(expected["weights"]), what
     for name, value in expected["weights"].items():
         torch.testing.assert_close(

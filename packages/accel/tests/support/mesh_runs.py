@@ -218,10 +218,16 @@ def plain(kind: str, steps: int, window: int = 1, max_norm: float = 0.5) -> dict
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total.item())
-    return {"losses": losses, "norms": norms, "weights": {name: value.clone() for name, value in model.state_dict().items()}}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+    }
 
 
-def accelerator_for(sizes: dict[str, int], fsdp: dict[str, Any] | None = None, plan: Any = None, **settings: Any) -> Accelerator:
+def accelerator_for(
+    sizes: dict[str, int], fsdp: dict[str, Any] | None = None, plan: Any = None, **settings: Any
+) -> Accelerator:
     handler = None if plan is None else TorchTensorParallelConfig(plan=plan)
     return Accelerator(
         parallelism_config=ParallelismConfig(**sizes, tp_handler=handler),
@@ -264,7 +270,9 @@ def train(
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], what: Any, tolerance: float = TOLERANCE) -> None:
     for key, limit in (("losses", tolerance), ("norms", NORM_TOLERANCE)):
-        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=limit, msg=lambda text, key=key: f"{what}, {key}: {text}")
+        torch.testing.assert_close(
+            found[key], expected[key], rtol=0, atol=limit, msg=lambda text, key=key: f"{what}, {key}: {text}"
+        )
     assert set(found["weights"]) == set(expected["weights"]), what
     for name, value in expected["weights"].items():
         torch.testing.assert_close(

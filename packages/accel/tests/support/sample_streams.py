@@ -213,7 +213,10 @@ def sampling(case: Case, data: Samples) -> dict[str, Any]:
         return {"batch_size": None, "shuffle": True}
     if case.kind == "distributed":
         world = Accelerator(cpu=True)
-        return {**batching, "sampler": DistributedSampler(data, world.num_processes, world.process_index, drop_last=case.drop_last)}
+        return {
+            **batching,
+            "sampler": DistributedSampler(data, world.num_processes, world.process_index, drop_last=case.drop_last),
+        }
     samplers = {
         "sequential": lambda: None,
         "weighted": lambda: WeightedRandomSampler([1.0 + i % 3 for i in range(n)], n),
@@ -336,7 +339,12 @@ def drawn(strategy: st.SearchStrategy[Case], count: int) -> list[Case]:
     found: list[Case] = []
 
     @settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )
     @given(strategy)
     def collect(case: Case) -> None:

@@ -122,9 +122,13 @@ def match(places: Iterable[Place], shapes: Mapping[str, tuple[int, ...]], lost_b
             continue
         found.sources[place.name] = source
         if tuple(shapes[source]) != tuple(place.tensor.shape) and not is_packed(place.tensor):
-            found.misshapen[source] = f"{tuple(shapes[source])} in the checkpoint, {tuple(place.tensor.shape)} in the model"
+            found.misshapen[source] = (
+                f"{tuple(shapes[source])} in the checkpoint, {tuple(place.tensor.shape)} in the model"
+            )
     companions = {f"{name.removesuffix('weight')}SCB" for name in known if name.endswith("weight")}
-    found.unexpected = [name for name in shapes if name not in known and name not in companions and not name.endswith("_extra_state")]
+    found.unexpected = [
+        name for name in shapes if name not in known and name not in companions and not name.endswith("_extra_state")
+    ]
     return found
 
 
@@ -151,7 +155,9 @@ def check_match(model: nn.Module, checkpoint: str, found: Match, strict: bool) -
             f"buffers of {type(model).__name__} are on the meta device, and no checkpoint holds them: {_some(found.lost)}. "
             "Build the model with init_empty_weights(include_buffers=False), which keeps the values of buffers, or set them first."
         )
-    faults = [f"misshapen ({len(found.misshapen)}): {_some([f'{name}: {what}' for name, what in found.misshapen.items()])}"]
+    faults = [
+        f"misshapen ({len(found.misshapen)}): {_some([f'{name}: {what}' for name, what in found.misshapen.items()])}"
+    ]
     faults = faults if found.misshapen else []
     refused = bool(found.misshapen or found.lost or (strict and (found.missing or found.unexpected)))
     for what, names in (("missing", found.missing), ("unexpected", found.unexpected)):

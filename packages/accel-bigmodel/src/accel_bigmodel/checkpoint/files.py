@@ -40,14 +40,18 @@ class TorchFile:
         self.path = Path(path)
         try:
             held = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(self.path))
-        except Exception as error:  # torch raises UnpicklingError, RuntimeError, EOFError and others for what it cannot read
+        except (
+            Exception
+        ) as error:  # torch raises UnpicklingError, RuntimeError, EOFError and others for what it cannot read
             if isinstance(error, (MemoryError, OSError)):
                 raise
             raise ConfigurationError(
                 f"{self.path} cannot be read as weights: {error}. Only tensors are loaded, never code; save it as safetensors."
             ) from error
         if not isinstance(held, Mapping) or not all(isinstance(value, torch.Tensor) for value in held.values()):
-            raise ConfigurationError(f"{self.path} does not hold tensors by name, but {_describe(held)}. Save model.state_dict().")
+            raise ConfigurationError(
+                f"{self.path} does not hold tensors by name, but {_describe(held)}. Save model.state_dict()."
+            )
         self._held: dict[str, torch.Tensor] = dict(held)
 
     def names(self) -> list[str]:
@@ -112,13 +116,17 @@ def _in_folder(folder: Path) -> Path:
         if len(candidates) == 1:
             return candidates[0]
         if candidates:
-            raise ConfigurationError(f"{folder} holds several checkpoints: {[path.name for path in candidates]}. Give the path of one.")
+            raise ConfigurationError(
+                f"{folder} holds several checkpoints: {[path.name for path in candidates]}. Give the path of one."
+            )
     raise ConfigurationError(f"{folder} holds no weights: no safetensors file, no .bin file and no index of shards")
 
 
 def _from_hub(repository: str) -> Path:
     if not _REPOSITORY.fullmatch(repository) or repository.endswith((_SAFETENSORS, ".json", *_PICKLES)):
-        raise ConfigurationError(f"the checkpoint {repository!r} does not exist: give a file, a folder, or a repository of the Hub")
+        raise ConfigurationError(
+            f"the checkpoint {repository!r} does not exist: give a file, a folder, or a repository of the Hub"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -141,7 +149,11 @@ def _from_index(path: Path) -> dict[Path, list[str] | None]:
     except ValueError as error:
         raise ConfigurationError(f"{path} is not an index of shards: {error}") from error
     weight_map = index.get("weight_map", index) if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
         raise ConfigurationError(f"{path} is not an index of shards: it should map names of weights to names of files")
     files: dict[Path, list[str] | None] = {}
     for name, file in weight_map.items():
@@ -150,7 +162,9 @@ def _from_index(path: Path) -> dict[Path, list[str] | None]:
         names.append(name)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ConfigurationError(f"{path} names files that are not there: {missing}. Download or save the checkpoint again.")
+        raise ConfigurationError(
+            f"{path} names files that are not there: {missing}. Download or save the checkpoint again."
+        )
     return files
 
 
@@ -158,5 +172,7 @@ def _inside(file: str, index: Path) -> PurePosixPath:
     """The name of a file in the index's folder. Links in the folder are fine: the Hub's cache consists of them."""
     path = PurePosixPath(file)
     if path.is_absolute() or ".." in path.parts or "\\" in file or PureWindowsPath(file).drive:
-        raise ConfigurationError(f"{index} names {file!r}, which is outside its folder; such a checkpoint is not loaded")
+        raise ConfigurationError(
+            f"{index} names {file!r}, which is outside its folder; such a checkpoint is not loaded"
+        )
     return path

@@ -98,7 +98,9 @@ class SafetensorsFile:
         try:
             dtype, shape, (start, stop) = _DTYPES[item["dtype"]], tuple(item["shape"]), item["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigurationError(f"{self.path}: the entry of {name!r} cannot be read ({error!r}): {item}") from error
+            raise ConfigurationError(
+                f"{self.path}: the entry of {name!r} cannot be read ({error!r}): {item}"
+            ) from error
         entry = TensorEntry(dtype, shape, self._data_start + start, self._data_start + stop)
         if not 0 <= start <= stop or entry.nbytes != math.prod(shape) * dtype.itemsize:
             raise ConfigurationError(f"{self.path}: the entry of {name!r} does not fit itself: {item}")
@@ -149,7 +151,9 @@ class SafetensorsFile:
         if not hasattr(os, "posix_fadvise"):
             return
         for start, stop, _ in _pieces({name: self.entries[name] for name in names}):
-            _FILES.with_descriptor(self, lambda file, at=start, size=stop - start: os.posix_fadvise(file, at, size, os.POSIX_FADV_WILLNEED))
+            _FILES.with_descriptor(
+                self, lambda file, at=start, size=stop - start: os.posix_fadvise(file, at, size, os.POSIX_FADV_WILLNEED)
+            )
 
     def _map(self, start: int, stop: int) -> tuple[mmap.mmap | bytearray, int]:
         """A private mapping of some bytes, and where they begin in it."""
@@ -157,7 +161,11 @@ class SafetensorsFile:
             return bytearray(), 0
         aligned = start - start % mmap.ALLOCATIONGRANULARITY
         return _FILES.with_descriptor(
-            self, lambda descriptor: (mmap.mmap(descriptor, stop - aligned, access=mmap.ACCESS_COPY, offset=aligned), start - aligned)
+            self,
+            lambda descriptor: (
+                mmap.mmap(descriptor, stop - aligned, access=mmap.ACCESS_COPY, offset=aligned),
+                start - aligned,
+            ),
         )
 
     def check_version(self, status: os.stat_result) -> None:
@@ -167,7 +175,9 @@ class SafetensorsFile:
             ConfigurationError: it has changed since.
         """
         if _version(status) != self._version:
-            raise ConfigurationError(f"{self.path} has changed since the model was loaded from it. Load the model again.")
+            raise ConfigurationError(
+                f"{self.path} has changed since the model was loaded from it. Load the model again."
+            )
 
 
 def _version(status: os.stat_result) -> tuple[int, int, int]:
@@ -177,7 +187,9 @@ def _version(status: os.stat_result) -> tuple[int, int, int]:
 def _read_header(file: Any, path: Path, size: int) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(_LARGEST_HEADER, size - 8):
-        raise ConfigurationError(f"{path} is not a safetensors file, or it is cut short: its header should have {length} bytes")
+        raise ConfigurationError(
+            f"{path} is not a safetensors file, or it is cut short: its header should have {length} bytes"
+        )
     try:
         header = json.loads(file.read(length))
     except ValueError as error:
@@ -201,7 +213,9 @@ def _shaped(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 
 def _pieces(wanted: Mapping[str, TensorEntry]) -> list[tuple[int, int, list[str]]]:
     """(first byte, behind the last byte, names) of the stretches of a file that hold the wanted tensors."""
-    pieces = [(entry.start, entry.stop, [name]) for name, entry in sorted(wanted.items(), key=lambda item: item[1].start)]
+    pieces = [
+        (entry.start, entry.stop, [name]) for name, entry in sorted(wanted.items(), key=lambda item: item[1].start)
+    ]
     pieces, gap = _joined(pieces, 0), _FIRST_GAP
     while len(pieces) > _PIECES:
         pieces, gap = _joined(pieces, gap), 2 * gap

@@ -13,7 +13,11 @@ from .files import checkpoint_files, open_file
 
 
 def load_into_sharded_model(
-    model: nn.Module, checkpoint: str | os.PathLike[str], strict: bool, full_state_dict: bool, broadcast_from_rank0: bool
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    strict: bool,
+    full_state_dict: bool,
+    broadcast_from_rank0: bool,
 ) -> None:
     """Give each rank its part of a checkpoint.
 
@@ -31,6 +35,8 @@ def load_into_sharded_model(
         for path, names in checkpoint_files(checkpoint).items():
             file = open_file(path)
             state.update(file.tensors(file.names() if names is None else names))
-    options = StateDictOptions(full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=strict)
+    options = StateDictOptions(
+        full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=strict
+    )
     with torch.no_grad():
         set_model_state_dict(model, state, options=options)

@@ -44,7 +44,9 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
             found[name] = held.detach().cpu() if has_values else held
     empty = [name for name, value in found.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"]
     if empty:
-        raise ConfigurationError(f"{len(empty)} tensors have no values: {', '.join(empty[:8])}. Load the model's weights first.")
+        raise ConfigurationError(
+            f"{len(empty)} tensors have no values: {', '.join(empty[:8])}. Load the model's weights first."
+        )
     return found
 
 
@@ -59,7 +61,11 @@ def _offloaded_values(model: nn.Module) -> dict[int, torch.Tensor]:
     values: dict[int, torch.Tensor] = {}
     for source, asked in wanted.values():
         names = [name for _, name in asked]
-        read = source.read_many(names) if isinstance(source, OffloadedWeightsLoader) else {name: source[name] for name in names}
+        read = (
+            source.read_many(names)
+            if isinstance(source, OffloadedWeightsLoader)
+            else {name: source[name] for name in names}
+        )
         for place, name in asked:
             values.setdefault(place, read[name].cpu())
     return values
@@ -89,7 +95,10 @@ def get_state_dict_from_offload(
 
 
 def get_module_size_with_ties(
-    tied_params: Sequence[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: Sequence[tuple[str, Any]]
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Sequence[tuple[str, Any]],
 ) -> tuple[int, list[str], list[Any]]:
     """The size of a module together with those that hold its shared weights too.
 

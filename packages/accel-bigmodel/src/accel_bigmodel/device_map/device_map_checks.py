@@ -22,7 +22,9 @@ def clean_device_map(device_map: dict[str, Location], module_name: str = "") -> 
         device_map: names and devices.
         module_name: look only inside this module. "" is the whole model.
     """
-    inside = [name for name in device_map if module_name == "" or name == module_name or name.startswith(f"{module_name}.")]
+    inside = [
+        name for name in device_map if module_name == "" or name == module_name or name.startswith(f"{module_name}.")
+    ]
     several: set[str] = set()
     device_of: dict[str, Location] = {}
     parts: dict[str, int] = {}
@@ -70,10 +72,14 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Location]) -> No
         raise ConfigurationError(
             f'the device map gives no device to {_some(without)}. Add their modules, or "": <device> for all that has none.'
         )
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | {name for name, _ in _all_tensors(model)}
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | {
+        name for name, _ in _all_tensors(model)
+    }
     unknown = [name for name in device_map if name not in known]
     if unknown:
-        raise ConfigurationError(f"the device map names {_some(unknown)}, and {type(model).__name__} has no such module or tensor")
+        raise ConfigurationError(
+            f"the device map names {_some(unknown)}, and {type(model).__name__} has no such module or tensor"
+        )
     for location in {str(place): place for place in device_map.values()}.values():
         if location != "disk":
             as_device(location)
@@ -108,7 +114,10 @@ def describe_device_map(model: nn.Module, device_map: Mapping[str, Location] | N
         if entry in sizes:
             sizes[entry] += tensor_bytes(tensor)
     width = max([len(name or "(model)") for name in sizes], default=0)
-    lines = [f"{name or '(model)':<{width}}  {device_map[name]!s:<8} {convert_bytes(size):>12}" for name, size in sizes.items()]
+    lines = [
+        f"{name or '(model)':<{width}}  {device_map[name]!s:<8} {convert_bytes(size):>12}"
+        for name, size in sizes.items()
+    ]
     totals: dict[str, int] = {}
     for name, size in sizes.items():
         totals[str(device_map[name])] = totals.get(str(device_map[name]), 0) + size

@@ -114,7 +114,9 @@ class _Filling:
                 self._place(together)
             elif unit.children:
                 pending.extend(reversed(unit.children))
-            elif together is None or not (self.fallback and self.used[self.device] == 0 and self._place_another(pending)):
+            elif together is None or not (
+                self.fallback and self.used[self.device] == 0 and self._place_another(pending)
+            ):
                 pending.append(unit)
                 self.story.append(f"{unit.name}: {convert_bytes(unit.size)} do not fit into the rest of {self.device}")
                 self.position += 1
@@ -132,7 +134,11 @@ class _Filling:
         for member in together:  # which grows
             for weight in [weight for weight in member.shared if weight not in seen]:
                 seen.add(weight)
-                together += [owner for owner in self.layout.owners[weight] if not any(_is_inside(owner, other) for other in together)]
+                together += [
+                    owner
+                    for owner in self.layout.owners[weight]
+                    if not any(_is_inside(owner, other) for other in together)
+                ]
         return [unit, *sorted(together[1:], key=lambda owner: owner.name)]
 
     def _cost(self, together: list[Unit]) -> int:

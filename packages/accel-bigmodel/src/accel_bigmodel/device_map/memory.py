@@ -30,7 +30,9 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
     limits = {device: _bytes(device, limit) for device, limit in max_memory.items()}
     for device in limits:
         if not (isinstance(device, int) or device in HOST_AND_DISK):
-            raise ConfigurationError(f"max_memory has a limit for {device!r}: name accelerators by their numbers, or 'cpu', or 'disk'")
+            raise ConfigurationError(
+                f"max_memory has a limit for {device!r}: name accelerators by their numbers, or 'cpu', or 'disk'"
+            )
     ordered: list[int | str] = sorted(device for device in limits if isinstance(device, int))
     ordered += [device for device in HOST_AND_DISK if device in limits]
     return {device: limits[device] for device in ordered}

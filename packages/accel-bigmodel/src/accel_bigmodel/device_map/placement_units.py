@@ -52,7 +52,11 @@ class Layout:
     """
 
     def __init__(
-        self, model: nn.Module, whole: Sequence[str], dtype: str | torch.dtype | None, special_dtypes: Mapping[str, Dtype] | None
+        self,
+        model: nn.Module,
+        whole: Sequence[str],
+        dtype: str | torch.dtype | None,
+        special_dtypes: Mapping[str, Dtype] | None,
     ) -> None:
         self._whole = frozenset(whole)
         self._dtype = dtype

@@ -50,7 +50,11 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def activations_of_config(
-    config_path: Path, batch_size: int, sequence_length: int, mixed_precision: str = "no", trust_remote_code: bool = False
+    config_path: Path,
+    batch_size: int,
+    sequence_length: int,
+    mixed_precision: str = "no",
+    trust_remote_code: bool = False,
 ) -> int:
     """Bytes of activations of a model of transformers for one batch, counted with fake tensors.
 

@@ -36,7 +36,9 @@ def parser(program: str = "accel estimate-memory") -> argparse.ArgumentParser:
         description="How much memory a model needs: to load it, and to train it. Nothing but its configuration or the headers of its files "
         "is downloaded.",
     )
-    options.add_argument("model_name", help="a repository on the Hub, a folder, a .safetensors file or the index of a sharded checkpoint")
+    options.add_argument(
+        "model_name", help="a repository on the Hub, a folder, a .safetensors file or the index of a sharded checkpoint"
+    )
     options.add_argument(
         "--library_name",
         "--library-name",
@@ -44,10 +46,17 @@ def parser(program: str = "accel estimate-memory") -> argparse.ArgumentParser:
         help="what builds the model; safetensors reads the headers of its files and runs no code of the model (default: find out)",
     )
     options.add_argument(
-        "--dtypes", nargs="+", choices=list(DTYPE_BYTES), default=list(DTYPE_BYTES), help="the types to load the model in (default: all)"
+        "--dtypes",
+        nargs="+",
+        choices=list(DTYPE_BYTES),
+        default=list(DTYPE_BYTES),
+        help="the types to load the model in (default: all)",
     )
     options.add_argument(
-        "--trust_remote_code", "--trust-remote-code", action="store_true", help="run Python code that comes with the model; read it first"
+        "--trust_remote_code",
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the model; read it first",
     )
     options.add_argument("--json", action="store_true", help="print bytes as JSON rather than tables")
     _add_training(options.add_argument_group("training", "any of these adds what training takes on each process"))
@@ -55,7 +64,9 @@ def parser(program: str = "accel estimate-memory") -> argparse.ArgumentParser:
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--training", action="store_true", help="also show training, on one process and without activations")
+    group.add_argument(
+        "--training", action="store_true", help="also show training, on one process and without activations"
+    )
     group.add_argument("--num_processes", "--num-processes", type=_positive, help="number of processes (default: 1)")
     group.add_argument(
         "--tensor_parallel",
@@ -81,13 +92,27 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         default=1,
         help="copies of the model, each of which is divided by itself, as hybrid_shard has one on each node (default: 1)",
     )
-    group.add_argument("--batch_size", "--batch-size", type=_positive, help="samples in the batch of one process: activations are counted")
-    group.add_argument("--sequence_length", "--sequence-length", type=_positive, default=512, help="tokens in a sample (default: 512)")
     group.add_argument(
-        "--mixed_precision", "--mixed-precision", choices=["no", "fp16", "bf16"], default="no", help="autocast (default: no)"
+        "--batch_size",
+        "--batch-size",
+        type=_positive,
+        help="samples in the batch of one process: activations are counted",
     )
     group.add_argument(
-        "--optimizer", choices=["adamw", "adam", "sgd", "sgd_momentum"], default="adamw", help="what keeps its state (default: adamw)"
+        "--sequence_length", "--sequence-length", type=_positive, default=512, help="tokens in a sample (default: 512)"
+    )
+    group.add_argument(
+        "--mixed_precision",
+        "--mixed-precision",
+        choices=["no", "fp16", "bf16"],
+        default="no",
+        help="autocast (default: no)",
+    )
+    group.add_argument(
+        "--optimizer",
+        choices=["adamw", "adam", "sgd", "sgd_momentum"],
+        default="adamw",
+        help="what keeps its state (default: adamw)",
     )
 
 
@@ -112,7 +137,13 @@ def run(argv: list[str], program: str = "accel estimate-memory") -> int:
 
     size = model_size(options.model_name, options.library_name, options.trust_remote_code)
     wants_training = options.training or any(
-        (options.num_processes, options.tensor_parallel, options.batch_size, options.replicas > 1, options.strategy != list(STRATEGIES))
+        (
+            options.num_processes,
+            options.tensor_parallel,
+            options.batch_size,
+            options.replicas > 1,
+            options.strategy != list(STRATEGIES),
+        )
     )
     stages = _stages(size) if wants_training else None
     training = _training(size, options) if wants_training else None
@@ -161,12 +192,18 @@ def _activations(size: ModelSize, options: argparse.Namespace) -> int:
             f"--batch_size={options.batch_size}: activations are counted by running the model of transformers without memory, and the "
             f"sizes of {size.name} come from {size.source}. Leave --batch_size out, or give a folder or repository with a config.json."
         )
-    return activations_of_config(config, options.batch_size, options.sequence_length, options.mixed_precision, options.trust_remote_code)
+    return activations_of_config(
+        config, options.batch_size, options.sequence_length, options.mixed_precision, options.trust_remote_code
+    )
 
 
 def _title(options: argparse.Namespace) -> str:
     processes = options.num_processes or options.tensor_parallel or 1
-    parts = [f"{processes} process(es)", f"{options.optimizer}, float32 weights", f"mixed precision: {options.mixed_precision}"]
+    parts = [
+        f"{processes} process(es)",
+        f"{options.optimizer}, float32 weights",
+        f"mixed precision: {options.mixed_precision}",
+    ]
     if options.tensor_parallel:
         parts.append(f"tensor parallel: {options.tensor_parallel}")
     if options.replicas > 1:

@@ -69,7 +69,9 @@ def _header(path: Path) -> dict[str, dict[str, list[int]]]:
         if not isinstance(header, dict):
             raise ValueError(f"its header is a {type(header).__name__}")
     except (ValueError, OSError) as error:
-        raise ConfigurationError(f"{path} is not a safetensors file that can be read: {error}. Download or save it again.") from error
+        raise ConfigurationError(
+            f"{path} is not a safetensors file that can be read: {error}. Download or save it again."
+        ) from error
     return header
 
 
@@ -95,5 +97,7 @@ def _files_of_index(path: Path) -> list[Path]:
         raise ConfigurationError(f"{path} is not the index of a sharded checkpoint: {error}") from error
     missing = [name for name in names if not path.with_name(str(name)).is_file()]
     if missing:
-        raise ConfigurationError(f"{path} names {missing[0]!r}, which is not beside it. Download the missing {len(missing)} file(s).")
+        raise ConfigurationError(
+            f"{path} names {missing[0]!r}, which is not beside it. Download the missing {len(missing)} file(s)."
+        )
     return [path.with_name(name) for name in names]

@@ -45,7 +45,11 @@ def tensors_of(repository: str) -> Tensors:
             return read_headers(files_of(Path(cached)))
     with _explained(repository):
         metadata = get_safetensors_metadata(repository)
-    return {name: (str(info.dtype), tuple(info.shape)) for file in metadata.files_metadata.values() for name, info in file.tensors.items()}
+    return {
+        name: (str(info.dtype), tuple(info.shape))
+        for file in metadata.files_metadata.values()
+        for name, info in file.tensors.items()
+    }
 
 
 def library_of(repository: str) -> str | None:
@@ -86,7 +90,9 @@ def _explained(repository: str) -> Iterator[None]:
             f"{repository!r} is neither a folder or file of this machine nor the name of a repository on the Hub (owner/name)."
         ) from error
     except errors.GatedRepoError as error:
-        raise ConfigurationError(f"{repository!r} is gated: ask for access on its page, then log in with `hf auth login`.") from error
+        raise ConfigurationError(
+            f"{repository!r} is gated: ask for access on its page, then log in with `hf auth login`."
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigurationError(
             f"the Hub has no repository {repository!r}, or it is private. Check the name; log in with `hf auth login` for a private one."

@@ -83,4 +83,6 @@ def build_timm(name: str, config: Mapping[str, Any] | None) -> nn.Module:
         with torch.device("meta"):
             return timm.create_model(architecture, pretrained=False)
     except RuntimeError as error:
-        raise ConfigurationError(f"timm has no model {architecture!r}: {error}. timm.list_models() lists all of them.") from error
+        raise ConfigurationError(
+            f"timm has no model {architecture!r}: {error}. timm.list_models() lists all of them."
+        ) from error

@@ -13,7 +13,10 @@ from .training import TrainingMemory
 
 
 def as_json(
-    size: ModelSize, dtypes: Sequence[str], stages: dict[str, dict[str, int]] | None, training: Sequence[TrainingMemory] | None
+    size: ModelSize,
+    dtypes: Sequence[str],
+    stages: dict[str, dict[str, int]] | None,
+    training: Sequence[TrainingMemory] | None,
 ) -> str:
     """Everything in bytes."""
     answer: dict[str, Any] = {
@@ -22,20 +25,29 @@ def as_json(
         "parameters": size.parameters,
         "largest_layer_name": size.largest_layer_name,
         "dtypes": {
-            dtype: {"largest_layer": size.largest_layer_in(dtype), "total": size.total_in(dtype), "training_adam": size.adam_in(dtype)}
+            dtype: {
+                "largest_layer": size.largest_layer_in(dtype),
+                "total": size.total_in(dtype),
+                "training_adam": size.adam_in(dtype),
+            }
             for dtype in dtypes
         },
     }
     if stages is not None:
         answer["training_stages"] = stages
     if training is not None:
-        answer["training_per_process"] = {memory.strategy: {**vars(memory), "total": memory.total} for memory in training}
+        answer["training_per_process"] = {
+            memory.strategy: {**vars(memory), "total": memory.total} for memory in training
+        }
     return json.dumps(answer, indent=2)
 
 
 def loading_table(size: ModelSize, dtypes: Sequence[str]) -> str:
     """What loading the model takes in each type."""
-    rows = [[dtype, *map(convert_bytes, (size.largest_layer_in(dtype), size.total_in(dtype), size.adam_in(dtype)))] for dtype in dtypes]
+    rows = [
+        [dtype, *map(convert_bytes, (size.largest_layer_in(dtype), size.total_in(dtype), size.adam_in(dtype)))]
+        for dtype in dtypes
+    ]
     return f"Memory Usage for loading `{size.name}`:\n{table(['dtype', 'Largest Layer', 'Total Size', 'Training using Adam'], rows)}"
 
 
@@ -56,5 +68,8 @@ def training_table(training: Sequence[TrainingMemory], title: str) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, which reads well in a terminal too."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in [header, *rows]]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in [header, *rows]
+    ]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])

@@ -198,7 +198,12 @@ def estimate_training_usage(total: int, mixed_precision: str) -> dict[str, int]:
     if mixed_precision == "float32":
         stages = {"model": total, "gradients": total, "backward pass": 2 * total, "optimizer step": 4 * total}
     elif mixed_precision in ("float16", "bfloat16"):
-        stages = {"model": total, "gradients": total + total // 2, "backward pass": 2 * total, "optimizer step": 2 * total}
+        stages = {
+            "model": total,
+            "gradients": total + total // 2,
+            "backward pass": 2 * total,
+            "optimizer step": 2 * total,
+        }
     else:
         raise ConfigurationError(
             f"mixed_precision={mixed_precision!r} is not one of float32, float16, bfloat16: models are not trained in it."

@@ -236,7 +236,10 @@ class _Slot:
 
     def restore(self, value: torch.Tensor, device: torch.device) -> None:
         """Put values in place to stay."""
-        self._replaced(self.resting, lambda: set_module_tensor_to_device(self.owner, self.key, device, value=value, dtype=value.dtype))
+        self._replaced(
+            self.resting,
+            lambda: set_module_tensor_to_device(self.owner, self.key, device, value=value, dtype=value.dtype),
+        )
 
     def empty(self) -> None:
         """Let go of the values."""
@@ -250,9 +253,17 @@ class _Slot:
             self.table[self.key] = nn.Parameter(value, requires_grad=False)
         else:
             scales = self.name.replace("weight", "SCB")
-            statistics = weights[scales] if value.dtype == torch.int8 and scales != self.name and scales in weights else None
+            statistics = (
+                weights[scales] if value.dtype == torch.int8 and scales != self.name and scales in weights else None
+            )
             set_module_tensor_to_device(
-                self.owner, self.key, value.device, value=value, dtype=value.dtype, fp16_statistics=statistics, clear_cache=False
+                self.owner,
+                self.key,
+                value.device,
+                value=value,
+                dtype=value.dtype,
+                fp16_statistics=statistics,
+                clear_cache=False,
             )
 
     @property

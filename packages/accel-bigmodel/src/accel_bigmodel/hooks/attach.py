@@ -36,7 +36,9 @@ def attach_execution_device_hook(
     """
     has_tensors = next(iter(module.state_dict(keep_vars=True)), None) is not None
     if has_tensors and not hasattr(module, "_hf_hook") and not lends(module):
-        add_hook_to_module(module, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map))
+        add_hook_to_module(
+            module, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        )
     if borrows(module, preload_module_classes):
         return
     for child in module.children():
@@ -139,7 +141,9 @@ def attach_align_device_hook_on_blocks(
     elif offload:
         settings.attach(module, module_name, execution_device, True)
     else:
-        add_hook_to_module(module, settings.hook(execution_device, io_same_device=True, place_submodules=True), append=True)
+        add_hook_to_module(
+            module, settings.hook(execution_device, io_same_device=True, place_submodules=True), append=True
+        )
     if module_name == "" and not any(hook.io_same_device for hook in align_hooks(module)):
         add_hook_to_module(module, settings.hook(None, io_same_device=True), append=True)
 
@@ -154,7 +158,9 @@ class _Settings:
     preload_module_classes: Sequence[str] | None
     tied_params_map: TiedParamsMap | None
 
-    def hook(self, device: Location | None, io_same_device: bool = False, place_submodules: bool = False) -> AlignDevicesHook:
+    def hook(
+        self, device: Location | None, io_same_device: bool = False, place_submodules: bool = False
+    ) -> AlignDevicesHook:
         """A hook that moves inputs, and weights once."""
         return AlignDevicesHook(
             device,
@@ -183,7 +189,9 @@ class _Settings:
         else:
             add_hook_to_module(block, self.hook(device, io_same_device=name == "", place_submodules=True), append=True)
         if device is not None:
-            attach_execution_device_hook(block, device, self.skip_keys, self.preload_module_classes, self.tied_params_map)
+            attach_execution_device_hook(
+                block, device, self.skip_keys, self.preload_module_classes, self.tied_params_map
+            )
 
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:

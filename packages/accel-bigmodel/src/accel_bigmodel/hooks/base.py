@@ -119,7 +119,9 @@ class HookedForward:
         return run_with_hook(module, module._hf_hook, module._old_forward, args, kwargs)  # type: ignore[arg-type]
 
 
-def run_with_hook(module: nn.Module, hook: ModelHook, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_with_hook(
+    module: nn.Module, hook: ModelHook, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """One forward with its hook."""
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     try:

@@ -72,7 +72,9 @@ def attach_layerwise_casting_hooks(
     """
     for dtype in (storage_dtype, compute_dtype):
         if not dtype.is_floating_point:
-            raise ConfigurationError(f"{dtype} cannot hold weights: storage_dtype and compute_dtype are floating point types")
+            raise ConfigurationError(
+                f"{dtype} cannot hold weights: storage_dtype and compute_dtype are floating point types"
+            )
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else tuple(skip_modules_pattern or ())
     skipped = tuple(skip_modules_classes or ())
     pending = [("", module)]

@@ -21,7 +21,9 @@ class CpuOffload(ModelHook):
         prev_module_hook: of the model that is moved back to the CPU just before.
     """
 
-    def __init__(self, execution_device: Location | None = None, prev_module_hook: UserCpuOffloadHook | None = None) -> None:
+    def __init__(
+        self, execution_device: Location | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
         self.prev_module_hook = prev_module_hook
         self.execution_device = devices.detect().current() if execution_device is None else execution_device
 

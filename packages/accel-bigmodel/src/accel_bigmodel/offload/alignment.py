@@ -46,7 +46,9 @@ def indifferent(module: nn.Module, dtype: torch.dtype) -> bool:
 
 def is_product(module: nn.Module) -> bool:
     """Whether a module multiplies its input with its weight, and does nothing else with it."""
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"  # transformers' linear layer with a transposed weight
+    return (
+        type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+    )  # transformers' linear layer with a transposed weight
 
 
 def single_row(args: tuple[Any, ...]) -> bool:

@@ -28,7 +28,10 @@ def without_weights(values: Mapping[str, torch.Tensor], read: Callable[[str], to
         values: the weights in use, by name.
         read: gives a weight again, on the device where it was.
     """
-    ranges = [(value.data_ptr(), value.data_ptr() + value.numel() * value.element_size(), name) for name, value in values.items()]
+    ranges = [
+        (value.data_ptr(), value.data_ptr() + value.numel() * value.element_size(), name)
+        for name, value in values.items()
+    ]
 
     def pack(tensor: torch.Tensor) -> Any:
         address = tensor.data_ptr()

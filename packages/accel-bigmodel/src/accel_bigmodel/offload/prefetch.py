@@ -41,7 +41,9 @@ class ReadAhead:
         window: bytes. None: the largest weights of one hook.
     """
 
-    def __init__(self, hooks: Sequence[AlignDevicesHook], modules: Sequence[nn.Module], window: int | None = None) -> None:
+    def __init__(
+        self, hooks: Sequence[AlignDevicesHook], modules: Sequence[nn.Module], window: int | None = None
+    ) -> None:
         self._sizes = [sum(slot.nbytes for slot in hook.slots) for hook in hooks]
         largest = max(self._sizes, default=0)
         self.window = largest if window is None else window
@@ -53,7 +55,9 @@ class ReadAhead:
         self._sparse = [isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in modules]
         self._modules = list(modules)
         types = [{slot.resting.dtype for slot in hook.slots} for hook in hooks]
-        self._indifferent = [all(indifferent(module, dtype) for dtype in own) for module, own in zip(modules, types, strict=True)]
+        self._indifferent = [
+            all(indifferent(module, dtype) for dtype in own) for module, own in zip(modules, types, strict=True)
+        ]
         self._halves = [own <= HALF for own in types]
         self._rows_are_single = False
         self._ranks = {id(hook): rank for rank, hook in enumerate(hooks)}
@@ -147,7 +151,9 @@ class ReadAhead:
 
     def _fetch(self, rank: int) -> _Fetched:
         (source, full_names), device = self._sources[rank], self._hooks[rank].device
-        values = {name: self._read(source, full, rank) for name, full in zip(self._names[rank], full_names, strict=True)}
+        values = {
+            name: self._read(source, full, rank) for name, full in zip(self._names[rank], full_names, strict=True)
+        }
         if device is None or device.type == "cpu":
             return values, None
         return self._send(values, device)

@@ -59,7 +59,9 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     count = int(np.prod(shape, dtype=np.int64))
     expected, found = count * dtype.itemsize, os.path.getsize(weight_file)
     if expected != found:
-        raise ConfigurationError(f"{weight_file} has {found} bytes, and its index says {expected}: offload the weights again")
+        raise ConfigurationError(
+            f"{weight_file} has {found} bytes, and its index says {expected}: offload the weights again"
+        )
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     mapped = np.memmap(weight_file, dtype=np.uint8, mode="c", shape=(expected,))
@@ -145,7 +147,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return {}
         path = self.save_folder / OFFLOAD_INDEX_NAME
         if not path.is_file():
-            raise ConfigurationError(f"{self.save_folder} holds no {OFFLOAD_INDEX_NAME}: it is not a folder of offloaded weights")
+            raise ConfigurationError(
+                f"{self.save_folder} holds no {OFFLOAD_INDEX_NAME}: it is not a folder of offloaded weights"
+            )
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
@@ -215,7 +219,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return len(self.all_keys)
 
 
-def extract_submodules_state_dict(state_dict: Mapping[str, torch.Tensor], submodule_names: list[str]) -> dict[str, torch.Tensor]:
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: list[str]
+) -> dict[str, torch.Tensor]:
     """The part of a state dict that belongs to some submodules, by their full names."""
     wanted = tuple(submodule_names)
     dotted = tuple(f"{name}." for name in wanted)

@@ -39,7 +39,11 @@ def agree_on_plan(make: Callable[[], Plan]) -> Plan:
 def _as_text(found: Plan | Exception | None) -> Plan | str | None:
     if not isinstance(found, Exception):
         return found
-    return str(found) if isinstance(found, AccelError) else f"rank 0 could not split the model: {type(found).__name__}: {found}"
+    return (
+        str(found)
+        if isinstance(found, AccelError)
+        else f"rank 0 could not split the model: {type(found).__name__}: {found}"
+    )
 
 
 def plan_of(
@@ -73,7 +77,9 @@ def plan_of(
     return make_plan(recording, units, starts_at(recording.calls, points, inside))
 
 
-def _balanced(model: nn.Module, forward: Callable[..., Any], whole: Sequence[str] | None, example: tuple[Any, Any], count: int) -> Plan:
+def _balanced(
+    model: nn.Module, forward: Callable[..., Any], whole: Sequence[str] | None, example: tuple[Any, Any], count: int
+) -> Plan:
     # Where the user names no classes, what we take for blocks is split when there are too few of them.
     attempts = [set(whole)] if whole is not None else [_blocks(model, None), set[str]()]
     for classes in attempts:
@@ -103,7 +109,9 @@ def _units_inside(model: nn.Module, units: dict[str, nn.Module], point: str) -> 
 
 def _check_points(split_points: str | Sequence[str], count: int) -> list[str]:
     if isinstance(split_points, str):
-        raise ConfigurationError(f"split_points={split_points!r} must be 'auto' or a list of names of modules, such as [{split_points!r}].")
+        raise ConfigurationError(
+            f"split_points={split_points!r} must be 'auto' or a list of names of modules, such as [{split_points!r}]."
+        )
     points = list(split_points)
     if len(points) != count - 1:
         raise ConfigurationError(

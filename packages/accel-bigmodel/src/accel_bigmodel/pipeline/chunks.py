@@ -61,4 +61,6 @@ def take(data: Any, padded: int, batch_size: int) -> Any:
     """Drop the samples that were added to fill the last chunk: the first ``batch_size`` of tensors with ``padded`` samples."""
     if padded == batch_size:
         return data
-    return recursively_apply(lambda tensor: tensor[:batch_size] if tensor.ndim and tensor.shape[0] == padded else tensor, data)
+    return recursively_apply(
+        lambda tensor: tensor[:batch_size] if tensor.ndim and tensor.shape[0] == padded else tensor, data
+    )

@@ -48,7 +48,11 @@ def make_plan(recording: Recording, units: Mapping[str, nn.Module], starts: Sequ
     stages = [sum(start <= call for start in starts) - 1 for call in range(len(recording.calls))]
     needed = _needed(recording, stages, len(starts))
     carries = [
-        sorted(value for value in set().union(*needed[stage + 1 :]) if not isinstance(value, str) and stages[value[0]] <= stage)
+        sorted(
+            value
+            for value in set().union(*needed[stage + 1 :])
+            if not isinstance(value, str) and stages[value[0]] <= stage
+        )
         for stage in range(len(starts) - 1)
     ]
     return Plan(

@@ -46,7 +46,9 @@ class Recording:
 
 
 @torch.no_grad()
-def record(model: nn.Module, forward: Callable[..., Any], units: Mapping[str, nn.Module], args: Any, kwargs: Any) -> Recording:
+def record(
+    model: nn.Module, forward: Callable[..., Any], units: Mapping[str, nn.Module], args: Any, kwargs: Any
+) -> Recording:
     """Run the model on an example.
 
     Args:
@@ -176,9 +178,13 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch
 def _contents(data: Any, depth: int = 5) -> dict[str, list[tuple[int, int]]]:
     """The tensors that objects among the arguments hold, by the class of the object."""
     found: dict[str, list[tuple[int, int]]] = {}
-    objects = leaves(data, test_type=lambda item: not isinstance(item, (*_PLAIN, tuple, list, Mapping)) and hasattr(item, "__dict__"))
+    objects = leaves(
+        data, test_type=lambda item: not isinstance(item, (*_PLAIN, tuple, list, Mapping)) and hasattr(item, "__dict__")
+    )
     for item in objects:
-        found.setdefault(type(item).__name__, []).extend((id(tensor), tensor._version) for tensor in _tensors_in(vars(item), depth))
+        found.setdefault(type(item).__name__, []).extend(
+            (id(tensor), tensor._version) for tensor in _tensors_in(vars(item), depth)
+        )
     return found
 
 

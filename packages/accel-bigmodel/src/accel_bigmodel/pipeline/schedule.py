@@ -69,7 +69,9 @@ class Schedule:
             self._known.popitem(last=False)
         return outputs
 
-    def _as_objects(self, chunks: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]:
+    def _as_objects(
+        self, chunks: Sequence[tuple[Any, Any]]
+    ) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]:
         stage, outputs = self._stage, []
         tensors: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
@@ -86,10 +88,14 @@ class Schedule:
                 outputs.append(result)
             else:
                 sent = result
-                dist.send_object_list([(send_to_device(sent, "cpu"), stage.templates)], dst=stage.index + 1, device=device)
+                dist.send_object_list(
+                    [(send_to_device(sent, "cpu"), stage.templates)], dst=stage.index + 1, device=device
+                )
         return outputs, tensors, sent
 
-    def _scheduled(self, worker: _Worker, schedules: dict[int, ScheduleGPipe], chunks: Sequence[tuple[Any, Any]]) -> list[Any]:
+    def _scheduled(
+        self, worker: _Worker, schedules: dict[int, ScheduleGPipe], chunks: Sequence[tuple[Any, Any]]
+    ) -> list[Any]:
         from torch.distributed.pipelining import ScheduleGPipe  # takes a second to import
 
         count = len(chunks)
@@ -117,7 +123,9 @@ class _Worker(nn.Module):
         sent: tensors of the shapes that go to the next stage.
     """
 
-    def __init__(self, stage: Stage, count: int, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, stage: Stage, count: int, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
+    ) -> None:
         super().__init__()
         self._stage, self._count = stage, count
         self._received, self._sent = get_data_structure(list(received)), get_data_structure(list(sent))

@@ -37,7 +37,9 @@ class Stage:
         device: where it computes.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any], plan: Plan, index: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, forward: Callable[..., Any], plan: Plan, index: int, device: torch.device
+    ) -> None:
         self.plan, self.index, self.device = plan, index, device
         self._forward = forward
         self._first, self._last = plan.starts[index], plan.last_call(index)
@@ -93,7 +95,9 @@ class Stage:
         self._check_present(output, "the output")
         # Buffers that receive results are used again for the next batch; an output must not be one of them.
         received = {tensor.untyped_storage().data_ptr() for value, tensor in values.items() if value in self.received}
-        return recursively_apply(lambda tensor: tensor.clone() if tensor.untyped_storage().data_ptr() in received else tensor, output)
+        return recursively_apply(
+            lambda tensor: tensor.clone() if tensor.untyped_storage().data_ptr() in received else tensor, output
+        )
 
     def _called(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._running or self._inside:
@@ -107,7 +111,9 @@ class Stage:
     def _skip(self, call: int) -> Any:
         numbers = itertools.count()
         template = self.templates[call]
-        return recursively_apply(lambda info: self._earlier((call, next(numbers)), info), template, test_type=is_tensor_information)
+        return recursively_apply(
+            lambda info: self._earlier((call, next(numbers)), info), template, test_type=is_tensor_information
+        )
 
     def _earlier(self, value: Value, info: TensorInformation) -> torch.Tensor:
         tensor = self._values.get(value)
@@ -159,7 +165,9 @@ class Stage:
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None:
-                        tensors[name] = moved.setdefault(id(tensor), self._placed(tensor, id(tensor) in kept, id(tensor) in touched))  # type: ignore[assignment]
+                        tensors[name] = moved.setdefault(
+                            id(tensor), self._placed(tensor, id(tensor) in kept, id(tensor) in touched)
+                        )  # type: ignore[assignment]
 
     def _placed(self, tensor: torch.Tensor, kept: bool, touched: bool) -> torch.Tensor:
         if kept:

@@ -35,7 +35,9 @@ def repeated_blocks(model: nn.Module) -> set[str]:
     found: set[str] = set()
     for module in model.modules():
         if isinstance(module, (*_CONTAINERS, nn.Sequential)):
-            counts = Counter(type(child).__name__ for child in module.children() if next(child.children(), None) is not None)
+            counts = Counter(
+                type(child).__name__ for child in module.children() if next(child.children(), None) is not None
+            )
             found |= {name for name, count in counts.items() if count > 1}
     return found
 
@@ -45,10 +47,16 @@ def declared_blocks(model: nn.Module) -> set[str]:
     return {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
 
 
-def _visit(module: nn.Module, name: str, whole: frozenset[str], split_points: Sequence[str], units: dict[str, nn.Module]) -> None:
+def _visit(
+    module: nn.Module, name: str, whole: frozenset[str], split_points: Sequence[str], units: dict[str, nn.Module]
+) -> None:
     holds_split_point = any(point.startswith(f"{name}.") for point in split_points) or not name
     children = list(module.named_children())
-    if not holds_split_point and (type(module).__name__ in whole or not children) and not isinstance(module, _CONTAINERS):
+    if (
+        not holds_split_point
+        and (type(module).__name__ in whole or not children)
+        and not isinstance(module, _CONTAINERS)
+    ):
         # A module that is registered under several names is one unit.
         if all(known is not module for known in units.values()):
             units[name] = module

@@ -31,7 +31,9 @@ def torchao_required(func: F) -> F:
     @functools.wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not is_torchao_available():
-            raise MissingDependencyError(f"{func.__name__} needs torchao 0.6.1 or newer. Install it with: pip install 'accel-fp8[ao]'")
+            raise MissingDependencyError(
+                f"{func.__name__} needs torchao 0.6.1 or newer. Install it with: pip install 'accel-fp8[ao]'"
+            )
         return func(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
@@ -68,7 +70,9 @@ class TorchAOBackend(Backend):
 
 
 @torchao_required
-def convert_model_to_fp8_ao(model: nn.Module, config: Any = None, module_filter_func: LayerFilter | None = None) -> nn.Module:
+def convert_model_to_fp8_ao(
+    model: nn.Module, config: Any = None, module_filter_func: LayerFilter | None = None
+) -> nn.Module:
     """Let the linear layers of a model compute in 8 bits with torchao, in place.
 
     Args:

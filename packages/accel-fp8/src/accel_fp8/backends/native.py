@@ -43,7 +43,9 @@ class NativeBackend(Backend):
         synchronize(model)
 
 
-def convert_to_native(model: nn.Module, recipe: FP8Recipe | None = None, process_group: Any = None, reduce_amax: bool = True) -> nn.Module:
+def convert_to_native(
+    model: nn.Module, recipe: FP8Recipe | None = None, process_group: Any = None, reduce_amax: bool = True
+) -> nn.Module:
     """Let the linear layers of a model compute in 8 bits with torch's own product, in place.
 
     The layers keep their weights (the same parameters, in the precision they have), names and hooks. With delayed scaling they get

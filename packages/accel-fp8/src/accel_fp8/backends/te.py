@@ -82,9 +82,13 @@ def te_autocast(enabled: bool, recipe: Any, process_group: Any = None) -> Abstra
     """
     te = _te()
     if hasattr(te, "fp8_autocast"):
-        block: AbstractContextManager[Any] = te.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=process_group)
+        block: AbstractContextManager[Any] = te.fp8_autocast(
+            enabled=enabled, fp8_recipe=recipe, fp8_group=process_group
+        )
         return block
-    renamed: AbstractContextManager[Any] = te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=process_group)
+    renamed: AbstractContextManager[Any] = te.autocast(
+        enabled=enabled, recipe=recipe, amax_reduction_group=process_group
+    )
     return renamed
 
 
@@ -125,7 +129,9 @@ def build_recipe(recipe: FP8Recipe) -> Any:
     return recipes.DelayedScaling(**wanted)
 
 
-def convert_model(model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True) -> None:
+def convert_model(
+    model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
+) -> None:
     """Replace the linear layers and layer norms of a model by those of Transformer Engine, or the other way round, in place.
 
     The new layers have the parameters of the old ones: the same objects, so an optimizer that holds them goes on training them.
@@ -144,9 +150,13 @@ def convert_model(model: nn.Module, to_transformer_engine: bool = True, _convert
     te = _te()
     makers: dict[type, Callable[[Any, Any], nn.Module | None]] = {}
     if _convert_linear:
-        makers[nn.Linear if to_transformer_engine else te.Linear] = _te_linear if to_transformer_engine else _torch_linear
+        makers[nn.Linear if to_transformer_engine else te.Linear] = (
+            _te_linear if to_transformer_engine else _torch_linear
+        )
     if _convert_ln:
-        makers[nn.LayerNorm if to_transformer_engine else te.LayerNorm] = _te_norm if to_transformer_engine else _torch_norm
+        makers[nn.LayerNorm if to_transformer_engine else te.LayerNorm] = (
+            _te_norm if to_transformer_engine else _torch_norm
+        )
     _replace_layers(te, model, makers, {})
 
 
@@ -176,14 +186,22 @@ def _te_linear(te: Any, layer: nn.Linear) -> nn.Module | None:
         return None
     has_bias = layer.bias is not None
     weight = layer.weight
-    new = te.Linear(layer.in_features, layer.out_features, bias=has_bias, params_dtype=weight.dtype, device=weight.device)
+    new = te.Linear(
+        layer.in_features, layer.out_features, bias=has_bias, params_dtype=weight.dtype, device=weight.device
+    )
     return _take_over(layer, new)
 
 
 def _te_norm(te: Any, layer: nn.LayerNorm) -> nn.Module | None:
-    if layer._parameters.get("weight") is None or layer._parameters.get("bias") is None or len(layer.normalized_shape) != 1:
+    if (
+        layer._parameters.get("weight") is None
+        or layer._parameters.get("bias") is None
+        or len(layer.normalized_shape) != 1
+    ):
         return None
-    new = te.LayerNorm(layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype, device=layer.weight.device)
+    new = te.LayerNorm(
+        layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype, device=layer.weight.device
+    )
     return _take_over(layer, new)
 
 
@@ -203,11 +221,17 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
         MissingDependencyError: Transformer Engine is not installed.
     """
     te = _te()
-    kinds = tuple(kind for kind in (getattr(te, name, None) for name in ("Linear", "LayerNorm", "TransformerLayer")) if kind is not None)
+    kinds = tuple(
+        kind
+        for kind in (getattr(te, name, None) for name in ("Linear", "LayerNorm", "TransformerLayer"))
+        if kind is not None
+    )
     return any(isinstance(module, kinds) for module in model.modules())
 
 
-def contextual_fp8_autocast(model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False) -> Callable[..., Any]:
+def contextual_fp8_autocast(
+    model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
+) -> Callable[..., Any]:
     """A forward that runs in Transformer Engine's autocast, in 8 bits while the model trains.
 
     Args:

@@ -34,8 +34,12 @@ class Nvidia(AcceleratorKind):
         if program is None:
             return 0
         try:
-            listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False)
+            listing = subprocess.run(
+                [program, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             # A driver that does not answer has no GPU to give.
             return 0
-        return sum(1 for line in listing.stdout.splitlines() if line.startswith("GPU ")) if listing.returncode == 0 else 0
+        return (
+            sum(1 for line in listing.stdout.splitlines() if line.startswith("GPU ")) if listing.returncode == 0 else 0
+        )

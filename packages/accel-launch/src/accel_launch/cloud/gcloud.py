@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from accel_state.errors import ConfigurationError
 
 
-def ssh_commands(name: str | None, zone: str | None, command: str, machines: Sequence[str] = (), alpha: bool = False) -> list[list[str]]:
+def ssh_commands(
+    name: str | None, zone: str | None, command: str, machines: Sequence[str] = (), alpha: bool = False
+) -> list[list[str]]:
     """The commands that run one line of shell on every machine of a pod.
 
     Args:

@@ -56,15 +56,21 @@ def describe_job(plan: Plan) -> CloudJob:
     """
     settings = plan.settings
     if plan.target.kind != "script":
-        raise ConfigurationError("SageMaker runs a Python script: leave -m and --no_python out, and give the path of a .py file.")
+        raise ConfigurationError(
+            "SageMaker runs a Python script: leave -m and --no_python out, and give the path of a .py file."
+        )
     for name in ("iam_role_name", "ec2_instance_type"):
         if not settings[name]:
-            raise ConfigurationError(f"a SageMaker job needs {name}: give --{name}, or set it in the configuration file.")
+            raise ConfigurationError(
+                f"a SageMaker job needs {name}: give --{name}, or set it in the configuration file."
+            )
     script = Path(plan.target.name)
     environment = {name: value for name, value in plan.environment.items() if name not in _CREDENTIALS}
     data_parallel = settings["distributed_type"] == "DATA_PARALLEL"
     if settings["distributed_type"] == "MODEL_PARALLEL":
-        raise ConfigurationError(f"{settings.where('distributed_type')} is not supported on SageMaker. Allowed: NO, DATA_PARALLEL.")
+        raise ConfigurationError(
+            f"{settings.where('distributed_type')} is not supported on SageMaker. Allowed: NO, DATA_PARALLEL."
+        )
     return CloudJob(
         entry_point=script.name,
         source_dir=str(script.parent),
@@ -78,7 +84,9 @@ def describe_job(plan: Plan) -> CloudJob:
         environment={**environment, **_sagemaker_variables(data_parallel)},
         data_parallel=data_parallel,
         inputs={row["name"]: row["value"] for row in _read_table(settings["sagemaker_inputs_file"])},
-        metrics=[{"Name": row["name"], "Regex": row["value"]} for row in _read_table(settings["sagemaker_metrics_file"])],
+        metrics=[
+            {"Name": row["name"], "Regex": row["value"]} for row in _read_table(settings["sagemaker_metrics_file"])
+        ],
         further=dict(settings["sagemaker_additional_args"] or {}),
     )
 
@@ -93,7 +101,9 @@ def credentials(plan: Plan) -> dict[str, str]:
         "AWS_DEFAULT_REGION": settings["aws_region"],
     }
     if bool(given["AWS_ACCESS_KEY_ID"]) != bool(given["AWS_SECRET_ACCESS_KEY"]):
-        raise ConfigurationError("--aws_access_key_id and --aws_secret_access_key belong together: give both, or use a profile.")
+        raise ConfigurationError(
+            "--aws_access_key_id and --aws_secret_access_key belong together: give both, or use a profile."
+        )
     return {name: value for name, value in given.items() if value}
 
 
@@ -109,7 +119,9 @@ def to_hyperparameters(args: Sequence[str]) -> dict[str, Any]:
         name, sign, value = word.partition("=")
         text = value if sign else next(words, None)
         if not name.startswith("-") or not name.lstrip("-") or _is_number(name):
-            raise ConfigurationError(f"argument {word!r} of the script has no name. SageMaker passes `--name value` pairs only.")
+            raise ConfigurationError(
+                f"argument {word!r} of the script has no name. SageMaker passes `--name value` pairs only."
+            )
         if text is None or (not sign and text.startswith("-") and not _is_number(text)):
             raise ConfigurationError(
                 f"argument {name} of the script has no value. SageMaker knows no flags: declare a bool, and give `{name} True`."
@@ -137,7 +149,10 @@ def _is_number(text: str) -> bool:
 
 
 def _sagemaker_variables(data_parallel: bool) -> dict[str, str]:
-    return {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL" if data_parallel else "NO"}
+    return {
+        "ACCELERATE_USE_SAGEMAKER": "true",
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL" if data_parallel else "NO",
+    }
 
 
 def _read_table(path: str | None) -> Iterator[Mapping[str, str]]:
@@ -147,11 +162,15 @@ def _read_table(path: str | None) -> Iterator[Mapping[str, str]]:
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path!r} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from None
+        raise ConfigurationError(
+            f"{path!r} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}."
+        ) from None
     for number, line in enumerate(lines[1:], 2):
         cells = line.split("\t")
         if not line.strip():
             continue
         if len(cells) != 2 or not all(cell.strip() for cell in cells):
-            raise ConfigurationError(f"{path}, line {number}: {line!r} is not a name and a value with a tab between them.")
+            raise ConfigurationError(
+                f"{path}, line {number}: {line!r} is not a name and a value with a tab between them."
+            )
         yield {"name": cells[0].strip(), "value": os.path.expandvars(cells[1].strip())}

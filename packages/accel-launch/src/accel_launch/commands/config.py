@@ -31,7 +31,9 @@ def run(argv: list[str]) -> int:
     """
     if argv and not argv[0].startswith("-"):
         if argv[0] not in PARTS:
-            raise ConfigurationError(f"{argv[0]!r} is not a part of accel config.{suggest(argv[0], list(PARTS))} Usage: {USAGE}.")
+            raise ConfigurationError(
+                f"{argv[0]!r} is not a part of accel config.{suggest(argv[0], list(PARTS))} Usage: {USAGE}."
+            )
         return PARTS[argv[0]](argv[1:])
     return _ask(argv)
 
@@ -46,7 +48,9 @@ def _parser(part: str, description: str) -> ConfigParser:
 
 def _named(options: Mapping[str, Any]) -> Path | None:
     """The file that the command line or the environment names."""
-    path = resolve([ScriptOptions], {name: text for name, text in options.items() if name == "config_file"})["config_file"]
+    path = resolve([ScriptOptions], {name: text for name, text in options.items() if name == "config_file"})[
+        "config_file"
+    ]
     return None if path is None else expand(path)
 
 
@@ -59,8 +63,13 @@ def _ask(argv: list[str]) -> int:
     from ..questionnaire.flow import ask_all, complete
     from ..questionnaire.prompts import MenuPrompts, TextPrompts, is_terminal
 
-    parser = _parser("", "Answer questions about this machine and the training; only what follows from the answers so far is asked.")
-    parser.usage, parser.epilog = USAGE, "default writes a file without asking; update brings one up to date; show prints every setting."
+    parser = _parser(
+        "", "Answer questions about this machine and the training; only what follows from the answers so far is asked."
+    )
+    parser.usage, parser.epilog = (
+        USAGE,
+        "default writes a file without asking; update brings one up to date; show prints every setting.",
+    )
     path = _target(parse_options(argv, parser))
     nest_check(path)
     prompts = MenuPrompts() if is_terminal() else TextPrompts()
@@ -112,12 +121,20 @@ def _default(argv: list[str]) -> int:
     """``accel config default``."""
     parser = _parser("default", "Write a file for this machine: all its GPUs, or its CPU where there is none.")
     choices = declared()["mixed_precision"].choices or ()
-    parser.add_argument("--mixed_precision", "--mixed-precision", metavar="{" + ",".join(choices) + "}", default="no", help="(default: no)")
+    parser.add_argument(
+        "--mixed_precision",
+        "--mixed-precision",
+        metavar="{" + ",".join(choices) + "}",
+        default="no",
+        help="(default: no)",
+    )
     options = parse_options(argv, parser)
     path = _target(options)
     values = basic_values(options["mixed_precision"])
     if os.path.exists(path):
-        raise ConfigurationError(f"{path} exists already. `accel config update` brings it up to date; --config_file names another file.")
+        raise ConfigurationError(
+            f"{path} exists already. `accel config update` brings it up to date; --config_file names another file."
+        )
     write_file(path, nest(values))
     print(f"Configuration saved in {path}")
     return 0
@@ -125,7 +142,9 @@ def _default(argv: list[str]) -> int:
 
 def _update(argv: list[str]) -> int:
     """``accel config update``."""
-    parser = _parser("update", "Write a file's old keys as they are called today, and add the keys that it lacks; its values stay.")
+    parser = _parser(
+        "update", "Write a file's old keys as they are called today, and add the keys that it lacks; its values stay."
+    )
     options = parse_options(argv, parser)
     named = _named(options)
     source = named or find_default()
@@ -142,7 +161,10 @@ def _update(argv: list[str]) -> int:
 
 def _show(argv: list[str]) -> int:
     """``accel config show``."""
-    parser = _parser("show", "Print every setting and where it comes from; options of accel launch may be given, to see what they change.")
+    parser = _parser(
+        "show",
+        "Print every setting and where it comes from; options of accel launch may be given, to see what they change.",
+    )
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="Print JSON.")
     for group in load_groups():
         group.add_to_parser(parser, leave_out=("config_file", "json"))

@@ -15,7 +15,16 @@ from ..parser import ConfigParser
 from .base import Command
 
 DEFAULT_SECONDS = 25.0
-_OPTIONS = ("cpu", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf")
+_OPTIONS = (
+    "cpu",
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "rdzv_backend",
+    "rdzv_conf",
+)
 _EPILOG = """\
 On a cluster, run it on every machine with the options that `accel launch` would get, or once inside a SLURM job: the machines then also
 check one another. The exit code is 0 where everything works, 1 where something does not.
@@ -50,12 +59,18 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--timeout", type=_seconds, default=DEFAULT_SECONDS, metavar="SECONDS", help="time that the processes may take (default 25)"
+        "--timeout",
+        type=_seconds,
+        default=DEFAULT_SECONDS,
+        metavar="SECONDS",
+        help="time that the processes may take (default 25)",
     )
     for group in load_groups():
         for option in (option for option in group.options() if option.name in _OPTIONS):
             nargs: dict[str, Any] = {"nargs": "?", "const": "true"} if option.is_flag else {}
-            parser.add_argument(*option.flags, dest=option.name, default=argparse.SUPPRESS, metavar="VALUE", help=option.help, **nargs)
+            parser.add_argument(
+                *option.flags, dest=option.name, default=argparse.SUPPRESS, metavar="VALUE", help=option.help, **nargs
+            )
     return parser
 
 

@@ -32,7 +32,9 @@ _LIBRARIES = (
     "megatron-core",
     "torch-xla",
 )
-_VARIABLES = re.compile(r"(ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|NCCL|CCL|TORCH|OMP|SLURM|OMPI_COMM|PMI)_|.*_VISIBLE_DEVICES$")
+_VARIABLES = re.compile(
+    r"(ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|NCCL|CCL|TORCH|OMP|SLURM|OMPI_COMM|PMI)_|.*_VISIBLE_DEVICES$"
+)
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
@@ -43,7 +45,9 @@ def run(argv: list[str]) -> int:
         ConfigurationError: the command line is wrong.
     """
     parser = ConfigParser(
-        prog="accel env", description="Print what a bug report needs: versions, devices, configuration.", allow_abbrev=False
+        prog="accel env",
+        description="Print what a bug report needs: versions, devices, configuration.",
+        allow_abbrev=False,
     )
     text = "The configuration file to show. Left out, the default one."
     parser.add_argument("--config_file", "--config-file", metavar="FILE", default=argparse.SUPPRESS, help=text)
@@ -90,12 +94,17 @@ def configuration(path: str | None) -> dict[str, Any]:
     facts: dict[str, Any] = {"Configuration file": str(found) if found is not None else "none"}
     if found is not None:
         try:
-            facts["Configuration"] = {key: entry.value for key, entry in ConfigFile.read(found).entries.items() if "." not in key}
+            facts["Configuration"] = {
+                key: entry.value for key, entry in ConfigFile.read(found).entries.items() if "." not in key
+            }
             read_config(found)
         except ConfigurationError as error:
             facts["Configuration error"] = str(error)
     names = sorted(name for name in all_variables() if _VARIABLES.match(name))
-    return {**facts, "Environment": {name: "(hidden)" if _SECRET.search(name) else all_variables()[name] for name in names}}
+    return {
+        **facts,
+        "Environment": {name: "(hidden)" if _SECRET.search(name) else all_variables()[name] for name in names},
+    }
 
 
 def _ours() -> list[str]:

@@ -40,16 +40,25 @@ def run(argv: list[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser."""
-    parser = ConfigParser(prog="accel tpu-config", description="Run commands on every machine of a TPU pod, over gcloud.")
+    parser = ConfigParser(
+        prog="accel tpu-config", description="Run commands on every machine of a TPU pod, over gcloud."
+    )
     pod = parser.add_argument_group("pod", "Left out, the configuration file says it.")
     pod.add_argument("--config_file", "--config-file", metavar="FILE", help="configuration file to read")
     pod.add_argument("--tpu_name", "--tpu-name", metavar="NAME", help="name of the TPU")
     pod.add_argument("--tpu_zone", "--tpu-zone", metavar="ZONE", help="zone that it is in")
-    pod.add_argument("--vm", action="append", metavar="NAME", help="name of a single machine, instead of all; may be given several times")
+    pod.add_argument(
+        "--vm",
+        action="append",
+        metavar="NAME",
+        help="name of a single machine, instead of all; may be given several times",
+    )
     what = parser.add_argument_group("commands")
     what.add_argument("--use_alpha", "--use-alpha", action="store_true", help="use `gcloud alpha`")
     what.add_argument("--command_file", "--command-file", metavar="FILE", help="file with commands, one on a line")
-    what.add_argument("--command", action="append", nargs="+", metavar="COMMAND", help="a command; may be given several times")
+    what.add_argument(
+        "--command", action="append", nargs="+", metavar="COMMAND", help="a command; may be given several times"
+    )
     what.add_argument(
         "--install_accel",
         "--install-accel",

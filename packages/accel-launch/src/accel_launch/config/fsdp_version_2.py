@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from accel_launch.config.read.read import read_config
-from accel_launch.config.read.write import declared, to_text, write_text
+from accel_launch.config.read import read_config
+from accel_launch.config.write import declared, to_text, write_text
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, check, load_groups, resolve
 
@@ -87,7 +87,10 @@ def _conversion(source: Path, settings: Resolution, content: Mapping[str, Any]) 
     found = Conversion()
     section = content.get(_SECTION) or {}
     names = {
-        key.removeprefix(f"{_SECTION}."): opt.name for opt in declared().values() for key in opt.keys if key.startswith(f"{_SECTION}.")
+        key.removeprefix(f"{_SECTION}."): opt.name
+        for opt in declared().values()
+        for key in opt.keys
+        if key.startswith(f"{_SECTION}.")
     }
     _map_strategy(source, settings, section, names, found)
     for key, value in section.items():
@@ -97,7 +100,9 @@ def _conversion(source: Path, settings: Resolution, content: Mapping[str, Any]) 
             found.notes.append(f"{key}: {_text(value)} is left out: {_GONE[name]}")
         elif name == "fsdp_sync_module_states" and settings[name]:
             found.removed.append(key)
-            found.notes.append(f"{key}: true is left out: version 2 always starts with the first process's weights unless told otherwise")
+            found.notes.append(
+                f"{key}: true is left out: version 2 always starts with the first process's weights unless told otherwise"
+            )
     _map_states(settings, section, names, found)
     if _VERSION in section:
         found.changed[_VERSION] = (_VERSION, 2)
@@ -107,7 +112,9 @@ def _conversion(source: Path, settings: Resolution, content: Mapping[str, Any]) 
     return found
 
 
-def _map_strategy(source: Path, settings: Resolution, section: Mapping[str, Any], names: Mapping[str, str], found: Conversion) -> None:
+def _map_strategy(
+    source: Path, settings: Resolution, section: Mapping[str, Any], names: Mapping[str, str], found: Conversion
+) -> None:
     strategy = settings["fsdp_sharding_strategy"]
     if strategy not in _RESHARDS:
         raise ConfigurationError(
@@ -124,7 +131,9 @@ def _map_strategy(source: Path, settings: Resolution, section: Mapping[str, Any]
         found.removed += keys[1:]
     else:
         found.added[_RESHARD] = reshard
-    found.notes.append(f"{keys[0] if keys else 'fsdp_sharding_strategy'}: {strategy} becomes {_RESHARD}: {_text(reshard)}")
+    found.notes.append(
+        f"{keys[0] if keys else 'fsdp_sharding_strategy'}: {strategy} becomes {_RESHARD}: {_text(reshard)}"
+    )
     if strategy.startswith("HYBRID"):
         _map_hybrid(settings, strategy, found)
 
@@ -144,19 +153,25 @@ def _map_hybrid(settings: Resolution, strategy: str, found: Conversion) -> None:
             f"{'not given' if processes is None else processes}. Set both, num_processes to a multiple of num_machines."
         )
     found.mesh = {f"{_MESH}_dp_replicate_size": machines, f"{_MESH}_dp_shard_size": processes // machines}
-    found.notes.append(f"{strategy} becomes a mesh as well: {machines} copies (one a machine), each on {processes // machines} processes")
+    found.notes.append(
+        f"{strategy} becomes a mesh as well: {machines} copies (one a machine), each on {processes // machines} processes"
+    )
 
 
 def _map_states(settings: Resolution, section: Mapping[str, Any], names: Mapping[str, str], found: Conversion) -> None:
     keys = [key for key in section if names.get(key) == _STATES]
     if settings[_STATES] == "LOCAL_STATE_DICT":
         found.changed[keys[0]] = (keys[0], "SHARDED_STATE_DICT")
-        found.notes.append(f"{keys[0]}: LOCAL_STATE_DICT becomes SHARDED_STATE_DICT, which loads on any number of processes")
+        found.notes.append(
+            f"{keys[0]}: LOCAL_STATE_DICT becomes SHARDED_STATE_DICT, which loads on any number of processes"
+        )
     elif settings[_STATES] is None:
         # Left out, version 1 writes whole states and version 2 sharded ones.
         found.removed += keys
         found.added[_STATES] = "FULL_STATE_DICT"
-        found.notes.append(f"{_STATES}: FULL_STATE_DICT is written down: it is the default of version 1, and not of version 2")
+        found.notes.append(
+            f"{_STATES}: FULL_STATE_DICT is written down: it is the default of version 1, and not of version 2"
+        )
 
 
 def _applied(content: Mapping[str, Any], conversion: Conversion) -> dict[str, Any]:
@@ -173,7 +188,14 @@ def _applied(content: Mapping[str, Any], conversion: Conversion) -> dict[str, An
     return result
 
 
-def _new_text(target: Path, text: str, content: Mapping[str, Any], wanted: Mapping[str, Any], conversion: Conversion, is_yaml: bool) -> str:
+def _new_text(
+    target: Path,
+    text: str,
+    content: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    conversion: Conversion,
+    is_yaml: bool,
+) -> str:
     stays = is_yaml and target.suffix in (".yaml", ".yml") and not (conversion.mesh and _MESH in content)
     edited = _edited(text, conversion) if stays else None
     if edited is not None and _means(edited, wanted):

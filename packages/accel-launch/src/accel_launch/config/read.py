@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import ConfigFile, Entry, Option, Resolution, ScriptOptions, check, find_default, load_groups, migrate, resolve
+from accel_state.options import (
+    ConfigFile,
+    Entry,
+    Option,
+    Resolution,
+    ScriptOptions,
+    check,
+    find_default,
+    load_groups,
+    migrate,
+    resolve,
+)
 
 from ..suggestions import suggest
 
@@ -68,7 +79,9 @@ def _check_entry(entry: Entry, known: Mapping[str, Option], sections: set[str]) 
             known[entry.key].parse(entry.value, f"{entry.key} in {entry.place}")
     elif entry.key in sections:
         if entry.value is not None and not isinstance(entry.value, dict):
-            raise ConfigurationError(f"{entry.place}: {entry.key} must be a mapping of keys to values, not {entry.value!r}.")
+            raise ConfigurationError(
+                f"{entry.place}: {entry.key} must be a mapping of keys to values, not {entry.value!r}."
+            )
     elif not (top in known and known[top].kind is dict):
         _refuse(entry, known, sections)
 

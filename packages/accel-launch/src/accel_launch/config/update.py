@@ -60,7 +60,9 @@ def _with_comments(source: Path, target: Path, text: str) -> str | None:
     import yaml  # `accel --help` loads this module
 
     comments = read_comments(source.read_text(encoding="utf-8-sig"))
-    commented = write_comments(text, comments, {key: opt.key for opt in declared().values() if opt.key for key in opt.keys})
+    commented = write_comments(
+        text, comments, {key: opt.key for opt in declared().values() if opt.key for key in opt.keys}
+    )
     # Whatever a comment looks like, it must not change what the file says.
     return commented if yaml.safe_load(commented) == yaml.safe_load(text) else None
 
@@ -74,7 +76,11 @@ def _free_name(path: Path) -> Path:
 def _left_out(config: ConfigFile) -> list[str]:
     """Notes on the keys that have no effect any more."""
     retired = [(key, opt.retired) for opt in declared().values() if opt.retired for key in opt.keys]
-    return [f"{entry.place}: {key} is left out: {reason}" for key, reason in retired if (entry := config.entry(key)) is not None]
+    return [
+        f"{entry.place}: {key} is left out: {reason}"
+        for key, reason in retired
+        if (entry := config.entry(key)) is not None
+    ]
 
 
 def updated(config: ConfigFile) -> dict[str, Any]:
@@ -94,4 +100,6 @@ def _has(config: ConfigFile, key: str) -> bool:
 
 
 def _has_comments(path: Path) -> bool:
-    return any(line.lstrip().startswith("#") or " #" in line for line in path.read_text(encoding="utf-8-sig").splitlines())
+    return any(
+        line.lstrip().startswith("#") or " #" in line for line in path.read_text(encoding="utf-8-sig").splitlines()
+    )

@@ -45,7 +45,9 @@ def declared() -> Mapping[str, Option]:
     return {opt.name: opt for group in load_groups() for opt in group.options()}
 
 
-def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Path | Literal[False]:
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | Literal[False]:
     """Write a configuration file for this machine: all its GPUs, or its CPU where there is none.
 
     Args:
@@ -61,7 +63,10 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
     path = expand(save_location) if save_location is not None else default_path()
     values = basic_values(mixed_precision)
     if os.path.exists(path):
-        print(f"{path} exists already and is left as it is. Run `accel config update`, or give another save_location.", file=sys.stderr)
+        print(
+            f"{path} exists already and is left as it is. Run `accel config update`, or give another save_location.",
+            file=sys.stderr,
+        )
         return False
     write_file(path, nest(values))
     return path
@@ -124,7 +129,9 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error.strerror}. Give another file with --config_file.") from None
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror}. Give another file with --config_file."
+        ) from None
     finally:
         with suppress(OSError):
             temporary.unlink()

@@ -27,7 +27,13 @@ def check_group(options: Sequence[str], environ: Mapping[str, str], seconds: flo
     command = python_command("-m", "accel_launch", "launch", "--quiet", *options, "-m", _MODULE)
     variables = {**environ, TIMEOUT_VARIABLE: str(max(int(seconds), 1))}
     process = subprocess.Popen(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+        command,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
     try:
         output, errors = process.communicate(timeout=seconds)
@@ -41,7 +47,9 @@ def check_group(options: Sequence[str], environ: Mapping[str, str], seconds: flo
     found = [line.removeprefix(FINDINGS_MARK) for line in output.split("\n") if line.startswith(FINDINGS_MARK)]
     if not found:
         said = "\n        ".join(["", *errors.strip().splitlines()[-_SHOWN_LINES:]])
-        yield fail("processes", f"failed with exit code {process.returncode}: {_stages(output)}{said}", _advice(options))
+        yield fail(
+            "processes", f"failed with exit code {process.returncode}: {_stages(output)}{said}", _advice(options)
+        )
         return
     yield from (Finding(**fields) for fields in json.loads(found[0]))
     if process.returncode:
@@ -79,6 +87,4 @@ def _stages(output: str) -> str:
 def _advice(options: Sequence[str]) -> str:
     if any("num_machines" in word for word in options):
         return "Is the doctor running on every machine, with the same --main_process_ip and --main_process_port, and can each reach them?"
-    return (
-        "What the processes said is above. GLOO_SOCKET_IFNAME=lo keeps them on this machine; `accel launch --debug` shows the agent's log."
-    )
+    return "What the processes said is above. GLOO_SOCKET_IFNAME=lo keeps them on this machine; `accel launch --debug` shows the agent's log."

@@ -32,7 +32,16 @@ LEAST_MEMORY = 1 * GIB
 LEAST_TEMPORARY = 1 * GIB
 OLDEST_TORCH = (2, 4)
 _SHARED_MEMORY = "/dev/shm"
-_PACKAGES = ("accel", "accel-launch", "accel-state", "accel-data", "deepspeed", "transformers", "bitsandbytes", "megatron-core")
+_PACKAGES = (
+    "accel",
+    "accel-launch",
+    "accel-state",
+    "accel-data",
+    "deepspeed",
+    "transformers",
+    "bitsandbytes",
+    "megatron-core",
+)
 
 
 def check_versions() -> Iterator[Finding]:
@@ -87,7 +96,9 @@ def check_devices() -> Iterator[Finding]:
             "variable such as "
             f"{makers[0]} hides."
         )
-        yield fail("devices", f"the machine has {installed} accelerator(s), and torch {torch.__version__} sees none", advice)
+        yield fail(
+            "devices", f"the machine has {installed} accelerator(s), and torch {torch.__version__} sees none", advice
+        )
         return
     text = f"{count} x {device.name}" if device.name != "cpu" else f"the CPU alone, {_cores()} core(s)"
     yield ok("devices", text)
@@ -110,7 +121,11 @@ def _compute(device: torch.device) -> Finding:
             "See whether another process holds it, and whether torch and driver fit.",
         )
     if not exact:
-        return fail("computing", f"{device} multiplies matrices wrongly", "Take the device out of service: its results cannot be trusted.")
+        return fail(
+            "computing",
+            f"{device} multiplies matrices wrongly",
+            "Take the device out of service: its results cannot be trusted.",
+        )
     return ok("computing", f"{device} multiplies matrices rightly")
 
 
@@ -119,7 +134,9 @@ def check_memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     text = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f}"
     if memory.available < LEAST_MEMORY:
-        yield fail("memory", text, "End what takes it, or use a bigger machine: a process with torch alone takes 0.3 GiB.")
+        yield fail(
+            "memory", text, "End what takes it, or use a bigger machine: a process with torch alone takes 0.3 GiB."
+        )
     else:
         yield ok("memory", text)
     if os.path.isdir(_SHARED_MEMORY):
@@ -131,7 +148,9 @@ def check_memory() -> Iterator[Finding]:
         )
     import tempfile
 
-    yield _room("temporary", tempfile.gettempdir(), LEAST_TEMPORARY, "Make room there, or have TMPDIR name another folder.")
+    yield _room(
+        "temporary", tempfile.gettempdir(), LEAST_TEMPORARY, "Make room there, or have TMPDIR name another folder."
+    )
 
 
 def _room(subject: str, folder: str, least: int, advice: str) -> Finding:
@@ -150,7 +169,11 @@ def check_limits() -> Iterator[Finding]:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < ENOUGH_OPEN_FILES:
-        reachable = "" if hard < 0 or hard >= ENOUGH_OPEN_FILES else f" (this machine allows {hard}: its administrator can raise that)"
+        reachable = (
+            ""
+            if hard < 0 or hard >= ENOUGH_OPEN_FILES
+            else f" (this machine allows {hard}: its administrator can raise that)"
+        )
         yield (fail if soft < LEAST_OPEN_FILES else warn)(
             "open files",
             f"at most {soft}",
@@ -176,7 +199,9 @@ def check_network() -> Iterator[Finding]:
         yield ok("ports", f"a free one was found and reached ({port})")
     else:
         yield fail(
-            "ports", f"what was sent to port {port} of 127.0.0.1 did not arrive", "See what filters traffic on the loopback interface."
+            "ports",
+            f"what was sent to port {port} of 127.0.0.1 did not arrive",
+            "See what filters traffic on the loopback interface.",
         )
     advice = "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface that the machines share."
     try:
@@ -192,11 +217,17 @@ def check_environment() -> Iterator[Finding]:
     left = {name: value for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if (value := read_str(name)) is not None}
     if left:
         pairs = " ".join(f"{name}={value}" for name, value in left.items())
-        yield warn("variables", f"{pairs}: a process would take itself for a rank", f"Unless a launcher set them: unset {' '.join(left)}")
+        yield warn(
+            "variables",
+            f"{pairs}: a process would take itself for a rank",
+            f"Unless a launcher set them: unset {' '.join(left)}",
+        )
     proxies = [name for name in ("http_proxy", "HTTP_PROXY") if read_str(name)]
     if proxies and not read_str("no_proxy"):
         yield warn(
-            "variables", f"{proxies[0]} is set and no_proxy is not", "Add the machines of the run to no_proxy if downloads from them hang."
+            "variables",
+            f"{proxies[0]} is set and no_proxy is not",
+            "Add the machines of the run to no_proxy if downloads from them hang.",
         )
 
 

@@ -97,7 +97,8 @@ def _meeting(state: PartialState) -> Iterator[Finding]:
     if state.is_main_process:
         names = list(dict.fromkeys(hosts))
         yield ok(
-            "meeting", f"{state.num_processes} process(es) on {', '.join(names)} over {state.backend or 'no backend'}, {state.device.type}"
+            "meeting",
+            f"{state.num_processes} process(es) on {', '.join(names)} over {state.backend or 'no backend'}, {state.device.type}",
         )
 
 
@@ -139,7 +140,9 @@ def _all_reduce(state: PartialState) -> Iterator[Finding]:
 
 def _reduces(state: PartialState, size: int) -> bool:
     value = (torch.arange(size, device=state.device) % 97 + state.process_index).to(torch.float32)
-    expected = (torch.arange(size, device=state.device) % 97).to(torch.float32) * state.num_processes + sum(range(state.num_processes))
+    expected = (torch.arange(size, device=state.device) % 97).to(torch.float32) * state.num_processes + sum(
+        range(state.num_processes)
+    )
     dist.all_reduce(value)
     return torch.equal(value, expected)
 
@@ -154,13 +157,18 @@ def _point_to_point(state: PartialState) -> Iterator[Finding]:
     received = torch.empty_like(sent)
 
     def exchange() -> None:
-        operations = [dist.P2POp(dist.isend, sent, (rank + 1) % world), dist.P2POp(dist.irecv, received, (rank - 1) % world)]
+        operations = [
+            dist.P2POp(dist.isend, sent, (rank + 1) % world),
+            dist.P2POp(dist.irecv, received, (rank - 1) % world),
+        ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
     seconds = _median_seconds(state, exchange)
     if not bool((received == (rank - 1) % world).all()):
-        yield fail("point to point", f"what rank {(rank - 1) % world} sent arrived changed at rank {rank}", _NETWORK_ADVICE)
+        yield fail(
+            "point to point", f"what rank {(rank - 1) % world} sent arrived changed at rank {rank}", _NETWORK_ADVICE
+        )
     elif state.is_main_process:
         yield ok("point to point", f"right; {_BANDWIDTH_BYTES / seconds / MIB:.0f} MiB/s each way round a ring")
 
@@ -186,7 +194,10 @@ def _clocks(state: PartialState) -> Iterator[Finding]:
             worst = skew
     if not state.is_main_process or state.num_processes == 1:
         return
-    text, advice = f"{abs(worst) * 1000:.1f} ms apart at most", "Have all machines follow one time server: apt install chrony."
+    text, advice = (
+        f"{abs(worst) * 1000:.1f} ms apart at most",
+        "Have all machines follow one time server: apt install chrony.",
+    )
     if abs(worst) > _SKEW_FAILURE_SECONDS:
         yield fail("clocks", text, advice)
     elif abs(worst) > _SKEW_WARNING_SECONDS:

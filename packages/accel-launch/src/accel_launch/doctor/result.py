@@ -43,7 +43,9 @@ def run_check(subject: str, check: Check) -> Iterator[Finding]:
         yield from check()
     except Exception as error:
         text = f"the check itself failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        yield Finding(subject, "fail", text, "Report this line, please: a check must not fail, whatever the machine is like.")
+        yield Finding(
+            subject, "fail", text, "Report this line, please: a check must not fail, whatever the machine is like."
+        )
 
 
 def ok(subject: str, text: str) -> Finding:

@@ -61,9 +61,15 @@ class Agent(LocalElasticAgent):
         line_prefix: likewise.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: LogFolders, watch: SignalWatch, start_method: str, line_prefix: str | None) -> None:
+    def __init__(
+        self, spec: WorkerSpec, logs: LogFolders, watch: SignalWatch, start_method: str, line_prefix: str | None
+    ) -> None:
         super().__init__(
-            spec, logs, start_method=start_method, exit_barrier_timeout=EXIT_BARRIER_SECONDS, log_line_prefix_template=line_prefix
+            spec,
+            logs,
+            start_method=start_method,
+            exit_barrier_timeout=EXIT_BARRIER_SECONDS,
+            log_line_prefix_template=line_prefix,
         )
         self._logs = logs
         self._watch = watch

@@ -66,7 +66,11 @@ def _runs(pid: int) -> bool:
 
 def tell(note: Note, what_now: str = "The same command goes on from there.") -> None:
     """Say on the screen that the training was saved."""
-    print(f"accel launch: told to end, the processes saved the training to {note.saved}. {what_now}", file=sys.stderr, flush=True)
+    print(
+        f"accel launch: told to end, the processes saved the training to {note.saved}. {what_now}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 FORWARDED = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))

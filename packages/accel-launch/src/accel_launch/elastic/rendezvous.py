@@ -27,7 +27,9 @@ def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str |
     if num_machines == 1:
         return _parameters("static", host, options.main_process_port or 0, uuid.uuid4().hex, 1, options)
     # Machines must agree on the id.
-    return _parameters(options.rdzv_backend, host, options.main_process_port or DEFAULT_PORT, run_id or "none", num_machines, options)
+    return _parameters(
+        options.rdzv_backend, host, options.main_process_port or DEFAULT_PORT, run_id or "none", num_machines, options
+    )
 
 
 def await_main_machine(options: RendezvousOptions, parameters: RendezvousParameters) -> None:
@@ -43,7 +45,9 @@ def await_main_machine(options: RendezvousOptions, parameters: RendezvousParamet
     host, port = _split(parameters.endpoint)
     elsewhere = options.machine_rank > 0 if parameters.backend == "static" else not is_local(host)
     seconds = _timeout_seconds(parameters)
-    if elsewhere and not wait_for_server(host, port, seconds, lambda text: print(f"accel launch: {text}", file=sys.stderr, flush=True)):
+    if elsewhere and not wait_for_server(
+        host, port, seconds, lambda text: print(f"accel launch: {text}", file=sys.stderr, flush=True)
+    ):
         raise ConfigurationError(not_met(parameters, f"nobody listens there, for {seconds:g} s"))
 
 
@@ -89,7 +93,9 @@ def _timeout_seconds(parameters: RendezvousParameters) -> float:
         raise ConfigurationError(f"--rdzv_conf timeout={text}: not a number of seconds, as in timeout=600.") from None
 
 
-def _parameters(backend: str, host: str, port: int, run_id: str, num_machines: int, options: RendezvousOptions) -> RendezvousParameters:
+def _parameters(
+    backend: str, host: str, port: int, run_id: str, num_machines: int, options: RendezvousOptions
+) -> RendezvousParameters:
     return RendezvousParameters(
         backend=backend,
         endpoint=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
@@ -103,4 +109,6 @@ def _parameters(backend: str, host: str, port: int, run_id: str, num_machines: i
 
 def parse_settings(text: str) -> Mapping[str, str]:
     """``timeout=600,join_timeout=300`` as a mapping."""
-    return {key.strip(): value.strip() for key, _, value in (entry.partition("=") for entry in text.split(",") if entry)}
+    return {
+        key.strip(): value.strip() for key, _, value in (entry.partition("=") for entry in text.split(",") if entry)
+    }

@@ -55,10 +55,17 @@ def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, folder: P
     """
     report = _read_report(folder / FILE_NAME, pid)
     if report is None:
-        return RankFailure(rank, local_rank, pid, shell_exit_code(exit_code), signal_name(-exit_code) if exit_code < 0 else "")
+        return RankFailure(
+            rank, local_rank, pid, shell_exit_code(exit_code), signal_name(-exit_code) if exit_code < 0 else ""
+        )
     # A report names what the script ended with. That it then also crashed while shutting down is of no interest.
     return RankFailure(
-        rank, local_rank, pid, int(str(report["exit_code"])), time_ns=int(str(report["time_ns"])), traceback=str(report["traceback"])
+        rank,
+        local_rank,
+        pid,
+        int(str(report["exit_code"])),
+        time_ns=int(str(report["time_ns"])),
+        traceback=str(report["traceback"]),
     )
 
 
@@ -69,7 +76,9 @@ def without_crashes_at_the_end(failures: Iterable[RankFailure]) -> list[RankFail
     """
     failures = list(failures)
     reported = {(failure.host, failure.pid) for failure in failures if failure.time_ns is not None}
-    return [failure for failure in failures if failure.time_ns is not None or (failure.host, failure.pid) not in reported]
+    return [
+        failure for failure in failures if failure.time_ns is not None or (failure.host, failure.pid) not in reported
+    ]
 
 
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:

@@ -141,7 +141,9 @@ def _result(agent: Agent) -> RunResult:
         # They were to be started again, but another machine has ended meanwhile.
         return agent.last_failure
     if result is None:
-        raise ConfigurationError("the rendezvous was closed by another machine before this one joined. Start all machines again.")
+        raise ConfigurationError(
+            "the rendezvous was closed by another machine before this one joined. Start all machines again."
+        )
     return result
 
 
@@ -154,7 +156,10 @@ def _outcome(agent: Agent, result: RunResult, logs: LogFolders) -> Outcome:
     if agent.failed_elsewhere:
         machines = ", ".join(str(rank) for rank in agent.failed_elsewhere)
         what = "were ended" if result.is_failed() else "succeeded"
-        print(f"accel launch: the processes of this machine {what}; those of machine rank {machines} failed.", file=sys.stderr)
+        print(
+            f"accel launch: the processes of this machine {what}; those of machine rank {machines} failed.",
+            file=sys.stderr,
+        )
         return Outcome(1, world_size)
     if result.is_failed():
         first = first_failure(_failures(agent, result, logs))

@@ -74,7 +74,9 @@ class SignalWatch:
         self._former_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="accel-launch-signals", daemon=True).start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._ended.set()
         if not self._active:
             return
@@ -92,7 +94,9 @@ class SignalWatch:
         """Take the handlers; torch's agent sets its own whenever it starts processes, so it is called again after that."""
         for number in (*SIGNALS, *FORWARDED) if self._active else ():
             # What is ignored on purpose stays so: nohup ignores SIGHUP, and a shell SIGINT for what it starts in the background.
-            signal.signal(number, signal.SIG_IGN if self._former[number] is signal.SIG_IGN else self._handler_of(number))
+            signal.signal(
+                number, signal.SIG_IGN if self._former[number] is signal.SIG_IGN else self._handler_of(number)
+            )
 
     def _handler_of(self, number: int) -> Callable[[int, FrameType | None], None]:
         return self._forward if number in FORWARDED else self._handle

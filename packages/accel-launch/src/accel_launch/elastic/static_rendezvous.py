@@ -40,7 +40,16 @@ class RoundsRendezvous(RendezvousHandler):
     """
 
     def __init__(
-        self, host: str, port: int, rank: int, world_size: int, run_id: str, timeout_seconds: float, max_restarts: int, *, forks: bool
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        run_id: str,
+        timeout_seconds: float,
+        max_restarts: int,
+        *,
+        forks: bool,
     ) -> None:
         self._host, self._port, self._run_id, self._forks = host, port, run_id, forks
         self._rank, self._world_size = rank, world_size
@@ -139,7 +148,11 @@ class RoundsRendezvous(RendezvousHandler):
                 raise RendezvousTimeoutError(f"{self._missing(store)} did not come within {self._timeout_seconds:g} s")
             if waited > _PATIENCE_SECONDS and not noted:
                 noted = True
-                print(f"accel launch: waiting for {self._missing(store)} (up to {self._timeout_seconds:g} s)", file=sys.stderr, flush=True)
+                print(
+                    f"accel launch: waiting for {self._missing(store)} (up to {self._timeout_seconds:g} s)",
+                    file=sys.stderr,
+                    flush=True,
+                )
             time.sleep(_POLL_SECONDS)
 
     def _missing(self, store: Store) -> str:

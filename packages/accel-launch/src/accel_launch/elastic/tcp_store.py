@@ -39,7 +39,9 @@ class LocalServer:
     """
 
     def __init__(self, port: int) -> None:
-        self._store: TCPStore | None = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=CALL_TIMEOUT)
+        self._store: TCPStore | None = TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=CALL_TIMEOUT
+        )
         self.port = int(self._store.port)
 
     def client(self) -> TCPStore:
@@ -85,7 +87,12 @@ class ForkedServer:
             # Ctrl-C goes to every process of the terminal, and ranks that end in order still need the store.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             store = TCPStore(
-                LOOPBACK, self.port, is_master=True, wait_for_workers=False, timeout=CALL_TIMEOUT, master_listen_fd=listener.detach()
+                LOOPBACK,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=CALL_TIMEOUT,
+                master_listen_fd=listener.detach(),
             )
             os.read(reader, 1)
             del store

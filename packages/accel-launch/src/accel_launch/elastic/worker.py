@@ -127,7 +127,11 @@ def run_script(path: str) -> None:
     # A module of its own: this one's functions are still needed when the script has ended.
     main_module = ModuleType("__main__")
     main_module.__dict__.update(
-        __file__=path, __builtins__=__builtins__, __cached__=None, __loader__=SourceFileLoader("__main__", path), __annotations__={}
+        __file__=path,
+        __builtins__=__builtins__,
+        __cached__=None,
+        __loader__=SourceFileLoader("__main__", path),
+        __annotations__={},
     )
     sys.modules["__main__"] = main_module
     exec(code, main_module.__dict__)
@@ -161,10 +165,16 @@ def write_report(error: BaseException, exit_code: int, *, with_traceback: bool) 
     """Tell the launcher: in failure.json beside torch's error file, or on stderr where the ranks share no files with it."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
-        write_file(os.path.join(os.path.dirname(error_file), "failure.json"), describe_failure(error, exit_code, with_traceback))
+        write_file(
+            os.path.join(os.path.dirname(error_file), "failure.json"),
+            describe_failure(error, exit_code, with_traceback),
+        )
     elif RELAYED:
         report = describe_failure(error, exit_code, with_traceback)
-        places = {"local_rank": int(os.environ.get("LOCAL_RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+        places = {
+            "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+            "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        }
         write_line({**report, **places})
 
 
@@ -178,7 +188,9 @@ def describe_failure(error: BaseException, exit_code: int, with_traceback: bool)
         "rank": int(os.environ.get("RANK", "0")),
         "pid": os.getpid(),
         "exit_code": exit_code & 0xFF,
-        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)) if with_traceback else "",
+        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        if with_traceback
+        else "",
     }
 
 
@@ -202,7 +214,11 @@ def write_line(report: dict[str, object]) -> None:
 
     # A pipe keeps a line together only up to 4096 bytes; an error's end says more than its beginning.
     text = str(report["traceback"])
-    shortened = text if len(text) <= LONGEST_TRACEBACK else "Traceback (its beginning is left out):\n  ..." + text[-LONGEST_TRACEBACK:]
+    shortened = (
+        text
+        if len(text) <= LONGEST_TRACEBACK
+        else "Traceback (its beginning is left out):\n  ..." + text[-LONGEST_TRACEBACK:]
+    )
     line = FAILURE_MARK + json.dumps({"host": socket.gethostname(), **report, "traceback": shortened}) + "\n"
     sys.stderr.flush()
     os.write(2, line.encode())
@@ -215,7 +231,10 @@ def introduce_traceback() -> None:
     import socket
 
     place = f"local rank {os.environ.get('LOCAL_RANK', '0')} on {socket.gethostname()}, pid {os.getpid()}"
-    print(f"accel launch: rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '1')} failed ({place}):", file=sys.stderr)
+    print(
+        f"accel launch: rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '1')} failed ({place}):",
+        file=sys.stderr,
+    )
 
 
 # Taken out of the environment: what the script starts is not what the launcher waits for.

@@ -16,7 +16,11 @@ _OWN = frozenset(("dry_run", "json"))
 def launch_words(plan: Plan, without: Collection[str] = (), **options: object) -> list[str]:
     """The words after ``accel``: what stood on the command line, without some options and with others."""
     left_out = _OWN | set(without) | set(options)
-    given = [_flag(setting) for name, setting in plan.settings.settings.items() if _is_given(setting) and name not in left_out]
+    given = [
+        _flag(setting)
+        for name, setting in plan.settings.settings.items()
+        if _is_given(setting) and name not in left_out
+    ]
     return ["launch", *given, *(f"--{name}={value}" for name, value in options.items()), *target_words(plan.target)]
 
 

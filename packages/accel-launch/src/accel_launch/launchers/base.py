@@ -52,4 +52,6 @@ class Launcher(ABC):
         Raises:
             ConfigurationError: as for :meth:`run`, as far as it can be known without starting anything; or the launcher cannot tell.
         """
-        raise ConfigurationError(f"{type(self).__name__} cannot say what it would start: --dry_run is for launchers that can.")
+        raise ConfigurationError(
+            f"{type(self).__name__} cannot say what it would start: --dry_run is for launchers that can."
+        )

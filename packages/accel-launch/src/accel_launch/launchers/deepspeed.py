@@ -71,7 +71,11 @@ def _runner(plan: Plan, pool: Pool, free_port: int) -> Start:
     else:
         # With a single machine DeepSpeed would otherwise take it for this one; and if it is, there is no need of ssh.
         only_here = len(pool) == 1 and Host(next(iter(pool))).is_here
-        words += ["--launcher", launcher, *(["--no_ssh_check"] if only_here else ["--force_multi"] if len(pool) == 1 else [])]
+        words += [
+            "--launcher",
+            launcher,
+            *(["--no_ssh_check"] if only_here else ["--force_multi"] if len(pool) == 1 else []),
+        ]
     notes = [
         f"DeepSpeed's launcher: {launcher}",
         "the script's arguments are the last word, encoded: a shell on the way to other machines would change some of them",
@@ -94,7 +98,11 @@ def _selection(plan: Plan, pool: Pool) -> list[str]:
     if settings["deepspeed_exclusion_filter"]:
         return ["--exclude", settings["deepspeed_exclusion_filter"]]
     nodes = ["--num_nodes", str(len(pool))]
-    return nodes if settings["num_processes"] is None else [*nodes, "--num_gpus", str(settings["num_processes"] // len(pool))]
+    return (
+        nodes
+        if settings["num_processes"] is None
+        else [*nodes, "--num_gpus", str(settings["num_processes"] // len(pool))]
+    )
 
 
 def _ranks(plan: Plan, pool: Pool, hosts: list[str]) -> Iterator[Start]:
@@ -102,7 +110,13 @@ def _ranks(plan: Plan, pool: Pool, hosts: list[str]) -> Iterator[Start]:
     for node, host in enumerate(hosts):
         variables = []
         for local in range(len(pool[host])):
-            places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local, "LOCAL_SIZE": len(pool[host]), "CROSS_RANK": node}
+            places = {
+                "RANK": rank,
+                "WORLD_SIZE": world_size,
+                "LOCAL_RANK": local,
+                "LOCAL_SIZE": len(pool[host]),
+                "CROSS_RANK": node,
+            }
             variables.append({name: str(value) for name, value in places.items()})
             rank += 1
         slots = ", ".join(map(str, pool[host]))
@@ -163,7 +177,11 @@ class _Ender:
         pattern = f"[d]eepspeed.launcher.launch .*--master_port={self._port} "
         words = ["pdsh", "-S", "-w", self._hosts, f"pkill -TERM -f '{pattern}'"]
         subprocess.run(
-            words, env={**environment, "PDSH_RCMD_TYPE": "ssh"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+            words,
+            env={**environment, "PDSH_RCMD_TYPE": "ssh"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
         )
         if sys.platform != "win32":
             os.killpg(process.pid, signal.SIGTERM)

@@ -54,16 +54,25 @@ class ElasticLauncher(Launcher):
 
 def _starts_of(plan: Plan, machine: int) -> Start:
     here = plan.num_machines == 1 or machine == plan.rendezvous.machine_rank
-    name = "this machine" if plan.num_machines == 1 else f"machine {machine} of {plan.num_machines}{', this one' if here else ''}"
+    name = (
+        "this machine"
+        if plan.num_machines == 1
+        else f"machine {machine} of {plan.num_machines}{', this one' if here else ''}"
+    )
     ranks = [_variables(plan, machine, local) for local in range(plan.local_processes)]
-    return Start(name, plan.target.command(python_command()), plan.environment, ranks, tuple(_notes(plan, machine, here)))
+    return Start(
+        name, plan.target.command(python_command()), plan.environment, ranks, tuple(_notes(plan, machine, here))
+    )
 
 
 def _variables(plan: Plan, machine: int, local: int) -> dict[str, str]:
     """What torch's agent gives to a rank, as far as it is known before the machines have met."""
     options = plan.rendezvous
     known = plan.num_machines > 1 or options.main_process_port
-    address = {"MASTER_ADDR": options.main_process_ip or LOOPBACK, "MASTER_PORT": str(options.main_process_port or DEFAULT_PORT)}
+    address = {
+        "MASTER_ADDR": options.main_process_ip or LOOPBACK,
+        "MASTER_PORT": str(options.main_process_port or DEFAULT_PORT),
+    }
     return {
         "RANK": str(machine * plan.local_processes + local),
         "WORLD_SIZE": str(plan.num_processes),
@@ -86,7 +95,9 @@ def _notes(plan: Plan, machine: int, here: bool) -> list[str]:
         )
     if not here:
         rank = {"machine_rank": machine} if options.rdzv_backend == "static" and plan.place.rank is None else {}
-        notes.append("started there by: " + shlex.join(["accel", *launch_words(plan, without=("machine_rank",), **rank)]))
+        notes.append(
+            "started there by: " + shlex.join(["accel", *launch_words(plan, without=("machine_rank",), **rank)])
+        )
     if options.max_restarts:
         notes.append(f"all processes are started again up to {options.max_restarts} times when one of them fails")
     return notes

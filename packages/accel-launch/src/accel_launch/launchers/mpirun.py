@@ -58,11 +58,22 @@ def _start(plan: Plan, mpi: Mpi, free_port: int) -> Start:
     path = plan.settings["mpirun_hostfile"]
     hosts = read_hostfile(path, plan.settings.where("mpirun_hostfile"))
     inherited = plan.full_environment()
-    address = plan.rendezvous.main_process_ip or ("127.0.0.1" if len(hosts) == 1 and hosts[0].is_here else hosts[0].name)
-    own = {"MASTER_ADDR": address, "MASTER_PORT": _port(plan, hosts[0].is_here, free_port), **_threads(plan), **plan.environment}
-    job = MpiJob(str(Path(path).expanduser()), plan.num_processes, plan.local_processes, int(own["OMP_NUM_THREADS"]), own)
+    address = plan.rendezvous.main_process_ip or (
+        "127.0.0.1" if len(hosts) == 1 and hosts[0].is_here else hosts[0].name
+    )
+    own = {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": _port(plan, hosts[0].is_here, free_port),
+        **_threads(plan),
+        **plan.environment,
+    }
+    job = MpiJob(
+        str(Path(path).expanduser()), plan.num_processes, plan.local_processes, int(own["OMP_NUM_THREADS"]), own
+    )
     own = {**{name: value for name, value in mpi.variables(job).items() if name not in inherited}, **own}
-    forwarded = {name: value for name, value in inherited.items() if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)}
+    forwarded = {
+        name: value for name, value in inherited.items() if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)
+    }
     relay = {RELAY_VARIABLE: "1"}
     job = MpiJob(job.hostfile, job.processes, job.local_processes, job.threads, {**forwarded, **own, **relay})
     target = plan.target

@@ -59,7 +59,11 @@ class SageMakerLauncher(Launcher):
         words = [word for name, value in job.hyperparameters.items() for word in (f"--{name}", str(value))]
         machine = f"{job.instance_count} x {job.instance_type} of SageMaker, in {plan.settings['aws_region']}"
         what = job.image_uri or ", ".join(f"{name} {value}" for name, value in job.versions.items())
-        notes = [f"role {job.role}; jobs are called {job.base_job_name}-...", f"container: {what}", f"sent: the folder {job.source_dir}"]
+        notes = [
+            f"role {job.role}; jobs are called {job.base_job_name}-...",
+            f"container: {what}",
+            f"sent: the folder {job.source_dir}",
+        ]
         notes += [f"input channel {name}: {address}" for name, address in job.inputs.items()]
         notes += [f"{name}: {value}" for name, value in job.further.items()]
         notes += ["one process for each GPU of every machine"] if job.data_parallel else []
@@ -132,7 +136,8 @@ def _submit_trainer(job: CloudJob, region: str, session: Any) -> str:
         base_job_name=job.base_job_name,
         hyperparameters=dict(job.hyperparameters),
         environment=dict(job.environment),
-        input_data_config=[InputData(channel_name=name, data_source=address) for name, address in job.inputs.items()] or None,
+        input_data_config=[InputData(channel_name=name, data_source=address) for name, address in job.inputs.items()]
+        or None,
     )
     if job.metrics:
         trainer.with_metric_definitions(_metric_definitions(job))

@@ -44,4 +44,6 @@ class SrunLauncher(Launcher):
         # The launcher shares out the node's cores itself: left to SLURM, one task would be bound to one of them.
         words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
         tasks = {TASKS_VARIABLE: str(plan.place.tasks_per_node)} if plan.place.tasks_per_node else {}
-        return [Start(machine, [*words, *python_command("-m", "accel_launch", *launch_words(plan))], tasks, notes=notes)]
+        return [
+            Start(machine, [*words, *python_command("-m", "accel_launch", *launch_words(plan))], tasks, notes=notes)
+        ]

@@ -33,7 +33,9 @@ class TpuLauncher(Launcher):
         """Have torch_xla start the processes, and wait for them."""
         rank = _rank(plan)
         require("torch_xla", purpose="starting processes on a TPU", install="torch_xla[tpu]")
-        launcher = require("torch_xla.distributed.xla_multiprocessing", purpose="starting processes on a TPU", install="torch_xla[tpu]")
+        launcher = require(
+            "torch_xla.distributed.xla_multiprocessing", purpose="starting processes on a TPU", install="torch_xla[tpu]"
+        )
         # Found before anything is started, and once: on every core the same message would come again.
         rank.find_function()
         with patch_environment(**plan.environment, **tpu_variables(plan)):
@@ -46,7 +48,9 @@ class TpuLauncher(Launcher):
         rank = _rank(plan)
         count = plan.asks("num_processes") or "as many processes as there are cores"
         command = plan.target.command(python_command())
-        note = f"torch_xla starts {count}, each of which imports the script and calls its function {rank.function_name}()"
+        note = (
+            f"torch_xla starts {count}, each of which imports the script and calls its function {rank.function_name}()"
+        )
         return [Start("this machine", command, {**plan.environment, **tpu_variables(plan)}, notes=[note])]
 
 
@@ -58,7 +62,9 @@ def tpu_variables(plan: Plan) -> dict[str, str]:
     return variables
 
 
-def prepare_tpu(args: argparse.Namespace, current_env: Mapping[str, str], pod: bool = False) -> tuple[argparse.Namespace, dict[str, str]]:
+def prepare_tpu(
+    args: argparse.Namespace, current_env: Mapping[str, str], pod: bool = False
+) -> tuple[argparse.Namespace, dict[str, str]]:
     """What a launch on a TPU adds to an environment.
 
     Args:
@@ -96,7 +102,11 @@ class TpuRank:
         Raises:
             ConfigurationError: the script has none of this name.
         """
-        module = importlib.import_module(self.target.name) if self.target.kind == "module" else _import_file(self.target.name)
+        module = (
+            importlib.import_module(self.target.name)
+            if self.target.kind == "module"
+            else _import_file(self.target.name)
+        )
         function = getattr(module, self.function_name, None)
         if not callable(function):
             raise ConfigurationError(

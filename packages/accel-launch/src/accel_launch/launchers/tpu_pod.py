@@ -16,7 +16,18 @@ from .argv import launch_words
 from .base import Launcher, Start
 
 # What this machine alone acts on.
-_OF_THE_POD = ("tpu_cluster", "tpu_name", "tpu_zone", "tpu_use_sudo", "vm", "env", "config_file", "machine_rank", "command", "command_file")
+_OF_THE_POD = (
+    "tpu_cluster",
+    "tpu_name",
+    "tpu_zone",
+    "tpu_use_sudo",
+    "vm",
+    "env",
+    "config_file",
+    "machine_rank",
+    "command",
+    "command_file",
+)
 
 
 class TpuPodLauncher(Launcher):
@@ -35,7 +46,9 @@ class TpuPodLauncher(Launcher):
         machines = plan.settings["vm"]
         commands = ssh_commands(plan.settings["tpu_name"], plan.settings["tpu_zone"], remote_line(plan), machines)
         names = machines or [f"every machine of the TPU {plan.settings['tpu_name']}"]
-        notes = ["script, data and accel must be there, in the same folders: accel tpu-config runs commands that install them"]
+        notes = [
+            "script, data and accel must be there, in the same folders: accel tpu-config runs commands that install them"
+        ]
         return [Start(name, command, notes=notes) for name, command in zip(names, commands, strict=True)]
 
 
@@ -43,7 +56,13 @@ def remote_line(plan: Plan) -> str:
     """The line of shell that every machine runs."""
     variables = {**plan.environment, **dict(map(_assignment, plan.settings["env"]))}
     function = {"main_training_function": plan.settings["main_training_function"]}
-    words = launch_words(plan, without=(*_OF_THE_POD, "tpu", "num_processes", "num_machines"), tpu="true", tpu_cluster="false", **function)
+    words = launch_words(
+        plan,
+        without=(*_OF_THE_POD, "tpu", "num_processes", "num_machines"),
+        tpu="true",
+        tpu_cluster="false",
+        **function,
+    )
     # As an argument of env, they survive sudo.
     pairs = [f"{name}={value}" for name, value in variables.items()]
     sudo = ["sudo"] if plan.settings["tpu_use_sudo"] else []

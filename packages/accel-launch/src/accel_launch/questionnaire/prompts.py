@@ -86,7 +86,10 @@ class TextPrompts:
         if choices and _are_numbers(choices):
             question += f" ({', '.join(choices)})"
         elif choices:
-            question += "".join(f"\n  [{number}] {label(opt, choice)}" for number, choice in enumerate(choices)) + "\nNumber or name"
+            question += (
+                "".join(f"\n  [{number}] {label(opt, choice)}" for number, choice in enumerate(choices))
+                + "\nNumber or name"
+            )
         if opt.kind is bool:
             return f"{question} [{'YES/no' if proposal else 'yes/NO'}]: "
         return f"{question} " if proposal in (None, ()) else f"{question} [{opt.format(proposal)}]: "
@@ -124,11 +127,15 @@ class MenuPrompts:
         if shown:
             entries = [questionary.Choice(label(opt, choice), value=choice) for choice in shown]
             default = str(proposal) if str(proposal) in shown else None
-            return opt.parse(questionary.select(str(opt.question), choices=entries, default=default).unsafe_ask(), opt.name)
+            return opt.parse(
+                questionary.select(str(opt.question), choices=entries, default=default).unsafe_ask(), opt.name
+            )
         if opt.kind is bool:
             return questionary.confirm(str(opt.question), default=bool(proposal)).unsafe_ask()
         filled = "" if proposal in (None, ()) else opt.format(proposal)
-        text = questionary.text(str(opt.question), default=filled, validate=lambda typed: _complaint(opt, typed)).unsafe_ask()
+        text = questionary.text(
+            str(opt.question), default=filled, validate=lambda typed: _complaint(opt, typed)
+        ).unsafe_ask()
         value = read_answer(opt, text)
         return proposal if value is None and opt.default is not None else value
 

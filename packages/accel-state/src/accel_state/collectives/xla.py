@@ -32,7 +32,9 @@ class XlaCollectives(Collectives):
         self._xm.rendezvous("accel.barrier")
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        gathered: torch.Tensor = self._xm.all_gather(tensor.detach().to(self.device).unsqueeze(0), dim=0, pin_layout=False)
+        gathered: torch.Tensor = self._xm.all_gather(
+            tensor.detach().to(self.device).unsqueeze(0), dim=0, pin_layout=False
+        )
         return gathered.to(tensor.device)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:

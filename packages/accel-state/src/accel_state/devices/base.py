@@ -55,8 +55,14 @@ class Device:
         """
         module = self._find_module()
         if module is None:
-            source = f"the package {self.vendor_package}" if self.vendor_package else f"a torch build with {self.name} support"
-            raise MissingDependencyError(f"the device {self.name!r} needs {source}, which is not installed or cannot be loaded here")
+            source = (
+                f"the package {self.vendor_package}"
+                if self.vendor_package
+                else f"a torch build with {self.name} support"
+            )
+            raise MissingDependencyError(
+                f"the device {self.name!r} needs {source}, which is not installed or cannot be loaded here"
+            )
         return module
 
     def _find_module(self) -> ModuleType | None:
@@ -187,7 +193,9 @@ class Device:
         bus = getattr(properties, "pci_bus_id", None)
         if not isinstance(bus, int):
             return None
-        return f"{getattr(properties, 'pci_domain_id', 0):04x}:{bus:02x}:{getattr(properties, 'pci_device_id', 0):02x}.0"
+        return (
+            f"{getattr(properties, 'pci_domain_id', 0):04x}:{bus:02x}:{getattr(properties, 'pci_device_id', 0):02x}.0"
+        )
 
 
 @functools.cache
@@ -199,6 +207,10 @@ def _load_vendor_package(package: str) -> bool:
         importlib.import_module(package)
     except (ImportError, OSError, RuntimeError) as error:
         # Installed, but without its driver or for another torch: the machine is used without it, and the user is told.
-        warnings.warn(f"{package} is installed but cannot be loaded, so its devices are not used: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"{package} is installed but cannot be loaded, so its devices are not used: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return False
     return True

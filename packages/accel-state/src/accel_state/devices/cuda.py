@@ -47,7 +47,9 @@ class CudaDevice(Device):
 
     def supports_autocast(self, dtype: torch.dtype) -> bool:
         """As in the base class; bfloat16 also needs a GPU that has it, natively or by emulation."""
-        return super().supports_autocast(dtype) and (dtype is not torch.bfloat16 or bool(torch.cuda.is_bf16_supported()))
+        return super().supports_autocast(dtype) and (
+            dtype is not torch.bfloat16 or bool(torch.cuda.is_bf16_supported())
+        )
 
     def set_deterministic(self) -> None:
         """Deterministic kernels, cuDNN's and cuBLAS's included. A CUBLAS_WORKSPACE_CONFIG that is already set stays."""

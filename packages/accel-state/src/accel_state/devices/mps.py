@@ -51,7 +51,9 @@ class MpsDevice(Device):
 
     def supports_autocast(self, dtype: torch.dtype) -> bool:
         """As in the base class; bfloat16 needs macOS 14."""
-        return super().supports_autocast(dtype) and (dtype is not torch.bfloat16 or torch.backends.mps.is_macos_or_newer(14, 0))
+        return super().supports_autocast(dtype) and (
+            dtype is not torch.bfloat16 or torch.backends.mps.is_macos_or_newer(14, 0)
+        )
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the one generator."""

@@ -61,7 +61,9 @@ class Variables:
         """
         value = self.integer(name, minimum)
         if value is None:
-            raise ConfigurationError(f"{because} is set but {name} is not. A launcher sets both: set {name} too, or unset {because}.")
+            raise ConfigurationError(
+                f"{because} is set but {name} is not. A launcher sets both: set {name} too, or unset {because}."
+            )
         return value
 
     def first(self, *names: str) -> str | None:
@@ -104,7 +106,9 @@ class Environment(ABC):
         self._check_below("local rank", self.local_rank, "local world size", self.local_world_size)
         self._check_below("node rank", self.node_rank, "number of nodes", self.num_nodes)
         if self.local_world_size > self.world_size:
-            raise self._contradiction(f"the local world size {self.local_world_size} exceeds the world size {self.world_size}")
+            raise self._contradiction(
+                f"the local world size {self.local_world_size} exceeds the world size {self.world_size}"
+            )
         if self.main_port is not None and not 0 < self.main_port < 65536:
             raise self._contradiction(f"the main port {self.main_port} is not between 1 and 65535")
 
@@ -126,7 +130,13 @@ class Environment(ABC):
 
     @classmethod
     def from_counts(
-        cls, variables: Variables, rank: int, world_size: int, local_rank: int, local_world_size: int, job: str | None = None
+        cls,
+        variables: Variables,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        local_world_size: int,
+        job: str | None = None,
     ) -> Environment:
         """Complete what an MPI launcher tells.
 

@@ -34,7 +34,10 @@ class HydraEnvironment(Environment):
                 f"PMI_RANK={rank} and PMI_SIZE={world_size} are set, but MPI_LOCALRANKID and MPI_LOCALNRANKS are not, so the "
                 "process's place on its node is unknown. Set both, or unset PMI_RANK if no MPI launcher started this process."
             )
-        places = variables.required(local_rank, because="PMI_RANK"), variables.required(local_size, because="PMI_RANK", minimum=1)
+        places = (
+            variables.required(local_rank, because="PMI_RANK"),
+            variables.required(local_size, because="PMI_RANK", minimum=1),
+        )
         return cls.from_counts(variables, rank, world_size, *places, job=_proxy() if places[1] == world_size else None)
 
 

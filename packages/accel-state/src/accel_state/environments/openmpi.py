@@ -24,4 +24,6 @@ class OpenMpiEnvironment(Environment):
         world_size = variables.required("OMPI_COMM_WORLD_SIZE", because, minimum=1)
         local_rank = variables.required("OMPI_COMM_WORLD_LOCAL_RANK", because)
         local_world_size = variables.required("OMPI_COMM_WORLD_LOCAL_SIZE", because, minimum=1)
-        return cls.from_counts(variables, rank, world_size, local_rank, local_world_size, job=variables.text("PMIX_NAMESPACE"))
+        return cls.from_counts(
+            variables, rank, world_size, local_rank, local_world_size, job=variables.text("PMIX_NAMESPACE")
+        )

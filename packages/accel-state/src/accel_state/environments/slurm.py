@@ -30,13 +30,17 @@ class SlurmEnvironment(Environment):
         if not in_step(variables):
             return None
         step = "SLURM_STEP_NUM_TASKS"
-        rank, local_rank, node_rank = (variables.required(f"SLURM_{name}", because=step) for name in ("PROCID", "LOCALID", "NODEID"))
+        rank, local_rank, node_rank = (
+            variables.required(f"SLURM_{name}", because=step) for name in ("PROCID", "LOCALID", "NODEID")
+        )
         world_size = variables.required(step, because="SLURM_PROCID", minimum=1)
         nodes = variables.required("SLURM_STEP_NUM_NODES", because=step, minimum=1)
         local_world_size = _local_world_size(variables, node_rank, nodes)
         job = f"{variables.text('SLURM_JOB_ID')}.{variables.text('SLURM_STEP_ID')}"
         address, port = main_endpoint(variables, one_node=nodes == 1, job=job)
-        return cls(rank, world_size, local_rank, local_world_size, node_rank, nodes, address or _first_host(variables), port)
+        return cls(
+            rank, world_size, local_rank, local_world_size, node_rank, nodes, address or _first_host(variables), port
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,9 @@ def _local_world_size(variables: Variables, node_rank: int, nodes: int) -> int:
     for part in (text or "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise ConfigurationError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list such as '2(x3),1'. srun sets it: do not change it.")
+            raise ConfigurationError(
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list such as '2(x3),1'. srun sets it: do not change it."
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     if len(counts) != nodes or node_rank >= nodes:
         raise ConfigurationError(

@@ -57,7 +57,10 @@ def _ask_slurm(node: str) -> str | None:
 
 
 def _expand(expression: str, text: str) -> list[str]:
-    parts = [_numbers(numbers, text) if numbers or not literal else [literal] for numbers, literal in _PARTS.findall(expression)]
+    parts = [
+        _numbers(numbers, text) if numbers or not literal else [literal]
+        for numbers, literal in _PARTS.findall(expression)
+    ]
     return ["".join(words) for words in itertools.product(*parts)]
 
 

@@ -54,7 +54,9 @@ def _verify(operation: str, data: Any, collectives: Collectives) -> None:
     try:
         everyone = collectives.all_gather_object(mine)
     except CollectiveTimeoutError as error:
-        raise DistributedOperationException(f"The ranks could not compare their inputs for `{operation}`.\n{error}") from error
+        raise DistributedOperationException(
+            f"The ranks could not compare their inputs for `{operation}`.\n{error}"
+        ) from error
     if all((op, signature) == everyone[0][:2] for op, signature, _ in everyone):
         return
     raise DistributedOperationException(_message(everyone))

@@ -106,7 +106,9 @@ def _check_rank(rank: int, world_size: int) -> None:
 
 
 @verify_operation
-def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, collectives: Collectives | None = None) -> Any:
+def reduce(
+    tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, collectives: Collectives | None = None
+) -> Any:
     """Reduce the tensors of all ranks element by element.
 
     Args:

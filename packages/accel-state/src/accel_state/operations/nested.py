@@ -155,7 +155,9 @@ def replace_leaves(data: Any, values: Iterable[Any], test_type: Callable[[Any], 
     return recursively_apply(lambda _: next(iterator), data, test_type=test_type)
 
 
-def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None) -> Any:
+def send_to_device(
+    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
+) -> Any:
     """Move nested data to a device.
 
     Args:
@@ -198,7 +200,9 @@ def get_shape(data: Any) -> Any:
 
 def initialize_tensors(data_structure: Any) -> Any:
     """Uninitialised tensors for a structure from :func:`get_data_structure`."""
-    return recursively_apply(lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information)
+    return recursively_apply(
+        lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
+    )
 
 
 def find_batch_size(data: Any) -> int:
@@ -259,7 +263,9 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     raise TypeError(f"concatenate works on nested tensors; it met a {type(first).__name__}")
 
 
-def slice_tensors(data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
     """Take a slice of every tensor in nested data.
 
     Args:

@@ -40,12 +40,16 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     lengths = torch.tensor([_length(leaf, dim) for leaf in found], dtype=torch.int64)
     # One message for the lengths of all tensors.
     longest = state.collectives.all_gather(lengths).amax(0).tolist() if found else []
-    return replace_leaves(tensor, (_pad(leaf, dim, size, pad_index, pad_first) for leaf, size in zip(found, longest, strict=True)))
+    return replace_leaves(
+        tensor, (_pad(leaf, dim, size, pad_index, pad_first) for leaf, size in zip(found, longest, strict=True))
+    )
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:
     if tensor.is_nested:
-        warnings.warn("pad_across_processes leaves nested tensors as they are", CannotPadNestedTensorWarning, stacklevel=3)
+        warnings.warn(
+            "pad_across_processes leaves nested tensors as they are", CannotPadNestedTensorWarning, stacklevel=3
+        )
         return 0
     return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0
 

@@ -65,14 +65,18 @@ class ConfigFile:
         except yaml.YAMLError as error:
             raise ConfigurationError(f"configuration file {path}: not valid YAML or JSON: {_one_line(error)}") from None
         except RecursionError:
-            raise ConfigurationError(f"configuration file {path}: sections are nested too deeply, or contain themselves.") from None
+            raise ConfigurationError(
+                f"configuration file {path}: sections are nested too deeply, or contain themselves."
+            ) from None
 
 
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigurationError(f"configuration file {path}: {error.strerror}. Give an existing file with --config_file.") from None
+        raise ConfigurationError(
+            f"configuration file {path}: {error.strerror}. Give an existing file with --config_file."
+        ) from None
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"configuration file {path}: not UTF-8 text (byte {error.start}).") from None
     except ValueError as error:
@@ -114,11 +118,15 @@ def _collect(yaml: Any, root: Any, path: Path) -> dict[str, Entry]:
     if root is None or (isinstance(root, yaml.ScalarNode) and root.tag == "tag:yaml.org,2002:null"):
         return {}
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigurationError(f"configuration file {path}: must be a mapping of keys to values, such as `num_processes: 2`.")
+        raise ConfigurationError(
+            f"configuration file {path}: must be a mapping of keys to values, such as `num_processes: 2`."
+        )
     entries: dict[str, Entry] = {}
     for entry in _walk(yaml, root, path, ""):
         if entry.key in entries:
-            raise ConfigurationError(f"{entry.place}: {entry.key} is given twice; first in {entries[entry.key].place}. Remove one.")
+            raise ConfigurationError(
+                f"{entry.place}: {entry.key} is given twice; first in {entries[entry.key].place}. Remove one."
+            )
         entries[entry.key] = entry
     return entries
 

@@ -12,7 +12,12 @@ from .resolution import Resolution, Setting, Source
 from .run_type import CLOUD_TYPES
 
 # What trains the model, and the kind of run it makes; at most one of them.
-ENGINES: Mapping[str, str] = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "use_megatron_lm": "MEGATRON_LM", "tpu": "XLA"}
+ENGINES: Mapping[str, str] = {
+    "use_deepspeed": "DEEPSPEED",
+    "use_fsdp": "FSDP",
+    "use_megatron_lm": "MEGATRON_LM",
+    "tpu": "XLA",
+}
 
 _SAME_IN_VERSION_2: Mapping[str, bool] = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 """What sharding strategies of FSDP 1 say of resharding after the forward pass in version 2."""
@@ -24,10 +29,16 @@ _ONLY_IN_VERSION_1: Mapping[str, Mapping[object, str]] = {
         "HYBRID_SHARD": _HYBRID,
         "HYBRID_SHARD_ZERO2": _HYBRID,
     },
-    "fsdp_backward_prefetch": {"BACKWARD_POST": "fetches the next parameters before gradients are reduced: leave it out"},
-    "fsdp_forward_prefetch": {True: "fetches ahead by itself (model.set_modules_to_forward_prefetch asks for more): leave it out"},
+    "fsdp_backward_prefetch": {
+        "BACKWARD_POST": "fetches the next parameters before gradients are reduced: leave it out"
+    },
+    "fsdp_forward_prefetch": {
+        True: "fetches ahead by itself (model.set_modules_to_forward_prefetch asks for more): leave it out"
+    },
     "fsdp_use_orig_params": {False: "always keeps the original parameters: leave it out"},
-    "fsdp_state_dict_type": {"LOCAL_STATE_DICT": "writes SHARDED_STATE_DICT, for any number of processes, or FULL_STATE_DICT"},
+    "fsdp_state_dict_type": {
+        "LOCAL_STATE_DICT": "writes SHARDED_STATE_DICT, for any number of processes, or FULL_STATE_DICT"
+    },
 }
 """Options and their values that version 2 has not, and what it does instead."""
 
@@ -101,7 +112,9 @@ def _settle_version_2(settings: Resolution) -> Resolution:
                 "says otherwise. Leave out the sharding strategy, which is of version 1."
             )
         settings = settings.changed(replace(reshard, value=wanted, source=strategy.source, where=strategy.where))
-        notes.append(f"{strategy.where} is of version 1; with --fsdp_version 2 it is --fsdp_reshard_after_forward {str(wanted).lower()}")
+        notes.append(
+            f"{strategy.where} is of version 1; with --fsdp_version 2 it is --fsdp_reshard_after_forward {str(wanted).lower()}"
+        )
     return replace(settings, file_notes=(*settings.file_notes, *notes))
 
 
@@ -110,7 +123,10 @@ def _check_place(settings: Resolution) -> None:
     if settings["compute_environment"] == "AMAZON_SAGEMAKER":
         wrong, allowed = kind is not None and kind not in CLOUD_TYPES, ", ".join(CLOUD_TYPES)
     else:
-        wrong, allowed = kind in CLOUD_TYPES and kind != "NO", "a kind of local run, or compute_environment AMAZON_SAGEMAKER"
+        wrong, allowed = (
+            kind in CLOUD_TYPES and kind != "NO",
+            "a kind of local run, or compute_environment AMAZON_SAGEMAKER",
+        )
     if wrong:
         raise ConfigurationError(
             f"{settings.where('distributed_type')} does not go with compute_environment {settings['compute_environment']} "
@@ -132,7 +148,11 @@ def _check_effect(settings: Resolution) -> None:
     for group in settings.groups:
         for opt in group.options():
             setting = settings.settings[opt.name]
-            if setting.source is Source.COMMAND_LINE and not settings.is_enabled(group) and _is_decided(settings, group):
+            if (
+                setting.source is Source.COMMAND_LINE
+                and not settings.is_enabled(group)
+                and _is_decided(settings, group)
+            ):
                 raise ConfigurationError(
                     f"{setting.where} has no effect without {_switch_text(settings, group)}. Add it, or leave the option out."
                 )

@@ -15,7 +15,9 @@ class CoreOptions(OptionGroup):
     """Precision, accumulation, and whether to stay on the CPU and to check collectives."""
 
     title: ClassVar[str] = "training"
-    description: ClassVar[str] = "Handed to every process in its environment; a mixed_precision in the script wins over it."
+    description: ClassVar[str] = (
+        "Handed to every process in its environment; a mixed_precision in the script wins over it."
+    )
 
     mixed_precision: str | None = option(
         None,

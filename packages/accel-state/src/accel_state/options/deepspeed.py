@@ -33,7 +33,9 @@ class DeepSpeedOptions(OptionGroup):
     """DeepSpeed. Every value is None where nobody set it: a DeepSpeed configuration file may have it instead."""
 
     title: ClassVar[str] = "DeepSpeed"
-    description: ClassVar[str] = "Used with --use_deepspeed. What --deepspeed_config_file sets to a value must not be set here as well."
+    description: ClassVar[str] = (
+        "Used with --use_deepspeed. What --deepspeed_config_file sets to a value must not be set here as well."
+    )
     enabled_by: ClassVar[tuple[str, Any] | None] = ("use_deepspeed", True)
 
     config_file: str | None = _deepspeed(

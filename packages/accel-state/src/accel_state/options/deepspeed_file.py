@@ -38,7 +38,10 @@ def check_deepspeed_file(settings: Resolution, must_exist: bool = True) -> None:
     if precision:
         taken["mixed_precision"] = f"{path} enables {precision}"
     raise both_set(
-        {name: f"{settings.where(name) if settings.is_set(name) else name + ' (not set)'}, {file}" for name, file in taken.items()}
+        {
+            name: f"{settings.where(name) if settings.is_set(name) else name + ' (not set)'}, {file}"
+            for name, file in taken.items()
+        }
     )
 
 
@@ -71,7 +74,9 @@ def read_deepspeed_file(path: str, where: str) -> dict[str, Any]:
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}") from None
     except OSError as error:
-        raise ConfigurationError(f"{where}: {error.strerror}. Give the path of a DeepSpeed configuration in JSON.") from None
+        raise ConfigurationError(
+            f"{where}: {error.strerror}. Give the path of a DeepSpeed configuration in JSON."
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(content, dict):
@@ -88,7 +93,9 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:
-            raise ConfigurationError(f"the key {key!r} stands there twice, as {json.dumps(seen[key])} and {json.dumps(value)}. Remove one.")
+            raise ConfigurationError(
+                f"the key {key!r} stands there twice, as {json.dumps(seen[key])} and {json.dumps(value)}. Remove one."
+            )
         seen[key] = value
     return seen
 

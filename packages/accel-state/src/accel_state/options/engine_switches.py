@@ -14,7 +14,9 @@ class ParadigmOptions(OptionGroup):
     """At most one engine; a mesh may be laid over FSDP."""
 
     title: ClassVar[str] = "training paradigm"
-    description: ClassVar[str] = "At most one of DeepSpeed, FSDP and Megatron-LM; left out, every process holds the whole model."
+    description: ClassVar[str] = (
+        "At most one of DeepSpeed, FSDP and Megatron-LM; left out, every process holds the whole model."
+    )
 
     use_deepspeed: bool = option(
         False,

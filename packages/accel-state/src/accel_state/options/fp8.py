@@ -45,7 +45,9 @@ def parse_override(text: str) -> tuple[bool, bool, bool]:
     """
     words = text.strip("()[] ").split(",")
     if len(words) not in (1, 3):
-        raise ValueError(f"{text!r} is neither true or false, nor three of them for fprop, dgrad and wgrad, such as false,false,true")
+        raise ValueError(
+            f"{text!r} is neither true or false, nor three of them for fprop, dgrad and wgrad, such as false,false,true"
+        )
     flags = [bool(str_to_bool(word)) for word in words]
     return (flags[0], flags[0], flags[0]) if len(flags) == 1 else (flags[0], flags[1], flags[2])
 

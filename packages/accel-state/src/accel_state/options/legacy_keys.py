@@ -59,7 +59,9 @@ def _must_agree(opt: Option, one: Entry, other: Entry) -> None:
 
 def _half_precision(entries: dict[str, Entry]) -> list[str]:
     """``fp16: true`` stood for ``mixed_precision: fp16``; ``bf16: true``, which many write, is read likewise."""
-    old = [entry for name in ("fp16", "bf16") if (entry := entries.pop(name, None)) is not None and entry.value is not None]
+    old = [
+        entry for name in ("fp16", "bf16") if (entry := entries.pop(name, None)) is not None and entry.value is not None
+    ]
     for entry in old:
         if not isinstance(entry.value, bool):
             raise ConfigurationError(
@@ -68,7 +70,10 @@ def _half_precision(entries: dict[str, Entry]) -> list[str]:
     # Those that are switched on come first: `fp16: false` beside `bf16: true` says no more than that.
     for entry in sorted(old, key=lambda entry: not entry.value):
         _set_precision(entries, entry)
-    return [f"{entry.place}: {entry.key} is now a value of mixed_precision; `accel config update` writes it so" for entry in old]
+    return [
+        f"{entry.place}: {entry.key} is now a value of mixed_precision; `accel config update` writes it so"
+        for entry in old
+    ]
 
 
 def _set_precision(entries: dict[str, Entry], entry: Entry) -> None:
@@ -85,11 +90,15 @@ def _tensor_parallel(entries: dict[str, Entry]) -> list[str]:
     """``distributed_type: TP`` was a kind of its own, with its size in ``tp_config``; both are part of a mesh now."""
     kind, section = entries.get("distributed_type"), entries.pop("tp_config", None)
     if section is not None and section.value is not None and not isinstance(section.value, dict):
-        raise ConfigurationError(f"{section.place}: tp_config must be a mapping of keys to values, not {section.value!r}.")
+        raise ConfigurationError(
+            f"{section.place}: tp_config must be a mapping of keys to values, not {section.value!r}."
+        )
     if kind is None or str(kind.value).upper() != "TP":
         return []
     entries["distributed_type"] = replace(kind, value="MULTI_GPU")
-    return [f"{kind.place}: distributed_type TP is read as MULTI_GPU with a parallelism_config; `accel config update` writes it so"]
+    return [
+        f"{kind.place}: distributed_type TP is read as MULTI_GPU with a parallelism_config; `accel config update` writes it so"
+    ]
 
 
 def _unknown_count(entries: dict[str, Entry]) -> list[str]:

@@ -82,25 +82,53 @@ class MegatronOptions(OptionGroup):
         question="To which global L2 norm should gradients be clipped (0 for none)?",
     )
     expert_model_parallel_size: int | None = _megatron(
-        None, "expert_model_parallel_size", kind=int, minimum=1, metavar="N", help="Processes that share the experts of a layer."
+        None,
+        "expert_model_parallel_size",
+        kind=int,
+        minimum=1,
+        metavar="N",
+        help="Processes that share the experts of a layer.",
     )
     expert_tensor_parallel_size: int | None = _megatron(
-        None, "expert_tensor_parallel_size", kind=int, minimum=1, metavar="N", help="Processes that share each single expert."
+        None,
+        "expert_tensor_parallel_size",
+        kind=int,
+        minimum=1,
+        metavar="N",
+        help="Processes that share each single expert.",
     )
     context_parallel_size: int | None = _megatron(
         None, "context_parallel_size", kind=int, minimum=1, metavar="N", help="Processes that share a long sequence."
     )
     decoder_last_pipeline_num_layers: int | None = _megatron(
-        None, "decoder_last_pipeline_num_layers", kind=int, minimum=0, metavar="N", help="Decoder layers of the last pipeline stage."
+        None,
+        "decoder_last_pipeline_num_layers",
+        kind=int,
+        minimum=0,
+        metavar="N",
+        help="Decoder layers of the last pipeline stage.",
     )
     recompute_granularity: str | None = _megatron(
-        None, "recompute_granularity", kind=str, choices=("full", "selective"), help="Which activations are computed again."
+        None,
+        "recompute_granularity",
+        kind=str,
+        choices=("full", "selective"),
+        help="Which activations are computed again.",
     )
     recompute_method: str | None = _megatron(
-        None, "recompute_method", kind=str, choices=("uniform", "block"), help="How the layers to compute again are chosen."
+        None,
+        "recompute_method",
+        kind=str,
+        choices=("uniform", "block"),
+        help="How the layers to compute again are chosen.",
     )
     recompute_num_layers: int | None = _megatron(
-        None, "recompute_num_layers", kind=int, minimum=1, metavar="N", help="How many layers are computed again at a time."
+        None,
+        "recompute_num_layers",
+        kind=int,
+        minimum=1,
+        metavar="N",
+        help="How many layers are computed again at a time.",
     )
     attention_backend: str | None = _megatron(
         None, "attention_backend", kind=str, metavar="NAME", help="Implementation of attention, by Megatron-LM's name."
@@ -109,7 +137,12 @@ class MegatronOptions(OptionGroup):
         None, "attention_dropout", kind=float, minimum=0, metavar="P", help="Probability of dropout in attention."
     )
     hidden_dropout: float | None = _megatron(
-        None, "hidden_dropout", kind=float, minimum=0, metavar="P", help="Probability of dropout after the hidden layers."
+        None,
+        "hidden_dropout",
+        kind=float,
+        minimum=0,
+        metavar="P",
+        help="Probability of dropout after the hidden layers.",
     )
     attention_softmax_in_fp32: bool | None = _megatron(
         None, "attention_softmax_in_fp32", kind=bool, help="Compute the softmax of attention in 32 bits."
@@ -120,14 +153,30 @@ class MegatronOptions(OptionGroup):
     use_rotary_position_embeddings: bool | None = _megatron(
         None, "use_rotary_position_embeddings", kind=bool, help="Use rotary position embeddings in the model."
     )
-    use_custom_fsdp: bool = _megatron(False, "use_custom_fsdp", kind=bool, help="Use Megatron-LM's own fully sharded data parallelism.")
-    no_load_optim: bool = _megatron(False, "no_load_optim", kind=bool, help="Do not load the optimizer from a checkpoint.")
-    no_save_optim: bool = _megatron(False, "no_save_optim", kind=bool, help="Do not save the optimizer in a checkpoint.")
-    eod_mask_loss: bool = _megatron(False, "eod_mask_loss", kind=bool, help="Leave end-of-document tokens out of the loss.")
-    optimizer_cpu_offload: bool = _megatron(False, "optimizer_cpu_offload", kind=bool, help="Keep optimizer states in CPU memory.")
+    use_custom_fsdp: bool = _megatron(
+        False, "use_custom_fsdp", kind=bool, help="Use Megatron-LM's own fully sharded data parallelism."
+    )
+    no_load_optim: bool = _megatron(
+        False, "no_load_optim", kind=bool, help="Do not load the optimizer from a checkpoint."
+    )
+    no_save_optim: bool = _megatron(
+        False, "no_save_optim", kind=bool, help="Do not save the optimizer in a checkpoint."
+    )
+    eod_mask_loss: bool = _megatron(
+        False, "eod_mask_loss", kind=bool, help="Leave end-of-document tokens out of the loss."
+    )
+    optimizer_cpu_offload: bool = _megatron(
+        False, "optimizer_cpu_offload", kind=bool, help="Keep optimizer states in CPU memory."
+    )
     overlap_cpu_optimizer_d2h_h2d: bool = _megatron(
-        False, "overlap_cpu_optimizer_d2h_h2d", kind=bool, help="Copy to and from the CPU while the optimizer computes there."
+        False,
+        "overlap_cpu_optimizer_d2h_h2d",
+        kind=bool,
+        help="Copy to and from the CPU while the optimizer computes there.",
     )
     use_precision_aware_optimizer: bool = _megatron(
-        False, "use_precision_aware_optimizer", kind=bool, help="Keep optimizer states in the precision that each one needs."
+        False,
+        "use_precision_aware_optimizer",
+        kind=bool,
+        help="Keep optimizer states in the precision that each one needs.",
     )

@@ -201,7 +201,15 @@ def in_section(section: str, prefix: str, exported: bool = True) -> Callable[...
 
     def make(default: Any, short_name: str, *, env: str | None = None, **declaration: Any) -> Any:
         name = prefix + short_name
-        return option(default, name=name, env=env or name.upper(), key=f"{section}.{name}", exported=exported, alone=False, **declaration)
+        return option(
+            default,
+            name=name,
+            env=env or name.upper(),
+            key=f"{section}.{name}",
+            exported=exported,
+            alone=False,
+            **declaration,
+        )
 
     return make
 
@@ -291,7 +299,9 @@ def add_argument(section: argparse._ArgumentGroup, opt: Option) -> None:
         action = "append" if opt.kind is tuple else "store"
         section.add_argument(*opt.flags, action=action, metavar=_metavar(opt), help=text, **settings)
     if opt.undo_flags:
-        section.add_argument(*opt.undo_flags, action="store_const", const="false", help=f"The same as {opt.flags[0]}=false.", **settings)
+        section.add_argument(
+            *opt.undo_flags, action="store_const", const="false", help=f"The same as {opt.flags[0]}=false.", **settings
+        )
 
 
 def _metavar(opt: Option) -> str:

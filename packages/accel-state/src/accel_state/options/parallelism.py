@@ -15,7 +15,9 @@ class ParallelismOptions(OptionGroup):
     """Sizes of the axes; their product is the number of processes."""
 
     title: ClassVar[str] = "mesh"
-    description: ClassVar[str] = "Used with --use_parallelism_config. The product of the sizes is the number of processes."
+    description: ClassVar[str] = (
+        "Used with --use_parallelism_config. The product of the sizes is the number of processes."
+    )
     enabled_by: ClassVar[tuple[str, Any] | None] = ("use_parallelism_config", True)
 
     dp_replicate_size: int = _axis(
@@ -55,7 +57,9 @@ class ParallelismOptions(OptionGroup):
         help="Processes that share a long sequence (context parallelism).",
         question="How many processes should share a sequence (context parallelism)?",
     )
-    cp_backend: str = _axis("torch", "cp_backend", kind=str, choices=("torch",), help="Implementation of context parallelism.")
+    cp_backend: str = _axis(
+        "torch", "cp_backend", kind=str, choices=("torch",), help="Implementation of context parallelism."
+    )
     cp_comm_strategy: str = _axis(
         "allgather",
         "cp_comm_strategy",
@@ -73,13 +77,26 @@ class ParallelismOptions(OptionGroup):
         metavar="N",
         help="Processes that share a sequence by attention heads (sequence parallelism).",
     )
-    sp_backend: str = _axis("deepspeed", "sp_backend", kind=str, choices=("deepspeed",), help="Implementation of sequence parallelism.")
-    sp_seq_length: int | None = _axis(
-        None, "sp_seq_length", kind=int, minimum=1, metavar="N", help="Tokens of a sequence, where they are always as many."
+    sp_backend: str = _axis(
+        "deepspeed", "sp_backend", kind=str, choices=("deepspeed",), help="Implementation of sequence parallelism."
     )
-    sp_seq_length_is_variable: bool = _axis(True, "sp_seq_length_is_variable", kind=bool, help="Whether sequences differ in length.")
+    sp_seq_length: int | None = _axis(
+        None,
+        "sp_seq_length",
+        kind=int,
+        minimum=1,
+        metavar="N",
+        help="Tokens of a sequence, where they are always as many.",
+    )
+    sp_seq_length_is_variable: bool = _axis(
+        True, "sp_seq_length_is_variable", kind=bool, help="Whether sequences differ in length."
+    )
     sp_attn_implementation: str = _axis(
-        "sdpa", "sp_attn_implementation", kind=str, metavar="NAME", help="Implementation of attention under sequence parallelism."
+        "sdpa",
+        "sp_attn_implementation",
+        kind=str,
+        metavar="NAME",
+        help="Implementation of attention under sequence parallelism.",
     )
     pp_size: int = _axis(
         1,

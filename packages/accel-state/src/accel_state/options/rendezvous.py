@@ -18,7 +18,9 @@ def parse_streams(text: str) -> str:
         ValueError: it is neither.
     """
     if not _STREAMS.fullmatch(text):
-        raise ValueError(f"{text!r} is neither 0 (none), 1 (stdout), 2 (stderr), 3 (both) nor such numbers by local rank, as in 0:3,1:2")
+        raise ValueError(
+            f"{text!r} is neither 0 (none), 1 (stdout), 2 (stderr), 3 (both) nor such numbers by local rank, as in 0:3,1:2"
+        )
     return text
 
 
@@ -42,7 +44,9 @@ def parse_assignments(text: str) -> str:
     for entry in text.split(",") if text else ():
         key, sign, value = (part.strip() for part in entry.partition("="))
         if not (key and sign and value):
-            raise ValueError(f"{entry!r} is not key=value; give a comma-separated list, such as timeout=600,join_timeout=300")
+            raise ValueError(
+                f"{entry!r} is not key=value; give a comma-separated list, such as timeout=600,join_timeout=300"
+            )
     return text
 
 

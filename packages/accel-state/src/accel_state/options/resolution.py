@@ -140,7 +140,9 @@ def resolve(
     return Resolution(tuple(groups), implied, config.notes if config is not None else ())
 
 
-def _resolve_one(opt: Option, given: Mapping[str, Any], environ: Mapping[str, str] | None, config: ConfigFile | None) -> Setting:
+def _resolve_one(
+    opt: Option, given: Mapping[str, Any], environ: Mapping[str, str] | None, config: ConfigFile | None
+) -> Setting:
     if opt.name in given:
         raw = given[opt.name]
         return Setting(opt, opt.parse(raw, opt.flags[0]), Source.COMMAND_LINE, _flag_text(opt, raw))
@@ -163,7 +165,9 @@ def _find_entry(opt: Option, config: ConfigFile) -> Entry | None:
     found = [entry for key in opt.keys if (entry := config.entry(key)) is not None and entry.value not in (None, "")]
     for other in found[1:]:
         first = found[0]
-        if opt.parse(other.value, f"{other.key} in {other.place}") != opt.parse(first.value, f"{first.key} in {first.place}"):
+        if opt.parse(other.value, f"{other.key} in {other.place}") != opt.parse(
+            first.value, f"{first.key} in {first.place}"
+        ):
             raise ConfigurationError(
                 f"{other.key}: {other.value} in {other.place} contradicts {first.key}: {first.value} in {first.place}: both are "
                 f"{opt.flags[0]}. Remove one."

@@ -19,7 +19,9 @@ class RunOptions(OptionGroup):
     """The kind of run."""
 
     title: ClassVar[str] = "kind of run"
-    description: ClassVar[str] = "Mostly set by a configuration file; left out, it follows from the other options and from the machine."
+    description: ClassVar[str] = (
+        "Mostly set by a configuration file; left out, it follows from the other options and from the machine."
+    )
 
     compute_environment: str = option(
         ComputeEnvironment.LOCAL_MACHINE.value,

@@ -23,9 +23,15 @@ class ScriptOptions(OptionGroup):
         help="YAML or JSON file with values for the options below. Left out, default_config.yaml (or .json) is read, if it exists, from "
         "the folder accel in $HF_HOME, else in $XDG_CACHE_HOME/huggingface, else in ~/.cache/huggingface.",
     )
-    module: bool = option(False, kind=bool, short="-m", key=None, help="The script is a module name, run as by python -m.")
-    no_python: bool = option(False, kind=bool, key=None, help="The script is an executable of any kind: do not put python before it.")
-    quiet: bool = option(False, kind=bool, short="-q", key=None, help="No notes from the launcher; errors and tracebacks only.")
+    module: bool = option(
+        False, kind=bool, short="-m", key=None, help="The script is a module name, run as by python -m."
+    )
+    no_python: bool = option(
+        False, kind=bool, key=None, help="The script is an executable of any kind: do not put python before it."
+    )
+    quiet: bool = option(
+        False, kind=bool, short="-q", key=None, help="No notes from the launcher; errors and tracebacks only."
+    )
     dry_run: bool = option(
         False,
         kind=bool,

@@ -43,15 +43,31 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(PROGRAM, description="A plain look at runs that were logged with log_with='jsonl'.")
+    parser = argparse.ArgumentParser(
+        PROGRAM, description="A plain look at runs that were logged with log_with='jsonl'."
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     show = commands.add_parser("show", help="print the last values and draw the curves of one run or several")
-    show.add_argument("folder", type=Path, metavar="DIR", help="a run, or a folder that contains runs (the logging_dir)")
-    show.add_argument("--run", action="append", default=[], metavar="TEXT", help="only runs whose project/run id contains this; repeatable")
-    show.add_argument("--metric", action="append", default=[], metavar="PATTERN", help="only metrics like this ('*loss*'); repeatable")
-    show.add_argument("--smooth", type=_fraction, default=0.0, metavar="W", help="weight of the past in a moving average, 0 to 1")
+    show.add_argument(
+        "folder", type=Path, metavar="DIR", help="a run, or a folder that contains runs (the logging_dir)"
+    )
+    show.add_argument(
+        "--run",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only runs whose project/run id contains this; repeatable",
+    )
+    show.add_argument(
+        "--metric", action="append", default=[], metavar="PATTERN", help="only metrics like this ('*loss*'); repeatable"
+    )
+    show.add_argument(
+        "--smooth", type=_fraction, default=0.0, metavar="W", help="weight of the past in a moving average, 0 to 1"
+    )
     show.add_argument("--png", type=Path, metavar="FILE", help="write the curves as an image (needs matplotlib)")
-    show.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs no network: values, configs and curves")
+    show.add_argument(
+        "--html", type=Path, metavar="FILE", help="write one page that needs no network: values, configs and curves"
+    )
     show.add_argument("--csv", type=Path, metavar="FILE", help="write the rows of one run as a table")
     size = shutil.get_terminal_size((100, 24))
     show.add_argument("--width", type=int, default=size.columns, metavar="N", help="columns of the terminal")

@@ -72,7 +72,9 @@ class AimTracker(LibraryTracker):
             self.writer.track(item, name=name, step=step, **kwargs)
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None) -> None:
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
         """Keep images of a step.
 
         Args:
@@ -84,10 +86,14 @@ class AimTracker(LibraryTracker):
         chosen = kwargs or {}
         picture = self._library("PIL.Image")
         for name, value in values.items():
-            content, caption = value if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str) else (value, "")
+            content, caption = (
+                value if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str) else (value, "")
+            )
             options = {"caption": caption, **chosen.get("aim_image", {})}
             for index, image in enumerate(as_images(content)):
-                made = self._library().Image(picture.fromarray(image[..., 0] if image.shape[-1] == 1 else image), **options)
+                made = self._library().Image(
+                    picture.fromarray(image[..., 0] if image.shape[-1] == 1 else image), **options
+                )
                 # A sequence of Aim holds either images or lists of them, so each of several has a sequence of its own.
                 self.writer.track(made, name=f"{name}_{index}" if index else name, step=step, **chosen.get("track", {}))
 

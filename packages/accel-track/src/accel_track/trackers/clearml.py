@@ -109,13 +109,17 @@ class ClearMLTracker(LibraryTracker):
         """Keep a table; ``kwargs`` go to ``report_table``."""
         title, series = _title_and_series(table_name)
         content = dataframe if dataframe is not None else [*([columns] if columns else []), *(data or [])]
-        self.task.get_logger().report_table(title=title, series=series, iteration=step or 0, table_plot=content, **kwargs)
+        self.task.get_logger().report_table(
+            title=title, series=series, iteration=step or 0, table_plot=content, **kwargs
+        )
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
         """Keep a file as an artifact; ``kwargs`` go to ``upload_artifact``."""
         name = f"{artifact_path.strip('/')}/" if artifact_path else ""
-        self.task.upload_artifact(name + local_path.replace("\\", "/").rsplit("/", 1)[-1], local_path, wait_on_upload=True, **kwargs)
+        self.task.upload_artifact(
+            name + local_path.replace("\\", "/").rsplit("/", 1)[-1], local_path, wait_on_upload=True, **kwargs
+        )
 
     @on_main_process
     def finish(self) -> None:

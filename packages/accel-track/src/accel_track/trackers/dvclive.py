@@ -67,7 +67,10 @@ class DVCLiveTracker(LibraryTracker):
         """Keep images of a step as ``plots/images/<name>/<index>.png``."""
         for name, value in values.items():
             for index, image in enumerate(as_images(value)):
-                self.live.log_image(f"{name}/{0 if step is None else step}_{index}.png", image[..., 0] if image.shape[-1] == 1 else image)
+                self.live.log_image(
+                    f"{name}/{0 if step is None else step}_{index}.png",
+                    image[..., 0] if image.shape[-1] == 1 else image,
+                )
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:

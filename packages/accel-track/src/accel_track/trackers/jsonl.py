@@ -42,7 +42,9 @@ class JSONLinesTracker(GeneralTracker):
     name = "jsonl"
     requires_logging_directory = True
 
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], run_id: str | None = None, csv: bool = True) -> None:
+    def __init__(
+        self, run_name: str, logging_dir: str | os.PathLike[str], run_id: str | None = None, csv: bool = True
+    ) -> None:
         super().__init__()
         self.run_name = run_name
         self.logging_dir = Path(logging_dir)
@@ -99,7 +101,10 @@ class JSONLinesTracker(GeneralTracker):
         if resumed:
             # The line before may lack its end, if the process was killed.
             mark = {} if self._resumed_step is None else {RESUMED: self._resumed_step}
-            os.write(self._file, ("\n" + (json.dumps(mark) + "\n" if mark else "")).encode() if _is_cut(folder) or mark else b"")
+            os.write(
+                self._file,
+                ("\n" + (json.dumps(mark) + "\n" if mark else "")).encode() if _is_cut(folder) or mark else b"",
+            )
         self._write_facts()
 
     @on_main_process
@@ -109,7 +114,12 @@ class JSONLinesTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        row = {STEP: step, TIME: round(time.time(), 3), **flatten({name: _plain(value) for name, value in values.items()}, "/"), **kwargs}
+        row = {
+            STEP: step,
+            TIME: round(time.time(), 3),
+            **flatten({name: _plain(value) for name, value in values.items()}, "/"),
+            **kwargs,
+        }
         line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n"
         self._write(line.encode(errors="backslashreplace"))
 
@@ -137,7 +147,9 @@ class JSONLinesTracker(GeneralTracker):
         if dataframe is not None:
             columns, data = [str(column) for column in dataframe.columns], dataframe.to_numpy().tolist()
         table = to_json(to_plain({"columns": columns, "data": data}))
-        (self._folder("tables", table_name) / f"{_step(step)}.json").write_text(json.dumps(table, ensure_ascii=False), encoding="utf-8")
+        (self._folder("tables", table_name) / f"{_step(step)}.json").write_text(
+            json.dumps(table, ensure_ascii=False), encoding="utf-8"
+        )
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
@@ -162,13 +174,17 @@ class JSONLinesTracker(GeneralTracker):
 
     def _write(self, data: bytes) -> None:
         if self._file is None:
-            raise ConfigurationError(f"the run {self.run_name!r} is not open. Call start() first, and log before finish().")
+            raise ConfigurationError(
+                f"the run {self.run_name!r} is not open. Call start() first, and log before finish()."
+            )
         while data:
             data = data[os.write(self._file, data) :]
 
     def _write_facts(self) -> None:
         partial = self.tracker / f"{RUN_NAME}.partial"
-        partial.write_text(json.dumps(self._facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", errors="backslashreplace")
+        partial.write_text(
+            json.dumps(self._facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", errors="backslashreplace"
+        )
         partial.replace(self.tracker / RUN_NAME)
 
     def _folder(self, kind: str, name: str) -> Path:

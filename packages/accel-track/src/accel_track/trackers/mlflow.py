@@ -75,7 +75,9 @@ class MLflowTracker(LibraryTracker):
     def _active_parent(self) -> str:
         active = self._library().active_run()
         if active is None:
-            raise ConfigurationError("nested_run=True needs a run to be nested in. Make the tracker within `with mlflow.start_run(): ...`.")
+            raise ConfigurationError(
+                "nested_run=True needs a run to be nested in. Make the tracker within `with mlflow.start_run(): ...`."
+            )
         return str(active.info.run_id)
 
     @property
@@ -144,7 +146,9 @@ class MLflowTracker(LibraryTracker):
         step = self._at(step)
         for name, value in values.items():
             for index, image in enumerate(as_images(value)):
-                self._client.log_image(self.run_id, image, key=_key(f"{name}_{index}" if index else name), step=step, **kwargs)
+                self._client.log_image(
+                    self.run_id, image, key=_key(f"{name}_{index}" if index else name), step=step, **kwargs
+                )
 
     @on_main_process
     def log_table(
@@ -211,7 +215,9 @@ def _tags(tags: Any) -> dict[str, Any]:
         try:
             tags = json.loads(tags)
         except ValueError as error:
-            raise ConfigurationError(f"tags={tags!r} is not JSON: {error}. Give a dictionary, or JSON of one.") from None
+            raise ConfigurationError(
+                f"tags={tags!r} is not JSON: {error}. Give a dictionary, or JSON of one."
+            ) from None
     if tags is not None and not isinstance(tags, Mapping):
         raise ConfigurationError(f"tags={tags!r} is a {type(tags).__name__}. Give a dictionary, or JSON of one.")
     return dict(tags or {})

@@ -42,7 +42,10 @@ class SwanLabTracker(RunTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Keep images of a step; ``kwargs`` go to the run's ``log``."""
         image = self._library().Image
-        pictures = {name: [image(one[..., 0] if one.shape[-1] == 1 else one) for one in as_images(value)] for name, value in values.items()}
+        pictures = {
+            name: [image(one[..., 0] if one.shape[-1] == 1 else one) for one in as_images(value)]
+            for name, value in values.items()
+        }
         self.run.log(pictures, step=step, **kwargs)
 
     def _server(self, kwargs: Mapping[str, Any]) -> str | None:

@@ -69,7 +69,10 @@ class TensorBoardTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         plain = to_plain(values)
-        flat = {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in flatten(plain).items()}
+        flat = {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in flatten(plain).items()
+        }
         self.writer.add_hparams(flat, metric_dict={})
         self.writer.flush()
         self._write_whole(plain)
@@ -79,7 +82,9 @@ class TensorBoardTracker(LibraryTracker):
         # add_hparams has made a folder named after the time; the config belongs beside its event file.
         folder = max(folders, key=lambda path: path.stat().st_mtime, default=Path(self.writer.get_logdir()))
         # JSON is YAML that needs no library.
-        (folder / "hparams.yml").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8", errors="backslashreplace")
+        (folder / "hparams.yml").write_text(
+            json.dumps(plain, indent=2) + "\n", encoding="utf-8", errors="backslashreplace"
+        )
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -97,7 +102,9 @@ class TensorBoardTracker(LibraryTracker):
         elif isinstance(value, dict):
             self.writer.add_scalars(name, self._numbers(value), global_step=step, **kwargs)
         elif isinstance(value, torch.Tensor) and value.numel():
-            self.writer.add_histogram(name, value.float() if value.dtype is torch.bfloat16 else value, global_step=step, **kwargs)
+            self.writer.add_histogram(
+                name, value.float() if value.dtype is torch.bfloat16 else value, global_step=step, **kwargs
+            )
         elif hasattr(value, "dtype") and bool(getattr(value, "size", False)):
             self.writer.add_histogram(name, value, global_step=step, **kwargs)
         else:
@@ -120,7 +127,9 @@ class TensorBoardTracker(LibraryTracker):
                 self.writer.add_images(name, value, global_step=step, **kwargs)
                 continue
             for index, image in enumerate(as_images(value)):
-                self.writer.add_image(f"{name}/{index}" if index else name, image, global_step=step, dataformats="HWC", **kwargs)
+                self.writer.add_image(
+                    f"{name}/{index}" if index else name, image, global_step=step, dataformats="HWC", **kwargs
+                )
         self.writer.flush()
 
     @on_main_process

@@ -38,7 +38,9 @@ class TrackioTracker(RunTracker):
         pictures = {}
         for name, value in values.items():
             for index, one in enumerate(as_images(value)):
-                pictures[f"{name}_{index}" if index else name] = image(one.repeat(3, axis=2) if one.shape[-1] == 1 else one)
+                pictures[f"{name}_{index}" if index else name] = image(
+                    one.repeat(3, axis=2) if one.shape[-1] == 1 else one
+                )
         self.run.log(pictures, step=step, **kwargs)
 
     @on_main_process

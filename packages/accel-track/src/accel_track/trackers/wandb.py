@@ -32,7 +32,9 @@ class WandBTracker(RunTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Keep images of a step; ``kwargs`` go to the run's ``log``."""
         image = self._library().Image
-        self.run.log({name: [image(one) for one in as_images(value)] for name, value in values.items()}, step=step, **kwargs)
+        self.run.log(
+            {name: [image(one) for one in as_images(value)] for name, value in values.items()}, step=step, **kwargs
+        )
 
     @on_main_process
     def log_table(

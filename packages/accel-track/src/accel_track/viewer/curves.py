@@ -61,8 +61,13 @@ def charts(runs: Sequence[Run], patterns: Sequence[str] = (), weight: float = 0.
     chosen = [name for name in names if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
     if not chosen and (patterns or not names):
         known = f"Metrics with numbers: {', '.join(names)}." if names else "Nothing with numbers was logged yet."
-        raise ConfigurationError(f"there is nothing to draw{f' like {chr(32).join(patterns)}' if patterns else ''}. {known}")
-    return [Chart(name, {run: smooth(metrics[name], weight) for run, metrics in series.items() if name in metrics}) for name in chosen]
+        raise ConfigurationError(
+            f"there is nothing to draw{f' like {chr(32).join(patterns)}' if patterns else ''}. {known}"
+        )
+    return [
+        Chart(name, {run: smooth(metrics[name], weight) for run, metrics in series.items() if name in metrics})
+        for name in chosen
+    ]
 
 
 def smooth(points: Points, weight: float) -> Points:
@@ -91,5 +96,7 @@ def text_of(number: float) -> str:
 def one_line(value: object, longest: int = 200) -> str:
     """Any value as a line of text that leaves the terminal alone: control characters are spelt out, and long texts cut."""
     text = text_of(value) if isinstance(value, float) else str(value)
-    line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text[: longest + 1])
+    line = "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in text[: longest + 1]
+    )
     return line if len(text) <= longest else f"{line[:longest]}... ({len(text)} characters)"

@@ -83,8 +83,13 @@ def _figure(chart: Chart, colors: dict[str, str]) -> str:
 
     lines, data = [], []
     for name, points in chart.curves.items():
-        lines += [f'<polyline fill="none" stroke="{colors[name]}" stroke-width="1.6" points="{part}"/>' for part in _parts(points, place)]
-        data.append([name, [[step, value if math.isfinite(value) else None, place(step, low)[0]] for step, value in points]])
+        lines += [
+            f'<polyline fill="none" stroke="{colors[name]}" stroke-width="1.6" points="{part}"/>'
+            for part in _parts(points, place)
+        ]
+        data.append(
+            [name, [[step, value if math.isfinite(value) else None, place(step, low)[0]] for step, value in points]]
+        )
     left, bottom = _LEFT - 4, _HEIGHT - _BOTTOM
     marks = (
         f'<text x="{left}" y="{_TOP + 8}" text-anchor="end">{text_of(high)}</text><text x="{left}" y="{bottom}" text-anchor="end">'

@@ -33,7 +33,12 @@ def write_png(charts: Sequence[Chart], path: Path) -> None:
     for index, chart in enumerate(charts):
         axes = figure.add_subplot(rows, columns, index + 1)
         for name, points in chart.curves.items():
-            axes.plot([step for step, _ in points], [_drawable(value) for _, value in points], label=one_line(name), linewidth=1.4)
+            axes.plot(
+                [step for step, _ in points],
+                [_drawable(value) for _, value in points],
+                label=one_line(name),
+                linewidth=1.4,
+            )
         axes.set_title(one_line(chart.metric), fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)

@@ -25,7 +25,9 @@ def show(arguments: argparse.Namespace) -> None:
         MissingDependencyError: an image was asked for, and matplotlib is not installed.
     """
     if arguments.width < 20 or arguments.height < 2:
-        raise ConfigurationError(f"--width {arguments.width} --height {arguments.height} is too small. Give at least 20 and 2.")
+        raise ConfigurationError(
+            f"--width {arguments.width} --height {arguments.height} is too small. Give at least 20 and 2."
+        )
     runs = find_runs(arguments.folder, arguments.run)
     if arguments.csv is not None:
         _write_csv(runs, arguments)
@@ -76,7 +78,8 @@ def _table(run: Run) -> str:
     named = [(one_line(name), step, value) for name, (step, value) in last.items()]
     wide = max(len(name) for name, _, _ in named)
     lines = [
-        f"  {name:<{wide}}  {one_line(value):>12}" + ("" if step is None else f"  at step {one_line(step)}") for name, step, value in named
+        f"  {name:<{wide}}  {one_line(value):>12}" + ("" if step is None else f"  at step {one_line(step)}")
+        for name, step, value in named
     ]
     return "\n".join(lines)
 

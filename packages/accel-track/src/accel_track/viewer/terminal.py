@@ -31,14 +31,19 @@ def draw(chart: Chart, width: int, height: int, braille: bool) -> str:
         for x, y in _pixels(points, (first, last, low, high), wide, tall):
             dots[x, y] = number
     rows = _braille(dots, columns, height) if fine else _marks(dots, columns, height)
-    lines = [f"{label:>{margin}} ┤{row}" if braille else f"{label:>{margin}} |{row}" for label, row in zip(labels, rows, strict=True)]
+    lines = [
+        f"{label:>{margin}} ┤{row}" if braille else f"{label:>{margin}} |{row}"
+        for label, row in zip(labels, rows, strict=True)
+    ]
     axis = f"{'':>{margin}}  {text_of(first)}{text_of(last):>{max(columns - len(text_of(first)), 1)}}"
     named = [f"  {_MARKS[index % len(_MARKS)]} {one_line(name)}" for index, name in enumerate(chart.curves)]
     legend = named if len(named) > 1 else []
     return "\n".join([one_line(chart.metric), *legend, *lines, axis])
 
 
-def _pixels(points: list[tuple[float, float]], limits: tuple[float, float, float, float], wide: int, tall: int) -> set[tuple[int, int]]:
+def _pixels(
+    points: list[tuple[float, float]], limits: tuple[float, float, float, float], wide: int, tall: int
+) -> set[tuple[int, int]]:
     """The cells that a curve goes through, from the upper left; gaps between neighbours are filled, also those upwards."""
     first, last, low, high = limits
     found: set[tuple[int, int]] = set()
@@ -63,7 +68,10 @@ def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]
 
 
 def _marks(dots: dict[tuple[int, int], int], columns: int, height: int) -> list[str]:
-    return ["".join(_MARKS[dots[x, y] % len(_MARKS)] if (x, y) in dots else " " for x in range(columns)).rstrip() for y in range(height)]
+    return [
+        "".join(_MARKS[dots[x, y] % len(_MARKS)] if (x, y) in dots else " " for x in range(columns)).rstrip()
+        for y in range(height)
+    ]
 
 
 def _braille(dots: dict[tuple[int, int], int], columns: int, height: int) -> list[str]:

@@ -56,7 +56,9 @@ def capture(accumulation: Accumulation, loaders: Sequence[Any], models: Sequence
         whole = strategy.gather_gradients(models[index]) if strategy.divides_models else None
         if whole is not None:
             averaged[index] = whole
-        elif not (strategy.divides_models or strategy.holds_gradients) and all(map(_is_whole, models[index].parameters())):
+        elif not (strategy.divides_models or strategy.holds_gradients) and all(
+            map(_is_whole, models[index].parameters())
+        ):
             own[index] = _gradients(models[index])
         else:
             logger.warning(
@@ -74,7 +76,11 @@ def _open_windows(accumulation: Accumulation, loaders: Sequence[Any]) -> list[tu
     for key, windows in accumulation.windows_by_loader():
         # A loader with batches skipped counts epochs together with the one it was made from.
         clock = getattr(key, "_clock", None)
-        matching = [i for i, loader in enumerate(loaders) if loader is key or (clock is not None and getattr(loader, "_clock", 0) is clock)]
+        matching = [
+            i
+            for i, loader in enumerate(loaders)
+            if loader is key or (clock is not None and getattr(loader, "_clock", 0) is clock)
+        ]
         found += [(matching[0], window) for window in windows if matching]
     return [(index, window) for index, window in found if window.position]
 
@@ -124,7 +130,8 @@ def combine(saved: Sequence[dict[str, Any]], num_processes: int) -> dict[str, An
             factors.update(dict.fromkeys(window["models"], before / num_processes))
     gradients = {
         index: {
-            name: sum(rank["gradients"][index][name] for rank in saved if name in rank["gradients"][index]) / (len(saved) / factors[index])
+            name: sum(rank["gradients"][index][name] for rank in saved if name in rank["gradients"][index])
+            / (len(saved) / factors[index])
             for name in sorted({name for rank in saved for name in rank["gradients"][index]})
         }
         for index in saved[0]["gradients"]
@@ -136,7 +143,9 @@ def combine(saved: Sequence[dict[str, Any]], num_processes: int) -> dict[str, An
     return {"windows": windows, "gradients": gradients, "averaged": averaged, "averaging_ranks": num_processes}
 
 
-def check(saved: Any, source: str, loaders: Sequence[Any], models: Sequence[nn.Module], strategy: Strategy | None = None) -> None:
+def check(
+    saved: Any, source: str, loaders: Sequence[Any], models: Sequence[nn.Module], strategy: Strategy | None = None
+) -> None:
     """Raise CheckpointError if windows do not fit what was prepared."""
     try:
         for window in saved["windows"]:
@@ -147,7 +156,9 @@ def check(saved: Any, source: str, loaders: Sequence[Any], models: Sequence[nn.M
             known = _shapes(models[index]) if strategy is None else strategy.gradient_shapes(models[index])
             wrong = [name for name, gradient in gradients.items() if name not in known or known[name] != gradient.shape]
             if wrong:
-                raise CheckpointError(f"{source} holds gradients of {', '.join(wrong[:5])}, which do not fit model {index}.")
+                raise CheckpointError(
+                    f"{source} holds gradients of {', '.join(wrong[:5])}, which do not fit model {index}."
+                )
     except (TypeError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{source} does not hold the gradients of accumulation windows: {error!r}") from error
 
@@ -157,7 +168,9 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {clean_name(name): parameter.shape for name, parameter in named}
 
 
-def restore(accumulation: Accumulation, saved: dict[str, Any] | None, loaders: Sequence[Any], models: Sequence[nn.Module]) -> None:
+def restore(
+    accumulation: Accumulation, saved: dict[str, Any] | None, loaders: Sequence[Any], models: Sequence[nn.Module]
+) -> None:
     """Put windows and gradients back, in place of those that are open now.
 
     Args:

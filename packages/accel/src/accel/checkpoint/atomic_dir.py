@@ -52,9 +52,13 @@ class CheckpointFolder:
         if self.target.is_file():
             raise ConfigurationError(f"{self.target} is a file. Give a folder to save the state in.")
         if self.target == Path.cwd():
-            raise ConfigurationError(f"{self.target} is the working directory, which cannot be replaced. Give a folder inside it.")
+            raise ConfigurationError(
+                f"{self.target} is the working directory, which cannot be replaced. Give a folder inside it."
+            )
         if os.path.ismount(self.target):
-            raise ConfigurationError(f"{self.target} is a mount point, which cannot be replaced. Give a folder inside it.")
+            raise ConfigurationError(
+                f"{self.target} is a mount point, which cannot be replaced. Give a folder inside it."
+            )
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self._take_partial()
         self._recover()
@@ -65,13 +69,17 @@ class CheckpointFolder:
             self.partial.mkdir(exist_ok=True)
             self._lock = _lock_patiently(self.partial)
             if self._lock is None:
-                raise CheckpointError(f"another process is saving to {self.target} just now. Give each run a folder of its own.")
+                raise CheckpointError(
+                    f"another process is saving to {self.target} just now. Give each run a folder of its own."
+                )
             # Another process may have taken this folder for a leftover between the two lines above.
             if _is_at(self._lock, self.partial):
                 _empty(self.partial)
                 return
             self.release()
-        raise CheckpointError(f"{self.partial} could not be made: it vanished {_LOST_RACES} times. Is something else deleting it?")
+        raise CheckpointError(
+            f"{self.partial} could not be made: it vanished {_LOST_RACES} times. Is something else deleting it?"
+        )
 
     def abandon(self) -> None:
         """Remove what was written, if anything; the older checkpoint, if there is one, is left as it was."""
@@ -319,7 +327,11 @@ def _is_being_written(target: Path) -> bool:
 
 def _is_write_error(error: Exception) -> bool:
     """Whether an error is of the file system; torch and safetensors have their own kinds for that."""
-    of_a_writer = type(error).__name__ == "SafetensorError" or "inline_container" in str(error) or "PytorchStreamWriter" in str(error)
+    of_a_writer = (
+        type(error).__name__ == "SafetensorError"
+        or "inline_container" in str(error)
+        or "PytorchStreamWriter" in str(error)
+    )
     return isinstance(error, OSError) or of_a_writer
 
 

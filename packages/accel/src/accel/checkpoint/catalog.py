@@ -114,7 +114,9 @@ def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
     """
     inner = folder / "checkpoints"
     places = [folder, inner] if inner.is_dir() else [folder]
-    found = [CheckpointInfo.of(entry) for place in places for entry in sorted(place.iterdir()) if _looks_like_one(entry)]
+    found = [
+        CheckpointInfo.of(entry) for place in places for entry in sorted(place.iterdir()) if _looks_like_one(entry)
+    ]
     return sorted(found, key=lambda info: (info.saved, checkpoint_number(info.path) or 0))
 
 
@@ -137,8 +139,14 @@ def newest_complete(folder: Path) -> Path:
     for path in reversed(found.values()):
         if is_complete(path):
             return path
-    seen = f"only incomplete ones ({', '.join(path.name for path in found.values())})" if found else "no checkpoint_<number>"
-    raise ConfigurationError(f"there is no state to load in {folder}: it has {seen}. Save one first, or give load_state its path.")
+    seen = (
+        f"only incomplete ones ({', '.join(path.name for path in found.values())})"
+        if found
+        else "no checkpoint_<number>"
+    )
+    raise ConfigurationError(
+        f"there is no state to load in {folder}: it has {seen}. Save one first, or give load_state its path."
+    )
 
 
 def newest_saved(folder: Path) -> Path:
@@ -152,7 +160,9 @@ def newest_saved(folder: Path) -> Path:
         for info in reversed(list_checkpoints(folder)):
             if info.complete:
                 return info.path
-    raise ConfigurationError(f"there is no state to load in {folder}: no folder in it is a complete checkpoint. Give load_state its path.")
+    raise ConfigurationError(
+        f"there is no state to load in {folder}: no folder in it is a complete checkpoint. Give load_state its path."
+    )
 
 
 def rotate(folder: Path, total_limit: int, newest: Path) -> list[Path]:

@@ -184,7 +184,9 @@ class StateSaving(Tracking):
         parts: list[Part] = []
         closings: list[Callable[[Path], None]] = []
         try:
-            self._on_all_ranks(f"saving {target}", lambda: self._begin(folder, must_be_new=settings.automatic_checkpoint_naming))
+            self._on_all_ranks(
+                f"saving {target}", lambda: self._begin(folder, must_be_new=settings.automatic_checkpoint_naming)
+            )
             weights = self._weights_to_save()
             self._on_all_ranks(f"saving {target}", lambda: self._run_save_hooks(folder, weights))
             gathered = self.strategy.gather_state(
@@ -193,7 +195,8 @@ class StateSaving(Tracking):
             # Ranks may talk for it too, so it is no part of what can fail on one of them.
             windows = accumulation_state.capture(self._accumulation, self.prepared.dataloaders, self.prepared.models)
             self._on_all_ranks(
-                f"saving {target}", lambda: parts.extend(self._collect(weights, gathered, windows, safe_serialization, copies))
+                f"saving {target}",
+                lambda: parts.extend(self._collect(weights, gathered, windows, safe_serialization, copies)),
             )
             closings.extend(gathered.closings if gathered is not None else ())
         except BaseException:
@@ -212,13 +215,19 @@ class StateSaving(Tracking):
 
     def _counters(self) -> dict[str, int]:
         steps = self.prepared.optimizers[0].steps_taken if self.prepared.optimizers else 0
-        return {"iteration": self.project_configuration.iteration + 1, "step": self._accumulation.position, "optimizer_steps": steps}
+        return {
+            "iteration": self.project_configuration.iteration + 1,
+            "step": self._accumulation.position,
+            "optimizer_steps": steps,
+        }
 
     def _save_target(self, output_dir: str | os.PathLike[str] | None) -> Path:
         settings = self.project_configuration
         if not settings.automatic_checkpoint_naming:
             if output_dir is None:
-                raise ConfigurationError("save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True).")
+                raise ConfigurationError(
+                    "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
+                )
             _check_path("output_dir", output_dir)
             return Path(output_dir)
         if output_dir is not None:
@@ -285,7 +294,11 @@ class StateSaving(Tracking):
         return copied_parts
 
     def _parts(
-        self, weights: list[dict[str, Any]], gathered: Gathered | None, windows: dict[str, Any] | None, safe_serialization: bool
+        self,
+        weights: list[dict[str, Any]],
+        gathered: Gathered | None,
+        windows: dict[str, Any] | None,
+        safe_serialization: bool,
     ) -> list[Part]:
         prepared = self.prepared
         parts = collect(
@@ -301,13 +314,18 @@ class StateSaving(Tracking):
         )
         parts += gathered.parts if gathered is not None else []
         if windows is not None:
-            parts.append(Part(accumulation_state.gradients_file(self.process_state.process_index), windows, each_rank=True))
+            parts.append(
+                Part(accumulation_state.gradients_file(self.process_state.process_index), windows, each_rank=True)
+            )
         return parts + [custom_part(index, obj) for index, obj in enumerate(self._custom_objects)]
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
     def load_state(
-        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
     ) -> None:
         """Put a state of :meth:`save_state` back; the same objects must have been prepared and registered. Every rank must call it.
 
@@ -335,7 +353,8 @@ class StateSaving(Tracking):
         divided = self.strategy.divides_models and not isinstance(self.strategy, ReadsItsOwnState)
         layouts = [self.strategy.layout(model) for model in self.prepared.models] if divided else None
         self._on_all_ranks(
-            f"loading {folder}", lambda: readers.append(self._read(folder, share, layouts, load_kwargs, load_model_func_kwargs))
+            f"loading {folder}",
+            lambda: readers.append(self._read(folder, share, layouts, load_kwargs, load_model_func_kwargs)),
         )
         self._on_all_ranks(f"loading {folder}", lambda: self._apply(folder, readers[0]))
 
@@ -356,7 +375,9 @@ class StateSaving(Tracking):
         if settings.automatic_checkpoint_naming:
             return newest_complete(self._checkpoints())
         if settings.project_dir is None:
-            raise ConfigurationError(f"load_state({LATEST!r}) needs a folder to look in. Give the Accelerator project_dir=..., or a path.")
+            raise ConfigurationError(
+                f"load_state({LATEST!r}) needs a folder to look in. Give the Accelerator project_dir=..., or a path."
+            )
         return newest_saved(Path(settings.project_dir))
 
     def _share_of(self, folder: Path) -> tuple[int, int]:
@@ -388,10 +409,25 @@ class StateSaving(Tracking):
             self._read_objects(reader, models, layouts, options)
         return reader
 
-    def _read_objects(self, reader: StateReader, models: list[Any], layouts: list[Layout] | None, options: dict[str, Any]) -> None:
+    def _read_objects(
+        self, reader: StateReader, models: list[Any], layouts: list[Layout] | None, options: dict[str, Any]
+    ) -> None:
         prepared = self.prepared
-        chosen = None if layouts is None else [layout for layout, own in zip(layouts, prepared.models, strict=True) if own in models]
-        reader.read_all(models, prepared.optimizers, prepared.schedulers, prepared.dataloaders, self.scaler, options, self.strategy, chosen)
+        chosen = (
+            None
+            if layouts is None
+            else [layout for layout, own in zip(layouts, prepared.models, strict=True) if own in models]
+        )
+        reader.read_all(
+            models,
+            prepared.optimizers,
+            prepared.schedulers,
+            prepared.dataloaders,
+            self.scaler,
+            options,
+            self.strategy,
+            chosen,
+        )
         reader.read_custom(self._custom_objects)
         reader.read_windows(prepared.dataloaders, prepared.models, self.strategy)
         reader.check_unread()

@@ -69,7 +69,9 @@ def restore(state: Any, device: Device, path: Path) -> None:
     """
     missing = [key for key in _HOST_KEYS if not isinstance(state, dict) or key not in state]
     if missing:
-        raise CheckpointError(f"{path} does not hold the state of random number generators: {', '.join(missing)} missing.")
+        raise CheckpointError(
+            f"{path} does not hold the state of random number generators: {', '.join(missing)} missing."
+        )
     try:
         random.setstate(state["random_state"])
         np.random.set_state(state["numpy_random_seed"])
@@ -178,7 +180,11 @@ def weights_part(index: int, weights: dict[str, Any], safe_serialization: bool) 
     """
     if not safe_serialization:
         return Part(numbered(weights_io.MODEL_NAME, index, "bin"), weights)
-    return Part(numbered(weights_io.SAFE_MODEL_NAME, index, "safetensors"), weights_io.safetensors_content(weights), weights=True)
+    return Part(
+        numbered(weights_io.SAFE_MODEL_NAME, index, "safetensors"),
+        weights_io.safetensors_content(weights),
+        weights=True,
+    )
 
 
 def custom_part(index: int, obj: Any) -> Part:
@@ -200,7 +206,9 @@ def collect(
     """Everything but registered objects; see :func:`accel.checkpointing.save_accelerator_state`. Every rank must call it."""
     parts = [weights_part(index, weights, safe_serialization) for index, weights in enumerate(model_states)]
     for stem, objects in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, schedulers)):
-        parts += [Part(numbered(stem, index, "bin"), obj.state_dict(), f"{stem} {index}") for index, obj in enumerate(objects)]
+        parts += [
+            Part(numbered(stem, index, "bin"), obj.state_dict(), f"{stem} {index}") for index, obj in enumerate(objects)
+        ]
     loader_parts, positions = _loader_parts(dataloaders)
     parts += loader_parts
     if scaler is not None:
@@ -217,7 +225,11 @@ def _loader_parts(dataloaders: Sequence[Any]) -> tuple[list[Part], dict[int, dic
     for index, loader in enumerate(dataloaders):
         sampler = get_sampler(loader)
         if isinstance(sampler, SeedableRandomSampler):
-            parts.append(Part(numbered(SAMPLER_NAME, index, "bin"), {"initial_seed": sampler.initial_seed, "epoch": sampler.epoch}))
+            parts.append(
+                Part(
+                    numbered(SAMPLER_NAME, index, "bin"), {"initial_seed": sampler.initial_seed, "epoch": sampler.epoch}
+                )
+            )
         if hasattr(loader, "state_dict"):
             positions[index] = loader.state_dict()
             parts.append(Part(numbered(LOADER_NAME, index, "bin"), positions[index], f"dataloader {index}"))

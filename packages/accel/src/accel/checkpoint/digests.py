@@ -77,12 +77,16 @@ class Workers:
             thread = threading.Thread(target=self._work, name="accel-checkpoint-worker", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no more threads for this process, as at the end of the interpreter: the caller does the jobs itself
+            except (
+                RuntimeError
+            ):  # no more threads for this process, as at the end of the interpreter: the caller does the jobs itself
                 break
             self._threads.append(thread)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             self._errors.append(error)
         for _ in self._threads:

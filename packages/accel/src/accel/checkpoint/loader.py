@@ -60,7 +60,9 @@ class StateReader:
         ConfigurationError: there is no such folder.
     """
 
-    def __init__(self, folder: Path, rank: int, map_location: Any = None, load_kwargs: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, rank: int, map_location: Any = None, load_kwargs: dict[str, Any] | None = None
+    ) -> None:
         if not folder.is_dir():
             raise ConfigurationError(
                 f"{folder} is no folder, so there is no state to load from it. Give the path that save_state returned."
@@ -138,7 +140,9 @@ class StateReader:
         """The generators of this rank; those of the lowest one that was saved, if this rank did not exist."""
         if not self.is_new_rank:
             return rng_file(self.rank)
-        ranks = [rank for rank in range(self.manifest.world_size if self.manifest else 0) if rng_file(rank) in self._names]
+        ranks = [
+            rank for rank in range(self.manifest.world_size if self.manifest else 0) if rng_file(rank) in self._names
+        ]
         return rng_file(ranks[0] if ranks else 0)
 
     def read_all(
@@ -168,7 +172,9 @@ class StateReader:
         own = self._read(self._own_file())
         self._own = own if isinstance(own, dict) else {}
         if self.manifest is None and self._own.get(MANIFEST_MARK):
-            raise CheckpointError(f"{self.folder} has lost its {MANIFEST_NAME}: it is not whole. Copy it again, or choose another one.")
+            raise CheckpointError(
+                f"{self.folder} has lost its {MANIFEST_NAME}: it is not whole. Copy it again, or choose another one."
+            )
         if isinstance(strategy, ReadsItsOwnState):
             self._changes += strategy.plan_state(self, models, load_model_kwargs)
         elif strategy is not None and (layouts is not None or holds_shards(self._names)):
@@ -233,7 +239,11 @@ class StateReader:
             return
         ranks, world = strategy.averaging_collectives.world_size, self._process.num_processes
         first = self._read_window(names[0])
-        same_ranks = self.manifest is not None and self.manifest.world_size == world and first.get("averaging_ranks", world) == ranks
+        same_ranks = (
+            self.manifest is not None
+            and self.manifest.world_size == world
+            and first.get("averaging_ranks", world) == ranks
+        )
         # Where ranks have parts of a model, they take them of the average of what all have saved.
         own_only = same_ranks and not (strategy.divides_models and first["gradients"])
         saved = [self._read_window(name) for name in ([gradients_file(self.rank)] if own_only else names)]
@@ -274,7 +284,9 @@ class StateReader:
         for model, name in zip(models, names, strict=True):
             path = self.folder / name
             self._read_names.add(name)
-            weights = read_safetensors(path, self._map_location) if safe else read(path, self._map_location, mapped=True)
+            weights = (
+                read_safetensors(path, self._map_location) if safe else read(path, self._map_location, mapped=True)
+            )
             self._changes.append(plan_weights(model, weights, path, **load_model_kwargs))
 
     def _read_divided(
@@ -292,7 +304,9 @@ class StateReader:
         options = dict(load_model_kwargs)
         strict = bool(options.pop("strict", True))
         if options:
-            raise ConfigurationError(f"load_state got {', '.join(options)}, which a model that is divided among ranks has no use for.")
+            raise ConfigurationError(
+                f"load_state got {', '.join(options)}, which a model that is divided among ranks has no use for."
+            )
         layouts = [strategy.layout(model) for model in models] if layouts is None else layouts
         reader = ShardedReader(
             folder=self.folder,
@@ -319,7 +333,9 @@ class StateReader:
             self._changes.append(partial(obj.load_state_dict, self._read(name)))
 
     def _read_loaders(self, dataloaders: list[Any]) -> None:
-        with_position = {index: loader for index, loader in enumerate(dataloaders) if hasattr(loader, "load_state_dict")}
+        with_position = {
+            index: loader for index, loader in enumerate(dataloaders) if hasattr(loader, "load_state_dict")
+        }
         if self.manifest is not None:
             saved = len(numbered_files(self._names, LOADER_NAME, "bin"))
             require_count("dataloaders", saved, len(with_position), self.folder)
@@ -336,7 +352,9 @@ class StateReader:
             seed = self._read(path.name)
             if not isinstance(seed, dict) or not {"initial_seed", "epoch"} <= set(seed):
                 raise CheckpointError(f"{path} does not hold a sampler's initial_seed and epoch.")
-            self._changes.append(partial(_set_seed, sampler, **{name: seed[name] for name in ("initial_seed", "epoch")}))
+            self._changes.append(
+                partial(_set_seed, sampler, **{name: seed[name] for name in ("initial_seed", "epoch")})
+            )
 
     def _position(self, index: int) -> Any:
         """Where a loader stood: on this rank, if the world is of the same size; else what all ranks have in common."""
@@ -402,13 +420,25 @@ def plan_weights(model: nn.Module, weights: Any, path: Path, strict: bool = True
 
 def _missing(expected: dict[str, Any], weights: dict[str, Any]) -> list[str]:
     """Names without a value, unless they share memory with one that has it."""
-    given = {_identity(value) for name, value in expected.items() if clean_name(name) in weights and isinstance(value, torch.Tensor)}
+    given = {
+        _identity(value)
+        for name, value in expected.items()
+        if clean_name(name) in weights and isinstance(value, torch.Tensor)
+    }
     absent = {name: value for name, value in expected.items() if clean_name(name) not in weights}
-    return [name for name, value in absent.items() if not isinstance(value, torch.Tensor) or _identity(value) not in given]
+    return [
+        name for name, value in absent.items() if not isinstance(value, torch.Tensor) or _identity(value) not in given
+    ]
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (*id_tensor_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.numel() or id(tensor))
+    return (
+        *id_tensor_storage(tensor),
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.numel() or id(tensor),
+    )
 
 
 def _some(names: list[str]) -> str:

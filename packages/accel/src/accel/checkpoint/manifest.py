@@ -57,7 +57,9 @@ class Manifest:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. Choose another checkpoint.") from error
+            raise CheckpointError(
+                f"{path} is damaged: {type(error).__name__}: {error}. Choose another checkpoint."
+            ) from error
         manifest._check(path, folder)
         # Its own digest finds what is still JSON: another number, say.
         if text != manifest.text():
@@ -66,7 +68,10 @@ class Manifest:
 
     @classmethod
     def _parse(cls, raw: dict[str, Any]) -> Manifest:
-        files = {str(name): FileRecord(int(record["size"]), tuple(map(str, record["digests"]))) for name, record in raw["files"].items()}
+        files = {
+            str(name): FileRecord(int(record["size"]), tuple(map(str, record["digests"])))
+            for name, record in raw["files"].items()
+        }
         counters = {str(name): int(value) for name, value in raw["counters"].items()}
         versions = {str(name): str(value) for name, value in raw["versions"].items()}
         return cls(int(raw["format"]), int(raw["world_size"]), counters, versions, str(raw["saved_at"]), files)
@@ -79,7 +84,9 @@ class Manifest:
             )
         outside = [name for name in self.files if leads_outside(folder, name)]
         if outside:
-            raise CheckpointError(f"{path} names files outside of the checkpoint: {', '.join(outside)}. It is not loaded.")
+            raise CheckpointError(
+                f"{path} names files outside of the checkpoint: {', '.join(outside)}. It is not loaded."
+            )
 
     def text(self) -> str:
         """The file's content. Its last entry is the digest of the rest."""
@@ -95,7 +102,9 @@ class Manifest:
     def differing_sizes(self, folder: Path) -> list[str]:
         """Names of files that are missing or not of their size."""
         paths = {name: folder / name for name in self.files}
-        return [name for name, path in paths.items() if not path.is_file() or path.stat().st_size != self.files[name].size]
+        return [
+            name for name, path in paths.items() if not path.is_file() or path.stat().st_size != self.files[name].size
+        ]
 
     def verify(self, folder: Path) -> None:
         """Compare all files with their records.
@@ -162,7 +171,9 @@ def damaged_files(manifest: Manifest, folder: Path) -> dict[str, str]:
             if name not in problems:
                 digests.add_file(folder / name, record.size)
     whole = [name for name in manifest.files if name not in problems]
-    changed = [name for name in whole if digests.record(folder / name, manifest.files[name].size) != manifest.files[name]]
+    changed = [
+        name for name in whole if digests.record(folder / name, manifest.files[name].size) != manifest.files[name]
+    ]
     return {**problems, **dict.fromkeys(changed, "other contents than were written")}
 
 
@@ -173,7 +184,14 @@ def _damaged(path: Path, how: str) -> CheckpointError:
 def leads_outside(folder: Path, name: str) -> bool:
     """Whether a name in a manifest is that of a file outside of the folder: by ``..``, as an absolute path, or through a link."""
     posix, windows = PurePosixPath(name), PureWindowsPath(name)
-    if posix.is_absolute() or windows.drive or windows.root or ".." in (*posix.parts, *windows.parts) or not posix.parts or "\0" in name:
+    if (
+        posix.is_absolute()
+        or windows.drive
+        or windows.root
+        or ".." in (*posix.parts, *windows.parts)
+        or not posix.parts
+        or "\0" in name
+    ):
         return True
     try:
         return not (folder / name).resolve().is_relative_to(folder.resolve())

@@ -84,7 +84,10 @@ class StoreAgreement:
             if self._rank == 0:
                 left = [f"left/{rank}" for rank in range(self._world_size)]
                 self._wait(left, _FAREWELL_SECONDS)
-                for key in [*left, *(key for _ in self._rounds_backwards() for key in (*self._keys(), self._key("all")))]:
+                for key in [
+                    *left,
+                    *(key for _ in self._rounds_backwards() for key in (*self._keys(), self._key("all"))),
+                ]:
                     self._store.delete_key(key)
 
     def _rounds_backwards(self) -> Iterator[int]:
@@ -106,7 +109,9 @@ class StoreAgreement:
             if self._store.check(keys):
                 return
             if is_late and (missing := [key for key in keys if not self._store.check([key])]):
-                raise CheckpointError(f"no word from {', '.join(missing)} (round/rank) of the save after {self._patience:g} s.")
+                raise CheckpointError(
+                    f"no word from {', '.join(missing)} (round/rank) of the save after {self._patience:g} s."
+                )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
@@ -136,7 +141,9 @@ def background_agreement(collectives: Collectives, token: str) -> StoreAgreement
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
-        raise ConfigurationError("blocking=False needs torch.distributed with more than one process. Save with blocking=True.")
+        raise ConfigurationError(
+            "blocking=False needs torch.distributed with more than one process. Save with blocking=True."
+        )
     store = dist.PrefixStore(f"accel/save/{token}", dist.distributed_c10d._get_default_store())
     return StoreAgreement(store, collectives.rank, collectives.world_size)
 

@@ -136,7 +136,9 @@ def read(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | No
         raise CheckpointError(f"{path} is not loaded: {_refused(error)}") from error
     except Exception as error:
         # A damaged file can make the reader stumble over anything.
-        raise CheckpointError(f"{path} is damaged or no file of this format: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{path} is damaged or no file of this format: {type(error).__name__}: {error}"
+        ) from error
 
 
 def was_saved_with_manifest(path: Path) -> bool:
@@ -172,7 +174,9 @@ def _check_sums(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. Choose another checkpoint.") from error
+        raise CheckpointError(
+            f"{path} is damaged: {type(error).__name__}: {error}. Choose another checkpoint."
+        ) from error
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: its checksum of {damaged} does not hold. Choose another checkpoint.")
 

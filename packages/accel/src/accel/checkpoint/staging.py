@@ -45,7 +45,9 @@ class HostCopies:
         if key not in storages:
             storages[key] = self._copy_storage(original)
         storage = storages[key]
-        copied = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        copied = torch.empty(0, dtype=tensor.dtype).set_(
+            storage, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
         # These two are marks on the tensor: the memory holds the values before them.
         copied = copied.conj() if tensor.is_conj() else copied
         copied = torch._neg_view(copied) if tensor.is_neg() else copied

@@ -165,7 +165,9 @@ def save_model_weights(
 
     stem, suffix = (SAFE_MODEL_NAME, "safetensors") if safe_serialization else (MODEL_NAME, "bin")
     tensors = clean_state_dict_for_safetensors(state_dict) if safe_serialization else state_dict
-    plan = split_torch_state_dict_into_shards(tensors, filename_pattern=f"{stem}{{suffix}}.{suffix}", max_shard_size=max_shard_size)
+    plan = split_torch_state_dict_into_shards(
+        tensors, filename_pattern=f"{stem}{{suffix}}.{suffix}", max_shard_size=max_shard_size
+    )
     written = list(plan.filename_to_tensors)
     for filename, names in plan.filename_to_tensors.items():
         shard = {name: tensors[name] for name in names} if read is None else read(names)
@@ -173,7 +175,10 @@ def save_model_weights(
         write_atomically(folder / filename, writer)
     if plan.is_sharded:
         index_name = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
-        text = json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2, sort_keys=True) + "\n"
+        text = (
+            json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2, sort_keys=True)
+            + "\n"
+        )
         # The index comes last: whoever finds it finds all it names.
         write_atomically(folder / index_name, lambda target: _write_text(target, text))
         written.append(index_name)
@@ -191,7 +196,11 @@ def _write_text(path: str, text: str) -> None:
 
 def _remove_stale(folder: Path, stem: str, suffix: str, keep: set[str]) -> None:
     """Remove files of an earlier save with another number of shards, which a loader would mix with these."""
-    candidates = [*folder.glob(f"{stem}-*-of-*.{suffix}"), folder / f"{stem}.{suffix}", folder / f"{stem}.{suffix}.index.json"]
+    candidates = [
+        *folder.glob(f"{stem}-*-of-*.{suffix}"),
+        folder / f"{stem}.{suffix}",
+        folder / f"{stem}.{suffix}.index.json",
+    ]
     for path in candidates:
         if path.name not in keep:
             path.unlink(missing_ok=True)
@@ -216,7 +225,9 @@ def refuse_unsavable(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: naming tensors on the meta device.
     """
-    empty = [name for name, value in state_dict.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"]
+    empty = [
+        name for name, value in state_dict.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"
+    ]
     if empty:
         raise ConfigurationError(
             f"{type(model).__name__} cannot be saved: {len(empty)} tensors have no values (they are on the meta device), among them "

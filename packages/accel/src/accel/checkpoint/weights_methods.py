@@ -60,7 +60,9 @@ class Saving:
         """
         folder = Path(save_directory)
         if folder.is_file():
-            raise ConfigurationError(f"save_directory={str(folder)!r} is a file. Give a folder to put the weights into.")
+            raise ConfigurationError(
+                f"save_directory={str(folder)!r} is a file. Give a folder to put the weights into."
+            )
         if self.strategy.divides_models:
             weights_io.refuse_each_node(self.process_state, self.project_configuration.save_on_each_node)
         state_dict = self.get_state_dict(model)

@@ -128,7 +128,11 @@ def _write_part(part: Part, path: Path, digests: Digests) -> int:
 
 
 def write_manifest(
-    folder: Path, world_size: int, counters: Mapping[str, int], known: Mapping[str, FileRecord] | None = None, workers: int | None = None
+    folder: Path,
+    world_size: int,
+    counters: Mapping[str, int],
+    known: Mapping[str, FileRecord] | None = None,
+    workers: int | None = None,
 ) -> Manifest:
     """Describe everything that is in a folder, and bring to the disk what is not there yet.
 
@@ -140,7 +144,11 @@ def write_manifest(
         workers: threads.
     """
     known = known or {}
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST_NAME)
+    names = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and path != folder / MANIFEST_NAME
+    )
     others = [folder / name for name in names if name not in known]
     for path in others:
         sync(path)
@@ -165,7 +173,12 @@ def _versions() -> dict[str, str]:
     import numpy as np
     import torch
 
-    return {"accel": version("accel"), "torch": str(torch.__version__), "numpy": np.__version__, "python": platform.python_version()}
+    return {
+        "accel": version("accel"),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -315,6 +328,8 @@ class BackgroundSave:
             self.writer.finish(self._agreement)
         except BaseException as error:
             self._error = error
-            logger.error("the state could not be saved to %s: %s", self.writer.folder.target, error, main_process_only=False)
+            logger.error(
+                "the state could not be saved to %s: %s", self.writer.folder.target, error, main_process_only=False
+            )
         finally:
             self._agreement.leave()

@@ -34,16 +34,25 @@ def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     folder = Path(options.path)
     if not folder.is_dir():
-        raise ConfigurationError(f"{folder} is no folder. Give one that save_state has written (verify), or one of checkpoints (list).")
+        raise ConfigurationError(
+            f"{folder} is no folder. Give one that save_state has written (verify), or one of checkpoints (list)."
+        )
     code: int = options.action(folder, options.json)
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("accel checkpoint", description="Look after checkpoints that save_state has written.")
+    parser = argparse.ArgumentParser(
+        "accel checkpoint", description="Look after checkpoints that save_state has written."
+    )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     for name, action, what, words in (
-        ("list", _list, "a folder of checkpoints", "show step, size, age and completeness of the checkpoints in a folder"),
+        (
+            "list",
+            _list,
+            "a folder of checkpoints",
+            "show step, size, age and completeness of the checkpoints in a folder",
+        ),
         ("verify", _verify, "a checkpoint", "compare every file of a checkpoint with the digest it was written with"),
     ):
         one = actions.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
@@ -59,7 +68,9 @@ def _list(folder: Path, as_json: bool) -> int:
         print(json.dumps([_as_json(info) for info in found], indent=2))
         return 0
     if not found:
-        raise ConfigurationError(f"there is no checkpoint in {folder}. Give the folder that save_state writes to, or the project's.")
+        raise ConfigurationError(
+            f"there is no checkpoint in {folder}. Give the folder that save_state writes to, or the project's."
+        )
     rows = [("NAME", "STEP", "SIZE", "AGE", "PROCESSES", "STATE"), *(_row(info) for info in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:

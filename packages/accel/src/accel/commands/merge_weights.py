@@ -33,15 +33,21 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("accel merge-weights", description="Merge the shards that FSDP's SHARDED_STATE_DICT has written.")
-    parser.add_argument("checkpoint_directory", help="the folder of the shards (pytorch_model_fsdp_0), or a checkpoint that has one")
+    parser = argparse.ArgumentParser(
+        "accel merge-weights", description="Merge the shards that FSDP's SHARDED_STATE_DICT has written."
+    )
+    parser.add_argument(
+        "checkpoint_directory", help="the folder of the shards (pytorch_model_fsdp_0), or a checkpoint that has one"
+    )
     parser.add_argument("output_path", nargs="?", default=".", help="the folder to write to (default: the current one)")
     for flag, words in (
         ("--unsafe_serialization", "write pytorch_model.bin rather than model.safetensors"),
         ("--remove_checkpoint_dir", "remove the folder of the shards afterwards"),
     ):
         parser.add_argument(flag, flag.replace("_", "-"), action="store_true", help=words)
-    parser.add_argument("--max_shard_size", "--max-shard-size", default="10GB", help="largest file to write (default: %(default)s)")
+    parser.add_argument(
+        "--max_shard_size", "--max-shard-size", default="10GB", help="largest file to write (default: %(default)s)"
+    )
     return parser
 
 

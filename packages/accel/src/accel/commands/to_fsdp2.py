@@ -21,14 +21,16 @@ def run(argv: list[str]) -> int:
         ConfigurationError: the file is not one of FSDP, asks for what version 2 has not, or the target is there already.
     """
     options = parse_options(argv, _parser())
-    source, target = (Path(os.path.expanduser(options.get(name, options["config_file"]))) for name in ("config_file", "output_file"))
+    source, target = (
+        Path(os.path.expanduser(options.get(name, options["config_file"]))) for name in ("config_file", "output_file")
+    )
     if not options.get("overwrite", False) and target.exists():
         raise ConfigurationError(
             f"{target} exists already. Name another file with --output_file, or give --overwrite to replace it."
             if "output_file" in options
             else f"{source} would be replaced. Name another file with --output_file, or give --overwrite."
         )
-    from accel_launch.config.read.fsdp_version_2 import convert_file
+    from accel_launch.config.fsdp_version_2 import convert_file
 
     before = _stamp(target)
     for note in convert_file(source, target):
@@ -54,7 +56,9 @@ def _parser() -> ConfigParser:
     )
     missing = argparse.SUPPRESS
     parser.add_argument("--config_file", "--config-file", required=True, metavar="FILE", help="the file to convert")
-    parser.add_argument("--output_file", "--output-file", default=missing, metavar="FILE", help="the file to write (default: the same)")
+    parser.add_argument(
+        "--output_file", "--output-file", default=missing, metavar="FILE", help="the file to write (default: the same)"
+    )
     parser.add_argument("--overwrite", action="store_true", default=missing, help="replace the file that is there")
     return parser
 

@@ -51,9 +51,13 @@ class TorchDynamoPlugin(KwargsHandler):
         self.mode = mode_chosen if mode_chosen is not None or self.options is not None else "default"
         self.fullgraph = bool(_first(self.fullgraph, launched.use_fullgraph, False))
         self.dynamic = _first(self.dynamic, launched.use_dynamic)
-        self.use_regional_compilation = bool(_first(self.use_regional_compilation, launched.use_regional_compilation, False))
+        self.use_regional_compilation = bool(
+            _first(self.use_regional_compilation, launched.use_regional_compilation, False)
+        )
         if self.mode is not None and self.mode not in _MODES:
-            raise ConfigurationError(f"mode={self.mode!r} is not a mode of torch.compile. Allowed: {', '.join(_MODES)}.")
+            raise ConfigurationError(
+                f"mode={self.mode!r} is not a mode of torch.compile. Allowed: {', '.join(_MODES)}."
+            )
 
     @property
     def compiles(self) -> bool:
@@ -142,4 +146,6 @@ def _regions(module: nn.Module) -> Iterator[nn.Module]:
 
 def has_compiled_regions(module: nn.Module) -> bool:
     """Whether a submodule is compiled while the module as a whole is not."""
-    return not is_compiled_module(module) and any(is_compiled_module(child) for child in module.modules() if child is not module)
+    return not is_compiled_module(module) and any(
+        is_compiled_module(child) for child in module.modules() if child is not module
+    )

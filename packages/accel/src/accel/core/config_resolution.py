@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_data import DataLoaderConfiguration
-from accel_state import AcceleratorState, ConfigurationError, GradientAccumulationPlugin, GradientState, PartialState, RNGType, get_logger
+from accel_state import (
+    AcceleratorState,
+    ConfigurationError,
+    GradientAccumulationPlugin,
+    GradientState,
+    PartialState,
+    RNGType,
+    get_logger,
+)
 from accel_state.options import CoreOptions, ParadigmOptions
 
 from ..checkpoint.project import ProjectConfiguration
@@ -89,7 +97,9 @@ def build(
     """
     asked = asked_strategies([name for name, settings in engines.items() if settings is not None])
     if len(asked) > 1 and not set(asked) <= _TOGETHER:
-        raise ConfigurationError(f"one strategy trains a model, but settings were given for {', '.join(asked)}. Pass one of them.")
+        raise ConfigurationError(
+            f"one strategy trains a model, but settings were given for {', '.join(asked)}. Pass one of them."
+        )
     _drop_stale_state()
     asked = asked or _strategies_in_use()
     engine = ("mesh" if "mesh" in asked else asked[0]) if asked else None
@@ -104,7 +114,9 @@ def build(
     if strategy.settings is not None:
         for name, in_use in {str(engine): settings, **strategy.companions}.items():
             setattr(state, _PLACES.get(name, f"{name}_plugin"), in_use)
-    precision = PRECISIONS.load("no" if strategy.computes_in(state.mixed_precision) else state.mixed_precision)(process, handlers)
+    precision = PRECISIONS.load("no" if strategy.computes_in(state.mixed_precision) else state.mixed_precision)(
+        process, handlers
+    )
     if isinstance(precision.scaler, SharedGradScaler):
         strategy.adopt_scaler(precision.scaler)
     accumulation_plugin = strategy.accumulation(accumulation_plugin)
@@ -151,7 +163,10 @@ def _precision_of(settings: Any, mixed_precision: Any) -> Any:
     """
     launched = CoreOptions.from_environment().mixed_precision
     # A launcher's "no" is what it hands over where nobody chose.
-    given, source = (launched if launched != "no" else None), f"environment variable ACCELERATE_MIXED_PRECISION={launched}"
+    given, source = (
+        (launched if launched != "no" else None),
+        f"environment variable ACCELERATE_MIXED_PRECISION={launched}",
+    )
     if mixed_precision is not None:
         given, source = str(mixed_precision), f"mixed_precision={str(mixed_precision)!r}"
     several = list(settings.values()) if isinstance(settings, dict) else [settings]
@@ -164,7 +179,9 @@ def _precision_of(settings: Any, mixed_precision: Any) -> Any:
     return mixed_precision if own is None else own
 
 
-def _choose_strategy(engine: str | None, settings: Any, beside: dict[str, Any], handlers: Handlers, process: PartialState) -> Strategy:
+def _choose_strategy(
+    engine: str | None, settings: Any, beside: dict[str, Any], handlers: Handlers, process: PartialState
+) -> Strategy:
     """The strategy of an engine ("fsdp", ...) with its settings, and those of engines beside it; without one, that of the machine."""
     if hasattr(settings, "for_world"):
         settings = settings.for_world(process.num_processes)
@@ -191,7 +208,9 @@ def _check_recipes(recipes: list[FP8Kwargs], mixed_precision: str) -> None:
             "Pass mixed_precision='fp8', or leave it out."
         )
     if len(names) > 1:
-        raise ConfigurationError(f"kwargs_handlers holds {' and '.join(names)}, but one back end computes in 8 bits. Pass one of them.")
+        raise ConfigurationError(
+            f"kwargs_handlers holds {' and '.join(names)}, but one back end computes in 8 bits. Pass one of them."
+        )
 
 
 def asked_strategies(given: list[str]) -> list[str]:
@@ -303,7 +322,9 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDyna
         ConfigurationError: both a back end and a plugin were given.
     """
     if plugin is not None and backend is not None:
-        raise ConfigurationError("dynamo_backend and dynamo_plugin were both given. Put the back end into TorchDynamoPlugin(backend=...).")
+        raise ConfigurationError(
+            "dynamo_backend and dynamo_plugin were both given. Put the back end into TorchDynamoPlugin(backend=...)."
+        )
     return plugin or TorchDynamoPlugin(backend=backend)
 
 

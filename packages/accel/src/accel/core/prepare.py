@@ -133,7 +133,10 @@ class Preparation:
         return prepared
 
     def data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Callable[..., Any] | None = None
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
         """Prepare a loader: its share of the data, and its device."""
         if any(data_loader is known for known in self.dataloaders):
@@ -174,8 +177,14 @@ def is_scheduler(obj: Any) -> bool:
     """Whether an object is a learning rate scheduler, of torch or of the same form."""
     if isinstance(obj, (AcceleratedScheduler, torch.optim.lr_scheduler.LRScheduler)):
         return True
-    if isinstance(obj, (torch.optim.Optimizer, nn.Module)):  # a wrapper around an optimizer, or an engine, has all that is asked for below
+    if isinstance(
+        obj, (torch.optim.Optimizer, nn.Module)
+    ):  # a wrapper around an optimizer, or an engine, has all that is asked for below
         return False
     # Schedulers of other libraries are recognised by what they drive and do.
     driven = getattr(obj, "optimizer", None)
-    return isinstance(driven, torch.optim.Optimizer) and callable(getattr(obj, "step", None)) and hasattr(obj, "state_dict")
+    return (
+        isinstance(driven, torch.optim.Optimizer)
+        and callable(getattr(obj, "step", None))
+        and hasattr(obj, "state_dict")
+    )

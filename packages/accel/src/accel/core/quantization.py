@@ -6,7 +6,13 @@ from typing import Any
 
 from accel_state.errors import require
 
-_NAMES = ("BnbQuantizationConfig", "get_keys_to_not_convert", "has_4bit_bnb_layers", "load_and_quantize_model", "replace_with_bnb_layers")
+_NAMES = (
+    "BnbQuantizationConfig",
+    "get_keys_to_not_convert",
+    "has_4bit_bnb_layers",
+    "load_and_quantize_model",
+    "replace_with_bnb_layers",
+)
 
 
 def __getattr__(name: str) -> Any:

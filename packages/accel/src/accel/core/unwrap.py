@@ -64,7 +64,11 @@ def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
             compiled = model
         if _is_optimized_module(model):
             model = model._orig_mod  # type: ignore[assignment]
-        elif isinstance(model, (DistributedDataParallel, DataParallel)) or _is_fully_sharded(model) or _is_deepspeed_engine(model):
+        elif (
+            isinstance(model, (DistributedDataParallel, DataParallel))
+            or _is_fully_sharded(model)
+            or _is_deepspeed_engine(model)
+        ):
             model = model.module  # type: ignore[assignment]
         else:
             return model, compiled

@@ -17,9 +17,22 @@ logger = get_logger(__name__)
 
 TRAIN, MICRO, STEPS = COUNTS
 # DeepSpeed reads "auto" here itself, and means something of its own by it.
-_OF_DEEPSPEED = ("data_types.keep_in_fp32_modules", "zero_optimization.zenflow.", "autotuning.", "expert_parallel.", "tensor_parallel.")
+_OF_DEEPSPEED = (
+    "data_types.keep_in_fp32_modules",
+    "zero_optimization.zenflow.",
+    "autotuning.",
+    "expert_parallel.",
+    "tensor_parallel.",
+)
 # Without the key DeepSpeed takes its own default.
-_DEFAULT_OF_DEEPSPEED = ("zero_optimization.", "fp16.", "bf16.", "optimizer.params.", "aio.", "activation_checkpointing.")
+_DEFAULT_OF_DEEPSPEED = (
+    "zero_optimization.",
+    "fp16.",
+    "bf16.",
+    "optimizer.params.",
+    "aio.",
+    "activation_checkpointing.",
+)
 # Of the hidden size (https://www.deepspeed.ai/docs/config-json/ gives what they mean): elements of the buffers that gradients are
 # reduced in and that parameters are fetched ahead into, and the size up to which a parameter stays whole.
 _BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
@@ -67,7 +80,10 @@ def check_dummies(config: dict[str, Any], facts: PreparedFacts, name: str) -> No
         for section in ("optimizer", "scheduler"):
             config.pop(section, None)
         return
-    pairs: list[tuple[str, Any, type[Any]]] = [("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)]
+    pairs: list[tuple[str, Any, type[Any]]] = [
+        ("optimizer", optimizer, DummyOptim),
+        ("scheduler", scheduler, DummyScheduler),
+    ]
     for section, value, dummy in pairs:
         if value is None:
             continue
@@ -106,10 +122,18 @@ def _check_pair(optimizer: Any, scheduler: Any) -> None:
 def _fill_batches(config: dict[str, Any], facts: PreparedFacts, name: str, smallest: bool) -> None:
     train, micro, steps = (value if isinstance(value := config.get(key), int) else None for key in COUNTS)
     world = facts.world_size
-    if steps is None and train is not None and micro is not None and config.get(STEPS) is None and facts.gradient_accumulation_steps == 1:
+    if (
+        steps is None
+        and train is not None
+        and micro is not None
+        and config.get(STEPS) is None
+        and facts.gradient_accumulation_steps == 1
+    ):
         steps = max(train // (micro * world), 1)  # as DeepSpeed reads a configuration that leaves it out
     steps_from = (
-        f"{STEPS} {steps}" if steps is not None else f"Accelerator(gradient_accumulation_steps={facts.gradient_accumulation_steps})"
+        f"{STEPS} {steps}"
+        if steps is not None
+        else f"Accelerator(gradient_accumulation_steps={facts.gradient_accumulation_steps})"
     )
     steps = facts.gradient_accumulation_steps if steps is None else steps
     sizes = [size for size in facts.micro_batch_sizes if size is not None]
@@ -133,7 +157,9 @@ def _fill_batches(config: dict[str, Any], facts: PreparedFacts, name: str, small
     config.update({TRAIN: micro * steps * world, MICRO: micro, STEPS: steps})
 
 
-def _micro_batch(train: int | None, steps: int, facts: PreparedFacts, sizes: list[int], name: str, smallest: bool) -> tuple[int, str]:
+def _micro_batch(
+    train: int | None, steps: int, facts: PreparedFacts, sizes: list[int], name: str, smallest: bool
+) -> tuple[int, str]:
     """Samples a process and batch, and where the number comes from."""
     if sizes:
         size = (min if smallest else max)(sizes)
@@ -234,5 +260,7 @@ def _fill_rest(config: dict[str, Any], name: str) -> None:
             continue
         in_list = path.rpartition(".")[2].isdigit()
         if in_list or not path.startswith(_DEFAULT_OF_DEEPSPEED):
-            raise ConfigurationError(f'{name} has {path}: "auto", which nothing here gives a value to. Set one, or remove the key.')
+            raise ConfigurationError(
+                f'{name} has {path}: "auto", which nothing here gives a value to. Set one, or remove the key.'
+            )
         drop(config, path)

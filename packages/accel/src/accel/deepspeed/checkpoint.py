@@ -90,7 +90,9 @@ class _Reader:
 
     def load(self, path: str, map_location: Any = None, *_: Any, **__: Any) -> Any:
         """The contents of a file."""
-        return read_file(Path(path), "cpu" if map_location is None or callable(map_location) else map_location, self.load_kwargs)
+        return read_file(
+            Path(path), "cpu" if map_location is None or callable(map_location) else map_location, self.load_kwargs
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "original":
@@ -215,7 +217,9 @@ class Source:
 
     def _load(self, tag: str, model: nn.Module) -> None:
         if not is_engine(model):
-            model.load_state_dict(read_file(self.folder / tag / "whole_model_states.pt", "cpu", self.load_kwargs)["module"])
+            model.load_state_dict(
+                read_file(self.folder / tag / "whole_model_states.pt", "cpu", self.load_kwargs)["module"]
+            )
         elif is_frozen(model):
             self._load_frozen(tag, model)
         elif self.world_size in (None, PartialState().num_processes):
@@ -234,7 +238,9 @@ class Source:
             except CheckpointError:
                 raise
             except (RuntimeError, KeyError, AssertionError, ValueError) as error:
-                raise CheckpointError(f"{self.folder / tag} does not fit the engine that it is loaded into: {error}") from error
+                raise CheckpointError(
+                    f"{self.folder / tag} does not fit the engine that it is loaded into: {error}"
+                ) from error
         if path is None:
             raise CheckpointError(f"{self.folder / tag} has no file for this rank. Choose another checkpoint.")
 
@@ -251,7 +257,9 @@ class Source:
         for name, parameter in engine.module.named_parameters():
             target = _shard(parameter)
             if name not in content["shards"] or content["shards"][name].shape != target.shape:
-                raise CheckpointError(f"{path} does not fit {type(engine.module).__name__}: {name} is missing or of another shape.")
+                raise CheckpointError(
+                    f"{path} does not fit {type(engine.module).__name__}: {name} is missing or of another shape."
+                )
             target.copy_(content["shards"][name])
         for name, buffer in engine.module.named_buffers():
             buffer.copy_(content["buffers"][name])

@@ -252,7 +252,9 @@ def settle(config: dict[str, Any], mixed_precision: str, name: str) -> None:
         )
     target = wanted if wanted is not None else now
     if target is not None:
-        section = config.setdefault(target, {"enabled": True, "auto_cast": True} if target == "fp16" else {"enabled": True})
+        section = config.setdefault(
+            target, {"enabled": True, "auto_cast": True} if target == "fp16" else {"enabled": True}
+        )
         section["enabled"] = True
     for other in ("fp16", "bf16"):
         if other != target:
@@ -317,7 +319,9 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield path
 
 
-def fill_match(config: dict[str, Any], path: str, mismatches: list[str], must_match: bool, values: Mapping[str, Any]) -> None:
+def fill_match(
+    config: dict[str, Any], path: str, mismatches: list[str], must_match: bool, values: Mapping[str, Any]
+) -> None:
     """Replace one "auto", or compare; see DeepSpeedPlugin.fill_match."""
     now = get(config, path, MISSING)
     if now is MISSING:
@@ -334,7 +338,12 @@ def fill_match(config: dict[str, Any], path: str, mismatches: list[str], must_ma
 
 
 def process(
-    whole: dict[str, Any], prefix: str, section: Mapping[str, Any], mismatches: list[str], must_match: bool, values: Mapping[str, Any]
+    whole: dict[str, Any],
+    prefix: str,
+    section: Mapping[str, Any],
+    mismatches: list[str],
+    must_match: bool,
+    values: Mapping[str, Any],
 ) -> None:
     """Do so for every value of a section whose keys begin with ``prefix``."""
     for path in list(_leaves(section, prefix.rstrip("."))):
@@ -404,7 +413,9 @@ def _refuse_conflicts(config: Mapping[str, Any], origin: Origin, settings: Mappi
         pairs = {field: f"{setting.source}, {file}" for field, (setting, file) in launched.items()}
         precision = _other_precision(config)
         if precision:
-            pairs["mixed_precision"] = f"mixed_precision {CoreOptions.from_environment().mixed_precision or 'no'}, {precision}"
+            pairs["mixed_precision"] = (
+                f"mixed_precision {CoreOptions.from_environment().mixed_precision or 'no'}, {precision}"
+            )
         raise both_set(pairs)
     for field, (setting, file) in taken.items():
         if setting.value != get(config, FILE_PATHS[field]):
@@ -439,7 +450,9 @@ class HfDeepSpeedConfig:
     def __init__(self, config_file_or_dict: Any) -> None:
         config, _ = read(config_file_or_dict, None)
         if config is None:
-            raise ConfigurationError("HfDeepSpeedConfig(None) is no configuration. Pass the path of a JSON file or a dictionary.")
+            raise ConfigurationError(
+                "HfDeepSpeedConfig(None) is no configuration. Pass the path of a JSON file or a dictionary."
+            )
         self.config = config
         self.set_stage_and_offload()
 
@@ -469,7 +482,9 @@ class HfDeepSpeedConfig:
         if node is not None and key in node:
             del node[key]
         elif must_exist:
-            raise ConfigurationError(f"the DeepSpeed configuration has no {ds_key_long}. Its keys: {', '.join(self.config)}.")
+            raise ConfigurationError(
+                f"the DeepSpeed configuration has no {ds_key_long}. Its keys: {', '.join(self.config)}."
+            )
 
     def is_true(self, ds_key_long: str) -> bool:
         """Whether a key is there, with a value that counts as true."""

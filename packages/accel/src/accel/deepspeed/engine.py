@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 def reached(loss: torch.Tensor, wrappers: Sequence[Any]) -> list[Any]:
     """The engines, in their order, of which some parameter's gradient is computed by ``loss.backward()``."""
-    owner = {id(parameter): index for index, wrapper in enumerate(wrappers) for parameter in wrapper.engine.module.parameters()}
+    owner = {
+        id(parameter): index
+        for index, wrapper in enumerate(wrappers)
+        for parameter in wrapper.engine.module.parameters()
+    }
     found: set[int] = set()
     seen: set[Any] = set()
     pending = [loss.grad_fn]
@@ -88,7 +92,9 @@ class DeepSpeedEngineWrapper:
         """
         unknown = sorted(set(kwargs) - {"retain_graph"})
         if unknown:
-            raise ConfigurationError(f"backward got {', '.join(unknown)}, which DeepSpeed's engine does not know. It takes retain_graph.")
+            raise ConfigurationError(
+                f"backward got {', '.join(unknown)}, which DeepSpeed's engine does not know. It takes retain_graph."
+            )
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._has_gradients = True
 
@@ -233,7 +239,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             ConfigurationError: there is a closure, which the engine cannot call.
         """
         if closure is not None:
-            raise ConfigurationError("DeepSpeed's engine steps without a closure. Call accelerator.backward(loss), and then step().")
+            raise ConfigurationError(
+                "DeepSpeed's engine steps without a closure. Call accelerator.backward(loss), and then step()."
+            )
         if self.engine_wrapper is None:
             return None
         applied = self.engine_wrapper.step()
@@ -380,7 +388,9 @@ class Maker:
         once = preparation.loader_settings.split_batches or not preparation.step_scheduler_with_optimizer
         return 1 if once else self.state.num_processes
 
-    def make(self, group: Group, objects: Sequence[Any]) -> tuple[Any, DeepSpeedOptimizerWrapper | None, AcceleratedScheduler | None]:
+    def make(
+        self, group: Group, objects: Sequence[Any]
+    ) -> tuple[Any, DeepSpeedOptimizerWrapper | None, AcceleratedScheduler | None]:
         """One engine, its prepared optimizer, and the prepared form of its DummyScheduler."""
         config = self.plugin.resolve(self.facts(group, objects))
         self._check_device(config)
@@ -406,7 +416,9 @@ class Maker:
         return engine, optimizer, self._scheduler(group, engine, optimizer)
 
     def _check_device(self, config: dict[str, Any]) -> None:
-        names = [f"zero_optimization.{name}" for name in _NEEDS_A_GPU if config.get(config, f"zero_optimization.{name}")]
+        names = [
+            f"zero_optimization.{name}" for name in _NEEDS_A_GPU if config.get(config, f"zero_optimization.{name}")
+        ]
         if names and self.state.device.type == "cpu":
             raise ConfigurationError(
                 f"{', '.join(names)}: DeepSpeed has no operators for this part of ZeRO++ on CPUs. Leave it out here; "
@@ -422,7 +434,9 @@ class Maker:
         config.setdefault("zero_allow_untested_optimizer", True)
         return {"config": config, "optimizer": for_engine(group.optimizer, config)}
 
-    def _scheduler(self, group: Group, engine: Any, optimizer: DeepSpeedOptimizerWrapper) -> AcceleratedScheduler | None:
+    def _scheduler(
+        self, group: Group, engine: Any, optimizer: DeepSpeedOptimizerWrapper
+    ) -> AcceleratedScheduler | None:
         if group.scheduler is None:
             return None
         make = group.scheduler.lr_scheduler_callable
@@ -455,7 +469,9 @@ def _is_floating(value: object) -> bool:
 def _torch_scheduler_of(group: Group, objects: Sequence[Any]) -> Any:
     from ..core.prepare import is_scheduler
 
-    found = (obj for obj in objects if is_scheduler(obj) and not isinstance(obj, (DummyScheduler, AcceleratedScheduler)))
+    found = (
+        obj for obj in objects if is_scheduler(obj) and not isinstance(obj, (DummyScheduler, AcceleratedScheduler))
+    )
     return next((obj for obj in found if obj.optimizer is group.optimizer), None)
 
 

@@ -139,7 +139,9 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
     if kind not in found or type(optimizer).__module__.startswith("deepspeed.") or _beyond(optimizer):
         return optimizer
     module, name, options = found[kind]
-    known = {key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay") if key in optimizer.defaults}
+    known = {
+        key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay") if key in optimizer.defaults
+    }
     made: Optimizer = getattr(importlib.import_module(module), name)(optimizer.param_groups, **known, **options)
     # torch's schedulers warn unless the optimizer that they were made with has stepped.
     optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -176,7 +178,10 @@ def for_offload(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
         )
     if made is not optimizer:
         logger.info(
-            "%s is replaced by %s, which updates offloaded states.", type(optimizer).__name__, type(made).__name__, main_process_only=True
+            "%s is replaced by %s, which updates offloaded states.",
+            type(optimizer).__name__,
+            type(made).__name__,
+            main_process_only=True,
         )
     return made
 

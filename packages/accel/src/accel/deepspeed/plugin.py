@@ -96,7 +96,12 @@ class DeepSpeedPlugin:
         launched = DeepSpeedOptions.from_environment()
         config, origin = read(self.hf_ds_config, launched.config_file)
         if self.hf_ds_config is not None and launched.config_file is not None:
-            self._notes.append((logging.WARNING, f"{origin.name} of the script is used, and not {launched.config_file} of the launcher."))
+            self._notes.append(
+                (
+                    logging.WARNING,
+                    f"{origin.name} of the script is used, and not {launched.config_file} of the launcher.",
+                )
+            )
         self._name = origin.name
         settings = {name: found for name in FILE_PATHS if (found := given(name, getattr(self, name))) is not None}
         config = template() if config is None else config
@@ -132,7 +137,9 @@ class DeepSpeedPlugin:
         if asked is not None and asked.value and self.zero_stage != 3:
             # Questionnaires write it whatever the stage.
             level = logging.INFO if asked.by_launcher else logging.WARNING
-            text = f"{asked.source} has no effect with ZeRO stage {self.zero_stage}: only stage 3 creates models sharded."
+            text = (
+                f"{asked.source} has no effect with ZeRO stage {self.zero_stage}: only stage 3 creates models sharded."
+            )
             self._notes.append((level, text))
         self.zero3_init_flag = self.zero_stage == 3 and (asked is None or bool(asked.value))
 
@@ -203,7 +210,9 @@ class DeepSpeedPlugin:
         """The value of a dotted key in ``deepspeed_config``."""
         return get(self.deepspeed_config, ds_key_long, default)
 
-    def fill_match(self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any) -> None:
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
         """Replace one "auto" by the value of the same dotted name in ``kwargs``, or compare.
 
         Args:
@@ -215,7 +224,9 @@ class DeepSpeedPlugin:
         Raises:
             ConfigurationError: the value is "auto", and ``kwargs`` has none.
         """
-        config.fill_match(self.deepspeed_config, ds_key_long, [] if mismatches is None else mismatches, must_match, kwargs)
+        config.fill_match(
+            self.deepspeed_config, ds_key_long, [] if mismatches is None else mismatches, must_match, kwargs
+        )
 
     def deepspeed_config_process(
         self,
@@ -238,10 +249,19 @@ class DeepSpeedPlugin:
             ConfigurationError: an "auto" without a value, or a difference.
         """
         lines: list[str] = [] if mismatches is None else mismatches
-        config.process(self.deepspeed_config, prefix, self.deepspeed_config if config is None else config, lines, must_match, kwargs)
+        config.process(
+            self.deepspeed_config,
+            prefix,
+            self.deepspeed_config if config is None else config,
+            lines,
+            must_match,
+            kwargs,
+        )
         if mismatches is None and lines:
             raise ConfigurationError(
-                "the DeepSpeed configuration and the script differ:\n" + "\n".join(lines) + '\nCorrect one of them, or write "auto" there.'
+                "the DeepSpeed configuration and the script differ:\n"
+                + "\n".join(lines)
+                + '\nCorrect one of them, or write "auto" there.'
             )
 
     @property
@@ -251,7 +271,9 @@ class DeepSpeedPlugin:
 
     @selected.setter
     def selected(self, value: bool) -> None:
-        raise ConfigurationError(f"selected={value!r} cannot be set. Call accelerator.state.select_deepspeed_plugin(name).")
+        raise ConfigurationError(
+            f"selected={value!r} cannot be set. Call accelerator.state.select_deepspeed_plugin(name)."
+        )
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Called by ``accelerator.state.select_deepspeed_plugin(name)``.
@@ -260,7 +282,9 @@ class DeepSpeedPlugin:
             ConfigurationError: called by somebody else, so that two plugins could be selected.
         """
         if not _from_accelerator_state:
-            raise ConfigurationError("a plugin is selected by its name: call accelerator.state.select_deepspeed_plugin(name).")
+            raise ConfigurationError(
+                "a plugin is selected by its name: call accelerator.state.select_deepspeed_plugin(name)."
+            )
         self._selected = True
         self.set_deepspeed_weakref()
         while self._notes:

@@ -49,7 +49,9 @@ def load(state: PartialState) -> Any:
             f"after the Accelerator, or set DS_ACCELERATOR={state.device.type}."
         )
     # It calls what torch renames; at each step, and it is not the user who can do something about it.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning, r"torch\.distributed\.")
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning, r"torch\.distributed\."
+    )
     # On CPUs it would compile collectives over shared memory for half a minute; gloo has all that is needed.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return library
@@ -142,7 +144,9 @@ class Engines:
         if env.read_str("LOCAL_RANK") is None:
             self._variables.enter_context(env.patch_environment(LOCAL_RANK=self._state.local_process_index))
         if not dist.is_initialized():
-            dist.init_process_group(self._state.device_backend.collective_backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                self._state.device_backend.collective_backend, store=dist.HashStore(), rank=0, world_size=1
+            )
             self._owns_group = True
             atexit.register(self._at_exit)
 
@@ -210,7 +214,9 @@ def deepspeed_required(func: T) -> T:
     return checked  # type: ignore[return-value]
 
 
-def GatheredParameters(params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True) -> Any:
+def GatheredParameters(
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> Any:
     """``deepspeed.zero.GatheredParameters`` for parameters that ZeRO stage 3 has divided; for others a block that does nothing.
 
     Args:
@@ -226,7 +232,9 @@ def GatheredParameters(params: Any, modifier_rank: int | None = None, fwd_module
     given = _listed(params)
     if any(hasattr(parameter, "ds_id") for parameter in given):
         library = require("deepspeed", purpose="ZeRO stage 3", install="accel[deepspeed]")
-        block = library.zero.GatheredParameters(given, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled)
+        block = library.zero.GatheredParameters(
+            given, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
+        )
     return block
 
 

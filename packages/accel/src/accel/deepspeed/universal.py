@@ -29,7 +29,11 @@ def mark(engine: Any) -> dict[str, Any]:
     if not engine.zero_optimization():
         return {}
     names = importlib.import_module("deepspeed.checkpoint.constants")
-    return {names.UNIVERSAL_CHECKPOINT_INFO: {names.UNIVERSAL_CHECKPOINT_VERSION_KEY: names.UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
+    return {
+        names.UNIVERSAL_CHECKPOINT_INFO: {
+            names.UNIVERSAL_CHECKPOINT_VERSION_KEY: names.UNIVERSAL_CHECKPOINT_VERSION_VALUE
+        }
+    }
 
 
 @contextmanager
@@ -61,7 +65,9 @@ def converted(folder: Path, tag: str, engine: Any, saved_by: int | None, read: C
             made.append(_convert(folder, tag, saved_by, read))
         except (CheckpointError, ConfigurationError) as error:
             failures.append(error)
-    place, failure = state.collectives.broadcast_object((str(made[0]) if made else "", failures[0] if failures else None))
+    place, failure = state.collectives.broadcast_object(
+        (str(made[0]) if made else "", failures[0] if failures else None)
+    )
     if failure is not None:
         raise failure
     before = engine._config.load_universal_checkpoint

@@ -105,7 +105,9 @@ def check_sections(config: dict[str, Any], name: str) -> None:
         if value is None:
             drop(config, path)
         elif value is not MISSING and not isinstance(value, dict):
-            raise ConfigurationError(f"{name} has {path}: {value!r}, which is no section with settings of its own. Write {{...}} there.")
+            raise ConfigurationError(
+                f"{name} has {path}: {value!r}, which is no section with settings of its own. Write {{...}} there."
+            )
 
 
 def check(config: Mapping[str, Any], name: str) -> None:
@@ -188,7 +190,9 @@ def _check_number(config: Mapping[str, Any], key: str, name: str, least: int, wh
     right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not right or not least <= value < math.inf:
         kind = "an integer" if whole else "a number"
-        raise ConfigurationError(f'{name} has {key}: {value!r}, which is neither "auto" nor {kind} of at least {least}.')
+        raise ConfigurationError(
+            f'{name} has {key}: {value!r}, which is neither "auto" nor {kind} of at least {least}.'
+        )
 
 
 def _check_offload(config: Mapping[str, Any], name: str, stage: int) -> None:
@@ -201,7 +205,9 @@ def _check_offload(config: Mapping[str, Any], name: str, stage: int) -> None:
         if device == AUTO:
             continue
         if device is not None and device not in OFFLOAD_DEVICES:
-            raise ConfigurationError(f"{name} has {path}.device: {device!r}, which is not one of {', '.join(OFFLOAD_DEVICES)}.")
+            raise ConfigurationError(
+                f"{name} has {path}.device: {device!r}, which is not one of {', '.join(OFFLOAD_DEVICES)}."
+            )
         if device not in (None, "none") and stage < least:
             raise ConfigurationError(
                 f"{name} has {path}.device: {device}, which needs ZeRO stage {least}{' or more' if least < 3 else ''}, not {stage}. Raise "
@@ -217,7 +223,11 @@ def _check_plus_plus(config: Mapping[str, Any], name: str, stage: int) -> None:
     used = [key for key in _ZERO_PLUS_PLUS if zero.get(key) not in (None, False, AUTO)]
     group = zero.get("zero_hpz_partition_size", 1)
     if group != AUTO and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
-        raise ConfigurationError(f"{name} has {ZERO}.zero_hpz_partition_size: {group!r}, which is not an integer of at least 1.")
+        raise ConfigurationError(
+            f"{name} has {ZERO}.zero_hpz_partition_size: {group!r}, which is not an integer of at least 1."
+        )
     used += ["zero_hpz_partition_size"] if group != AUTO and group > 1 else []
     if used and stage != 3:
-        raise ConfigurationError(f"{name} has {', '.join(used)} of ZeRO++, which extends ZeRO stage 3, not {stage}. Set the stage to 3.")
+        raise ConfigurationError(
+            f"{name} has {', '.join(used)} of ZeRO++, which extends ZeRO stage 3, not {stage}. Set the stage to 3."
+        )

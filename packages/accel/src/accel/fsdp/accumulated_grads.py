@@ -37,7 +37,10 @@ def average(tensor: torch.Tensor, collectives: Collectives) -> torch.Tensor:
 
 
 def gather_parameters(
-    model: nn.Module, pending: Callable[[nn.Parameter], list[torch.Tensor]], averaging: Collectives, everyone: Collectives
+    model: nn.Module,
+    pending: Callable[[nn.Parameter], list[torch.Tensor]],
+    averaging: Collectives,
+    everyone: Collectives,
 ) -> Gradients:
     """The gradients of a model whose parameters are DTensors or whole, on rank 0; none on the others. Every rank must call it.
 
@@ -59,7 +62,9 @@ def gather_parameters(
             own = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             parts.append(whole(pack(own, shapes.get(name))) if isinstance(own, DTensor) else average(own, averaging))
         if name in all_waiting:
-            sums = [whole(one) for one in waiting.get(name, ())] or [torch.zeros(parameter.shape, device=parameter.device)]
+            sums = [whole(one) for one in waiting.get(name, ())] or [
+                torch.zeros(parameter.shape, device=parameter.device)
+            ]
             parts.append(average(sum(sums[1:], sums[0]), averaging))
         if parts and everyone.rank == 0:
             shape = shapes.get(name, parameter.shape)
@@ -76,7 +81,9 @@ def put_parameters(model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> N
             continue
         own = gradient.to(parameter.device, parameter.dtype, copy=True)
         if isinstance(parameter, DTensor):
-            own = distribute_tensor(own.reshape(parameter.shape), parameter.device_mesh, parameter.placements, src_data_rank=None)
+            own = distribute_tensor(
+                own.reshape(parameter.shape), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
         parameter.grad = own
 
 
@@ -90,7 +97,10 @@ def handles_of(model: nn.Module) -> Iterator[tuple[Any, list[str]]]:
     """The flat parameters of version 1, each with the names of what was merged into it."""
     for prefix, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            yield module._handle, [clean_name(f"{prefix}.{name}".lstrip(".")) for name in module._handle.flat_param._fqns]
+            yield (
+                module._handle,
+                [clean_name(f"{prefix}.{name}".lstrip(".")) for name in module._handle.flat_param._fqns],
+            )
 
 
 def gather_handles(model: nn.Module, everyone: Collectives) -> Gradients:
@@ -102,10 +112,16 @@ def gather_handles(model: nn.Module, everyone: Collectives) -> Gradients:
             gathered.update(_trained(handle, names, handle._get_unflat_views(flat)))
     beside = _beside(model)
     # A rank may not have used such a parameter that others have, and yet it takes all of them to average.
-    held = {name for names in everyone.all_gather_object([name for name, one in beside.items() if one.grad is not None]) for name in names}
+    held = {
+        name
+        for names in everyone.all_gather_object([name for name, one in beside.items() if one.grad is not None])
+        for name in names
+    }
     for name, parameter in beside.items():
         if name in held:
-            gathered[name] = average(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter), everyone)
+            gathered[name] = average(
+                parameter.grad if parameter.grad is not None else torch.zeros_like(parameter), everyone
+            )
     return gathered if everyone.rank == 0 else {}
 
 
@@ -146,7 +162,9 @@ def clear_handle(handle: Any) -> None:
 def handle_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """The shapes of the parameters that were merged into flat ones, and of those that were not."""
     merged = {
-        name: torch.Size(shape) for handle, names in handles_of(model) for name, shape in zip(names, handle.flat_param._shapes, strict=True)
+        name: torch.Size(shape)
+        for handle, names in handles_of(model)
+        for name, shape in zip(names, handle.flat_param._shapes, strict=True)
     }
     return {**{name: parameter.shape for name, parameter in _beside(model).items()}, **merged}
 

@@ -51,11 +51,17 @@ def checkpoint_units(model: nn.Module, units: Sequence[nn.Module], offload: bool
 
 def checkpoints_in(model: nn.Module) -> dict[int, nn.Module]:
     """The outermost checkpoint around each module that has one, by the module's id."""
-    direct = {id(inner): module for module in model.modules() if (inner := getattr(module, "_checkpoint_wrapped_module", None)) is not None}
+    direct = {
+        id(inner): module
+        for module in model.modules()
+        if (inner := getattr(module, "_checkpoint_wrapped_module", None)) is not None
+    }
     return {inner: direct.get(id(wrapper), wrapper) for inner, wrapper in direct.items()}
 
 
-def _replace(model: nn.Module, old: nn.Module, wrap: functools.partial[nn.Module] | type[nn.Module] | object) -> nn.Module:
+def _replace(
+    model: nn.Module, old: nn.Module, wrap: functools.partial[nn.Module] | type[nn.Module] | object
+) -> nn.Module:
     for parent in model.modules():
         for name, child in parent.named_children():
             if child is old:

@@ -119,7 +119,9 @@ def _cutter(new: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: distribute_tensor(tensor.to(new.device), new.device_mesh, new.placements, src_data_rank=None)
 
 
-def fsdp2_load_full_state_dict(accelerator: Accelerator, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False) -> None:
+def fsdp2_load_full_state_dict(
+    accelerator: Accelerator, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
+) -> None:
     """Put whole weights, which rank 0 has, into a sharded model: each rank gets its part. Every rank must call it.
 
     One tensor is on its way at a time. Parameters on the meta device are replaced, others are filled in place.
@@ -136,7 +138,9 @@ def fsdp2_load_full_state_dict(accelerator: Accelerator, model: nn.Module, full_
     collectives, device = accelerator.process_state.collectives, accelerator.device
     known = {name: (value.shape, value.dtype) for name, value in full_sd.items() if isinstance(value, torch.Tensor)}
     known = collectives.broadcast_object(known)
-    wanted = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    wanted = {
+        name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
+    }
     _check_names(model, wanted, known)
     loaded: dict[int, torch.Tensor] = {}
     for name, like in wanted.items():
@@ -214,7 +218,9 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
     state = PartialState()
     scaler = SharedGradScaler(**{"device": state.device.type, **kwargs})
     if state.use_distributed:
-        scaler.over_ranks = lambda tensor: state.collectives.all_reduce(tensor.to(state.device), "max").to(tensor.device)
+        scaler.over_ranks = lambda tensor: state.collectives.all_reduce(tensor.to(state.device), "max").to(
+            tensor.device
+        )
     return scaler
 
 

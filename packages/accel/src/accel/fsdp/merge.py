@@ -63,8 +63,14 @@ def _find(path: Path) -> Path:
         return path
     inside = sorted(folder for folder in path.glob(f"{MODEL_FOLDER}_*") if (folder / METADATA_NAME).is_file())
     if len(inside) != 1:
-        found = f"has {', '.join(folder.name for folder in inside)}" if inside else f"has no {METADATA_NAME} and no {MODEL_FOLDER}_0"
-        raise ConfigurationError(f"{path} {found}. Give the folder of one model's shards, such as CHECKPOINT/{MODEL_FOLDER}_0.")
+        found = (
+            f"has {', '.join(folder.name for folder in inside)}"
+            if inside
+            else f"has no {METADATA_NAME} and no {MODEL_FOLDER}_0"
+        )
+        raise ConfigurationError(
+            f"{path} {found}. Give the folder of one model's shards, such as CHECKPOINT/{MODEL_FOLDER}_0."
+        )
     return inside[0]
 
 

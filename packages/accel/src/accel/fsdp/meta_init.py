@@ -90,7 +90,11 @@ class Materialiser:
     """
 
     def __init__(
-        self, model: nn.Module, settings: FullyShardedDataParallelPlugin, state: PartialState, collectives: Collectives | None = None
+        self,
+        model: nn.Module,
+        settings: FullyShardedDataParallelPlugin,
+        state: PartialState,
+        collectives: Collectives | None = None,
     ) -> None:
         self.settings, self.state = settings, state
         self.places = places_of(model)

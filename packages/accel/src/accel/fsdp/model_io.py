@@ -64,7 +64,12 @@ def save_fsdp_model(
         names = _adapter_names(model)
         weights = {names[name]: value for name, value in weights.items() if name in names}
     gathered = gather_one(
-        fsdp_plugin.state_dict_type, FSDP_MODEL_NAME, model_index, weights, accelerator.process_state.collectives, use_dcp
+        fsdp_plugin.state_dict_type,
+        FSDP_MODEL_NAME,
+        model_index,
+        weights,
+        accelerator.process_state.collectives,
+        use_dcp,
     )
     _write(accelerator, Path(output_dir), gathered)
 
@@ -107,7 +112,9 @@ def load_fsdp_model(
         found = reader.model(model_index, short)
         missing = sorted(set(names) - set(found))
         if missing:
-            raise CheckpointError(f"{reader.folder} lacks {missing[0]} of the adapter. Load it into the model that was saved.")
+            raise CheckpointError(
+                f"{reader.folder} lacks {missing[0]} of the adapter. Load it into the model that was saved."
+            )
         return state_dicts.plan_model(layout, {full: found[name] for name, full in names.items()}, False, reader.folder)
 
     _plan_and_apply(accelerator, f"loading model {model_index} from {input_dir}", plan)
@@ -142,7 +149,9 @@ def save_fsdp_optimizer(
     state_dicts.owner_of(inner, [model], f"optimizer {optimizer_index}")
     state = state_dicts.optimizer_state(model, inner)
     kind, collectives = fsdp_plugin.state_dict_type, accelerator.process_state.collectives
-    _write(accelerator, Path(output_dir), gather_one(kind, OPTIMIZER_NAME, optimizer_index, state, collectives, use_dcp))
+    _write(
+        accelerator, Path(output_dir), gather_one(kind, OPTIMIZER_NAME, optimizer_index, state, collectives, use_dcp)
+    )
 
 
 def load_fsdp_optimizer(
@@ -198,7 +207,9 @@ def _adapter_names(model: nn.Module) -> dict[str, str]:
         ConfigurationError: the model has no adapter.
     """
     if not is_peft_model(model):
-        raise ConfigurationError(f"adapter_only=True saves and loads the adapter of a model of peft, and {type(model).__name__} is none.")
+        raise ConfigurationError(
+            f"adapter_only=True saves and loads the adapter of a model of peft, and {type(model).__name__} is none."
+        )
     peft = require("peft", purpose="saving an adapter on its own", install="peft")
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     # Only names matter here, and the model's own state_dict() would gather the values. peft looks its modules up under their wrapped names.

@@ -80,7 +80,10 @@ def precision_class(version: int) -> Any:
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "no": torch.float32}
-_PRECISION_KEYS = {1: ("param_dtype", "reduce_dtype", "buffer_dtype"), 2: ("param_dtype", "reduce_dtype", "output_dtype")}
+_PRECISION_KEYS = {
+    1: ("param_dtype", "reduce_dtype", "buffer_dtype"),
+    2: ("param_dtype", "reduce_dtype", "output_dtype"),
+}
 
 # Settings of version 1 that version 2 has no use for, and why nothing is lost without them.
 _ONLY_VERSION_1 = {
@@ -170,7 +173,9 @@ class FullyShardedDataParallelPlugin:
             self._refuse_launched(launched, given)
 
     def _settle_version(self, launched: FsdpOptions) -> None:
-        self.fsdp_version = int(one_of("fsdp_version", launched.version if self.fsdp_version is None else self.fsdp_version, ("1", "2")))
+        self.fsdp_version = int(
+            one_of("fsdp_version", launched.version if self.fsdp_version is None else self.fsdp_version, ("1", "2"))
+        )
         if self.fsdp_version == 2 and not _has_fully_shard():
             raise ConfigurationError(
                 f"fsdp_version=2 needs torch>=2.6 (this is {torch.__version__}). Upgrade torch, or set fsdp_version=1."
@@ -260,13 +265,20 @@ class FullyShardedDataParallelPlugin:
         self.backward_prefetch = asked
 
     def _settle_switches(self, launched: FsdpOptions) -> None:
-        names = ["activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading", "sync_module_states"]
+        names = [
+            "activation_checkpointing",
+            "activation_checkpointing_offload",
+            "cpu_ram_efficient_loading",
+            "sync_module_states",
+        ]
         names += ["use_orig_params", "forward_prefetch"] if self.fsdp_version == 1 else []
         for name in names:
             value = getattr(self, name)
             setattr(self, name, getattr(launched, name) if value is None else bool(value))
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
-            raise ConfigurationError("activation_checkpointing_offload=True keeps what activation_checkpointing saves. Turn that on too.")
+            raise ConfigurationError(
+                "activation_checkpointing_offload=True keeps what activation_checkpointing saves. Turn that on too."
+            )
         if self.cpu_ram_efficient_loading:
             # Otherwise all ranks but the first would train on weights that nobody has read.
             self.sync_module_states = True
@@ -306,21 +318,33 @@ class FullyShardedDataParallelPlugin:
         self.state_dict_type = state_dict_type
         if state_dict_type is StateDictType.FULL_STATE_DICT:
             self.state_dict_config = self.state_dict_config or FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-            self.optim_state_dict_config = self.optim_state_dict_config or FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            self.optim_state_dict_config = self.optim_state_dict_config or FullOptimStateDictConfig(
+                offload_to_cpu=True, rank0_only=True
+            )
         elif state_dict_type is StateDictType.SHARDED_STATE_DICT:
             self.state_dict_config = self.state_dict_config or ShardedStateDictConfig(offload_to_cpu=True)
-            self.optim_state_dict_config = self.optim_state_dict_config or ShardedOptimStateDictConfig(offload_to_cpu=True)
+            self.optim_state_dict_config = self.optim_state_dict_config or ShardedOptimStateDictConfig(
+                offload_to_cpu=True
+            )
 
     def _refuse_settings_of_version_1(self, given: set[str]) -> None:
         for name, reason in _ONLY_VERSION_1.items():
-            if name in given and getattr(self, name) not in (False, None) and not (name == "use_orig_params" and self.use_orig_params):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r} is a setting of fsdp_version=1: {reason}. Leave it out.")
+            if (
+                name in given
+                and getattr(self, name) not in (False, None)
+                and not (name == "use_orig_params" and self.use_orig_params)
+            ):
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r} is a setting of fsdp_version=1: {reason}. Leave it out."
+                )
         if self.use_orig_params is False:
             raise ConfigurationError(
                 f"use_orig_params=False is a setting of fsdp_version=1: {_ONLY_VERSION_1['use_orig_params']}. Leave it out."
             )
         if not self.limit_all_gathers:
-            raise ConfigurationError("limit_all_gathers=False is a setting of fsdp_version=1: version 2 always limits them. Leave it out.")
+            raise ConfigurationError(
+                "limit_all_gathers=False is a setting of fsdp_version=1: version 2 always limits them. Leave it out."
+            )
 
     def _refuse_launched(self, launched: FsdpOptions, given: set[str]) -> None:
         """Refuse what the launcher asks for and version 2 cannot do, unless the script has decided otherwise."""
@@ -369,7 +393,9 @@ class FullyShardedDataParallelPlugin:
         try:
             pattern = re.compile(self.ignored_modules)
         except re.error as error:
-            raise ConfigurationError(f"ignored_modules={self.ignored_modules!r} is no regular expression: {error}.") from None
+            raise ConfigurationError(
+                f"ignored_modules={self.ignored_modules!r} is no regular expression: {error}."
+            ) from None
         found = [module for name, module in model.named_modules() if name and pattern.fullmatch(name)]
         if not found:
             names = [name for name, _ in model.named_modules() if name]

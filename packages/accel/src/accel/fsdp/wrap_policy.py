@@ -59,7 +59,9 @@ def _with_whole_ties(model: nn.Module, units: list[nn.Module]) -> list[nn.Module
     """Drop units that share a parameter with what is outside of them: sharded apart, tied weights would drift apart."""
     while (torn := _torn(model, units)) is not None:
         unit, names = torn
-        logger.info("A %s is no unit of its own: it shares %s with another part of the model.", type(unit).__name__, names)
+        logger.info(
+            "A %s is no unit of its own: it shares %s with another part of the model.", type(unit).__name__, names
+        )
         units = [other for other in units if other is not unit]
     return units
 

@@ -23,7 +23,9 @@ class KwargsHandler:
     def to_kwargs(self) -> dict[str, Any]:
         """The settings that differ from their defaults."""
         default = type(self)()
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)}
+        return {
+            f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
+        }
 
 
 class Handlers:
@@ -46,7 +48,9 @@ class Handlers:
                     "InitProcessGroupKwargs, ProfileKwargs and others derived from KwargsHandler."
                 )
             if type(handler) in self._by_type:
-                raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}. Pass one, with all settings.")
+                raise ConfigurationError(
+                    f"kwargs_handlers holds two {type(handler).__name__}. Pass one, with all settings."
+                )
             self._by_type[type(handler)] = handler
 
     def get(self, kind: type[H]) -> H:

@@ -144,7 +144,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
             raise ConfigurationError(f"comm_wrapper={wrapper.value!r} is not one of no, fp16, bf16.")
         self.comm_wrapper = wrapper
 
-    def to_dict(self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")) -> dict[str, Any]:
+    def to_dict(
+        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
         """All settings but those of the communication hook, which are no arguments of DDP."""
         return {key: value for key, value in super().to_dict().items() if key not in ignore_keys}
 
@@ -194,7 +196,6 @@ def _power_sgd(options: dict[str, Any]) -> tuple[Hook | None, Any]:
 def _batched_power_sgd(options: dict[str, Any]) -> tuple[Hook | None, Any]:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-    
     return batched_power_sgd, PowerSGDState(process_group=None, **options)
 
 

@@ -176,6 +176,8 @@ class FP8RecipeKwargs(FP8Kwargs):
     def __post_init__(self, optimization_level: str | None) -> None:
         if optimization_level is not None:
             if self.opt_level not in (None, optimization_level):
-                raise ConfigurationError(f"opt_level={self.opt_level!r} contradicts optimization_level={optimization_level!r}. Give one.")
+                raise ConfigurationError(
+                    f"opt_level={self.opt_level!r} contradicts optimization_level={optimization_level!r}. Give one."
+                )
             self.opt_level = optimization_level
         super().__post_init__()

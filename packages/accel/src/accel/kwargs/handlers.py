@@ -120,7 +120,9 @@ class ProfileKwargs(KwargsHandler):
 def _activity(name: str) -> torch.profiler.ProfilerActivity:
     known = {key: value for key, value in torch.profiler.ProfilerActivity.__members__.items()}
     if name.upper() not in known:
-        raise ConfigurationError(f"{name!r} is not a profiler activity of this torch. Allowed: {', '.join(sorted(known)).lower()}.")
+        raise ConfigurationError(
+            f"{name!r} is not a profiler activity of this torch. Allowed: {', '.join(sorted(known)).lower()}."
+        )
     return known[name.upper()]
 
 

@@ -310,7 +310,8 @@ class ParallelismConfig:
     def to_json(self) -> str:
         """Sizes and back ends as JSON, for logs and trackers."""
         return json.dumps(
-            {f"{axis}_size": self.size(axis) for axis in AXES} | {"cp_backend": self.cp_backend, "sp_backend": self.sp_backend}
+            {f"{axis}_size": self.size(axis) for axis in AXES}
+            | {"cp_backend": self.cp_backend, "sp_backend": self.sp_backend}
         )
 
 
@@ -356,9 +357,13 @@ class TorchTensorParallelPlugin:
         if self.torch_device_mesh is not None:
             return config_of(self.torch_device_mesh, self.tp_size).for_world(num_processes)
         if num_processes % self.tp_size:
-            raise ConfigurationError(f"tp_size={self.tp_size} does not divide the {num_processes} processes. Choose a size that does.")
+            raise ConfigurationError(
+                f"tp_size={self.tp_size} does not divide the {num_processes} processes. Choose a size that does."
+            )
         sizes = dict.fromkeys((f"{axis}_size" for axis in AXES), 1)
-        return ParallelismConfig(**{**sizes, "tp_size": self.tp_size, "dp_replicate_size": num_processes // self.tp_size})  # type: ignore[arg-type]
+        return ParallelismConfig(
+            **{**sizes, "tp_size": self.tp_size, "dp_replicate_size": num_processes // self.tp_size}
+        )  # type: ignore[arg-type]
 
 
 def _count(name: str, value: Any) -> int:

@@ -36,9 +36,13 @@ def _forward_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return kernel(query, _repeat_heads(key, query), _repeat_heads(value, query), **settings)
 
 
-def _backward_kernel(*, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, ...]:
+def _backward_kernel(
+    *, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any
+) -> tuple[torch.Tensor, ...]:
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    of_query, of_key, of_value = kernel(query=query, key=_repeat_heads(key, query), value=_repeat_heads(value, query), **settings)
+    of_query, of_key, of_value = kernel(
+        query=query, key=_repeat_heads(key, query), value=_repeat_heads(value, query), **settings
+    )
     return of_query, _add_heads(of_key, key), _add_heads(of_value, value)
 
 
@@ -58,7 +62,13 @@ class _RingOnCPU(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, is_causal: bool, scale: float | None
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        group: Any,
+        is_causal: bool,
+        scale: float | None,
     ) -> torch.Tensor:
         forward, _ = _templates()
         ctx.group, ctx.settings = group, {"is_causal": is_causal, "dropout_p": 0.0, "scale": scale}
@@ -140,7 +150,9 @@ class RingAttention:
             )
 
 
-def _check_call(query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float, is_causal: bool) -> None:
+def _check_call(
+    query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float, is_causal: bool
+) -> None:
     advice = "Train this model with cp_size=1, or with sp_size, which shares the heads instead."
     if attn_mask is not None:
         raise ConfigurationError(
@@ -214,7 +226,9 @@ class ContextParallel:
         """Have a model told, at each call in a block, which positions of the sequences it gets."""
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
         if self.part is None:
             return None
         self._called = type(model).__name__
@@ -232,7 +246,10 @@ class ContextParallel:
 
     @contextmanager
     def block(
-        self, buffers: Sequence[torch.Tensor] | None, seq_dims: Sequence[int] | None, no_restore: set[torch.Tensor] | None
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        seq_dims: Sequence[int] | None,
+        no_restore: set[torch.Tensor] | None,
     ) -> Iterator[None]:
         """Cut the buffers to this rank's part of the sequences, and compute attention over whole ones.
 
@@ -255,7 +272,11 @@ class ContextParallel:
             for (tensor, _), part in zip(chosen, parts, strict=True):
                 tensor.data = part.clone()
             del parts
-            known = [(tensor, whole) for (tensor, _), whole in zip(chosen, wholes, strict=True) if not tensor.is_floating_point()]
+            known = [
+                (tensor, whole)
+                for (tensor, _), whole in zip(chosen, wholes, strict=True)
+                if not tensor.is_floating_point()
+            ]
             self.part, self._called = Part(length, positions, self.mesh.size(), known), ""
             try:
                 yield
@@ -281,7 +302,10 @@ class ContextParallel:
             yield ring
 
     def _checked(
-        self, buffers: Sequence[torch.Tensor] | None, seq_dims: Sequence[int] | None, no_restore: set[torch.Tensor] | None
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        seq_dims: Sequence[int] | None,
+        no_restore: set[torch.Tensor] | None,
     ) -> list[tuple[torch.Tensor, int]]:
         if self.part is not None:
             raise ConfigurationError(
@@ -298,11 +322,17 @@ class ContextParallel:
             )
         ids = [id(tensor) for tensor in buffers]
         if len(set(ids)) != len(ids):
-            raise ConfigurationError("buffers holds the same tensor twice. Name it once; labels=input_ids in the call is fine.")
+            raise ConfigurationError(
+                "buffers holds the same tensor twice. Name it once; labels=input_ids in the call is fine."
+            )
         strange = [tuple(tensor.shape) for tensor in no_restore or () if id(tensor) not in set(ids)]
         if strange:
-            raise ConfigurationError(f"no_restore_buffers has tensors (shapes {strange}) that are not in buffers. Name them in both.")
-        chosen = [(tensor, _dim_of(tensor, dim)) for tensor, dim in zip(buffers, cast("Sequence[int]", seq_dims), strict=True)]
+            raise ConfigurationError(
+                f"no_restore_buffers has tensors (shapes {strange}) that are not in buffers. Name them in both."
+            )
+        chosen = [
+            (tensor, _dim_of(tensor, dim)) for tensor, dim in zip(buffers, cast("Sequence[int]", seq_dims), strict=True)
+        ]
         self._check_lengths([tensor.shape[dim] for tensor, dim in chosen])
         return chosen
 
@@ -328,7 +358,12 @@ class ContextParallel:
         own = tensor.detach().contiguous()
         parts = [torch.empty_like(own) for _ in range(self.mesh.size())]
         dist.all_gather(parts, own, group=self.mesh.get_group())
-        order = torch.cat([positions_of(rank, self.mesh.size(), own.shape[seq_dim] * self.mesh.size()) for rank in range(self.mesh.size())])
+        order = torch.cat(
+            [
+                positions_of(rank, self.mesh.size(), own.shape[seq_dim] * self.mesh.size())
+                for rank in range(self.mesh.size())
+            ]
+        )
         return torch.cat(parts, dim=seq_dim).index_select(seq_dim, order.argsort().to(tensor.device))
 
 

@@ -48,7 +48,11 @@ def build(config: ParallelismConfig, device_type: str) -> DeviceMesh:
     config.for_world(dist.get_world_size())
     # fully_shard keeps copies of what it shards, so copies of undivided models are "sharded" over one rank.
     needs_shard = config.dp_replicate_enabled and math.prod(config.size(axis) for axis in SHARDING_AXES) == 1
-    names = [axis for axis in AXES if config.size(axis) > 1 or (axis == "dp_shard" and needs_shard and len(config.active_mesh_dims) > 1)]
+    names = [
+        axis
+        for axis in AXES
+        if config.size(axis) > 1 or (axis == "dp_shard" and needs_shard and len(config.active_mesh_dims) > 1)
+    ]
     mesh = init_device_mesh(device_type, tuple(config.size(axis) for axis in names), mesh_dim_names=tuple(names))
     flatten(mesh)
     return mesh
@@ -85,7 +89,9 @@ def config_of(mesh: DeviceMesh, tp_size: int) -> ParallelismConfig:
             "order; or leave it out and give tp_size."
         )
     if tp_size not in (1, mesh["tp"].size()):
-        raise ConfigurationError(f"tp_size={tp_size}, but axis 'tp' of torch_device_mesh has size {mesh['tp'].size()}. Leave tp_size out.")
+        raise ConfigurationError(
+            f"tp_size={tp_size}, but axis 'tp' of torch_device_mesh has size {mesh['tp'].size()}. Leave tp_size out."
+        )
     if "dp_replicate" in names and not set(names) & set(SHARDING_AXES):
         raise ConfigurationError(
             "torch_device_mesh has dp_replicate, but no dp_shard: the copies of a model whose layers are shared are kept by fully_shard. "

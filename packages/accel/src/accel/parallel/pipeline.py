@@ -19,7 +19,11 @@ from ..fsdp.grad_norm import local
 from .pipeline_split import Stages, plan_cut
 from .sequence_inputs import IGNORED, shift_labels
 
-SCHEDULES: Mapping[str, str] = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved1f1b": "ScheduleInterleaved1F1B"}
+SCHEDULES: Mapping[str, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved1f1b": "ScheduleInterleaved1F1B",
+}
 """Schedules of torch.distributed.pipelining, by name. Those without bubbles are left out: with sharded parameters torch computes wrong
 gradients in them, without an error."""
 
@@ -58,7 +62,9 @@ class PipelineParallelConfig:
         for name in ("num_microbatches", "stages_per_rank"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"{name}={value!r} is no whole number from 1. Set it in PipelineParallelConfig.")
+                raise ConfigurationError(
+                    f"{name}={value!r} is no whole number from 1. Set it in PipelineParallelConfig."
+                )
         if (self.stages_per_rank > 1) != interleaved:
             raise ConfigurationError(
                 f"stages_per_rank={self.stages_per_rank} does not go with schedule={self.schedule!r}: several stages on a rank are "
@@ -80,7 +86,9 @@ class PipelineParallelConfig:
             reason = f"a batch of {samples} samples on a rank cannot be divided so (drop_last=True leaves a short last batch out)"
         else:
             return parts
-        raise ConfigurationError(f"num_microbatches={parts}: {reason}. Set it in PipelineParallelConfig, or change the batch size.")
+        raise ConfigurationError(
+            f"num_microbatches={parts}: {reason}. Set it in PipelineParallelConfig, or change the batch size."
+        )
 
 
 _BATCH_ARGUMENTS = frozenset({"attention_mask", "position_ids", "token_type_ids"})
@@ -108,7 +116,9 @@ class _Deferred(torch.autograd.Function):
     """A loss whose gradients have been computed already; its backward hands them over, multiplied by what the loss counts."""
 
     @staticmethod
-    def forward(ctx: Any, trigger: torch.Tensor, value: torch.Tensor, hand_over: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def forward(
+        ctx: Any, trigger: torch.Tensor, value: torch.Tensor, hand_over: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
         ctx.hand_over = hand_over
         return value.clone()
 
@@ -134,7 +144,9 @@ class Pipeline:
         ConfigurationError: the model cannot be cut.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, settings: PipelineParallelConfig, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, settings: PipelineParallelConfig, device: torch.device
+    ) -> None:
         if "group_dst" not in inspect.signature(dist.send).parameters:
             raise ConfigurationError(
                 f"pipelines need torch 2.6 or newer, and this is {torch.__version__}. Upgrade torch, or set pp_size=1."
@@ -247,7 +259,9 @@ class Pipeline:
 
         return forward
 
-    def _train(self, model: nn.Module, args: tuple[Any, ...], batch: dict[str, Any], labels: torch.Tensor | None) -> PipelineOutput:
+    def _train(
+        self, model: nn.Module, args: tuple[Any, ...], batch: dict[str, Any], labels: torch.Tensor | None
+    ) -> PipelineOutput:
         if labels is None:
             raise ConfigurationError(
                 "a pipeline computes forward and backward passes in one call, and got no labels. Call model(input_ids=..., labels=...), "
@@ -319,7 +333,9 @@ class Pipeline:
             own: torch.Tensor = self.settings.loss_fn(outputs, target) / self._items
             return own
         words, items = self._words, self._items
-        loss: torch.Tensor = self._loss_function(outputs, target, vocab_size=words, num_items_in_batch=items, shift_labels=target)
+        loss: torch.Tensor = self._loss_function(
+            outputs, target, vocab_size=words, num_items_in_batch=items, shift_labels=target
+        )
         return loss
 
     def _schedule(self, first: torch.Tensor, rest: dict[str, Any], evaluates: bool = False) -> Any:
@@ -327,17 +343,27 @@ class Pipeline:
         from torch.distributed import pipelining
 
         parts = self.settings.check_batch(first.shape[0], self.size)
-        key = (evaluates, first.shape, first.dtype, tuple((name, value.shape) for name, value in rest.items()), torch.is_autocast_enabled())
+        key = (
+            evaluates,
+            first.shape,
+            first.dtype,
+            tuple((name, value.shape) for name, value in rest.items()),
+            torch.is_autocast_enabled(),
+        )
         if key not in self._schedules:
             if len(self._schedules) == _ENDLESS:
                 self._schedules.pop(next(iter(self._schedules)))
             stages = [
-                pipelining.PipelineStage(part, number, self.count, self.device, group=self.group) for number, part in self.parts.items()
+                pipelining.PipelineStage(part, number, self.count, self.device, group=self.group)
+                for number, part in self.parts.items()
             ]
             kind = getattr(pipelining, SCHEDULES[self.settings.schedule])
             single = self.settings.stages_per_rank == 1
             self._schedules[key] = kind(
-                stages[0] if single else stages, n_microbatches=parts, loss_fn=None if evaluates else self._loss, scale_grads=False
+                stages[0] if single else stages,
+                n_microbatches=parts,
+                loss_fn=None if evaluates else self._loss,
+                scale_grads=False,
             )
         return self._schedules[key]
 

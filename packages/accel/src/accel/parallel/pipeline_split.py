@@ -102,7 +102,11 @@ def _find_blocks(model: nn.Module) -> tuple[tuple[str, ...], nn.ModuleList]:
     def weight(item: tuple[str, nn.ModuleList]) -> int:
         return sum(parameter.numel() for parameter in item[1].parameters())
 
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1
+    ]
     alike = [(name, module) for name, module in lists if len({type(block) for block in module}) == 1]
     if not alike:
         raise ConfigurationError(
@@ -181,7 +185,9 @@ class Stages:
 
     def _is_of_others(self, module: nn.Module, here: bool) -> bool:
         """Whether a module beside the blocks is needed on another stage only. What has no parameters may be needed on all."""
-        return not here and (isinstance(module, nn.modules.dropout._DropoutNd) or any(True for _ in module.parameters()))
+        return not here and (
+            isinstance(module, nn.modules.dropout._DropoutNd) or any(True for _ in module.parameters())
+        )
 
     def _substitute(self, owner: nn.Module, module: nn.Module, in_front: bool) -> nn.Module:
         tables = [child for child in owner.children() if isinstance(child, nn.Embedding)]
@@ -233,7 +239,11 @@ class Stages:
         for module, mode in modes.items():
             module.training = mode
         if x.shape != expected.shape or not torch.allclose(x, expected, rtol=1e-3, atol=1e-3):
-            error = f"by up to {(x - expected).abs().max().item():.3g}" if x.shape == expected.shape else f"in shape, {tuple(x.shape)}"
+            error = (
+                f"by up to {(x - expected).abs().max().item():.3g}"
+                if x.shape == expected.shape
+                else f"in shape, {tuple(x.shape)}"
+            )
             raise ConfigurationError(
                 f"{type(self.model).__name__} computes something beside its blocks ({'.'.join(self.cut.path)}) that stages of a pipeline "
                 f"do not: outputs differ {error}. Train it with pp_size=1."

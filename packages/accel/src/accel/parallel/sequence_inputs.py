@@ -64,7 +64,9 @@ class Call:
         attention: the implementation of attention that models of Transformers must use.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], part: Part, attention: str = "sdpa") -> None:
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], part: Part, attention: str = "sdpa"
+    ) -> None:
         self.attention = attention
         signature = inspect.signature(model.forward)
         self.model = model
@@ -72,8 +74,12 @@ class Call:
         self.names = set(signature.parameters)
         self.takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
         bound = signature.bind_partial(*args, **kwargs)
-        extra = next((one.name for one in signature.parameters.values() if one.kind is inspect.Parameter.VAR_KEYWORD), None)
-        self.rest = next((one.name for one in signature.parameters.values() if one.kind is inspect.Parameter.VAR_POSITIONAL), None)
+        extra = next(
+            (one.name for one in signature.parameters.values() if one.kind is inspect.Parameter.VAR_KEYWORD), None
+        )
+        self.rest = next(
+            (one.name for one in signature.parameters.values() if one.kind is inspect.Parameter.VAR_POSITIONAL), None
+        )
         self.given = {name: value for name, value in bound.arguments.items() if name != extra}
         self.given.update(bound.arguments.get(extra, {}) if extra else {})
 

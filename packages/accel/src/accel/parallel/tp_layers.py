@@ -27,7 +27,11 @@ Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 def is_conv1d(module: Any) -> bool:
     """Whether a module is Transformers' Conv1D: a linear layer whose weight is of shape (inputs, outputs), as GPT-2 has them."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and isinstance(getattr(module, "weight", None), nn.Parameter)
+    return (
+        type(module).__name__ == "Conv1D"
+        and hasattr(module, "nf")
+        and isinstance(getattr(module, "weight", None), nn.Parameter)
+    )
 
 
 def is_linear(module: Any) -> bool:
@@ -37,7 +41,11 @@ def is_linear(module: Any) -> bool:
 
 def is_scaled(module: nn.Module) -> bool:
     """Whether a module is an embedding of Transformers that multiplies what it has looked up by ``embed_scale``, as Gemma and BART have."""
-    return isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding") and hasattr(module, "embed_scale")
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).__name__.endswith("ScaledWordEmbedding")
+        and hasattr(module, "embed_scale")
+    )
 
 
 def _scale_of(module: nn.Module, dtype: torch.dtype) -> Any:
@@ -130,7 +138,11 @@ def _product(module: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
     weight = _own(module.weight)
     if not is_conv1d(module):
         return nn.functional.linear(x, weight.flatten(0, -2), bias)
-    return x @ weight.flatten(1) if bias is None else torch.addmm(bias, x.flatten(0, -2), weight.flatten(1)).view(*x.shape[:-1], -1)
+    return (
+        x @ weight.flatten(1)
+        if bias is None
+        else torch.addmm(bias, x.flatten(0, -2), weight.flatten(1)).view(*x.shape[:-1], -1)
+    )
 
 
 def _with_bias(out: torch.Tensor, bias: Any) -> torch.Tensor:
@@ -206,7 +218,9 @@ class VocabularyRows(Style):
     divides = "torch.nn.Embedding itself and Transformers' ScaledWordEmbedding, without max_norm, scale_grad_by_freq and sparse"
 
     def fits(self, module: nn.Module) -> bool:
-        if not isinstance(module, nn.Embedding) or not (type(module).forward is nn.Embedding.forward or is_scaled(module)):
+        if not isinstance(module, nn.Embedding) or not (
+            type(module).forward is nn.Embedding.forward or is_scaled(module)
+        ):
             return False
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 

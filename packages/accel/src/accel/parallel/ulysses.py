@@ -84,7 +84,9 @@ class SequenceParallel:
         set_attention(ATTENTION)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
         given = {id(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
         for part in reversed(self._recent):
             if any(id(tensor) in given for tensor, _ in part.wholes):
@@ -133,7 +135,9 @@ class SequenceParallel:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         q, k, v = (_Exchange.apply(x, group, 1, 2) for x in (query, key, value))
         grouped = q.shape[1] != k.shape[1]
-        attended = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
+        attended = functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
         return _Exchange.apply(attended, group, 2, 1).transpose(1, 2).contiguous(), None
 
     def loader(self, loader: Any) -> SplitLoader:

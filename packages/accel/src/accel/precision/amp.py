@@ -35,7 +35,9 @@ class AutocastForward:
         settings: how autocast runs.
     """
 
-    def __init__(self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype, settings: AutocastKwargs) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype, settings: AutocastKwargs
+    ) -> None:
         self.forward = forward
         self.arguments = {"device_type": device_type, "dtype": dtype, **settings.to_autocast()}
         self.outputs_to_fp32 = settings.outputs_to_fp32

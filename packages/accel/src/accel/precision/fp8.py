@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from ..kwargs.base import Handlers
 
 # The package is known by the names of what it offers, and loaded when a model is to compute in 8 bits.
-ENGINE: Registry[Any] = Registry("part of accel-fp8", {"recipe": "accel_fp8:FP8Recipe", "create": "accel_fp8:create_backend"})
+ENGINE: Registry[Any] = Registry(
+    "part of accel-fp8", {"recipe": "accel_fp8:FP8Recipe", "create": "accel_fp8:create_backend"}
+)
 
 logger = get_logger(__name__)
 

@@ -41,7 +41,11 @@ class SharedGradScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        if self._enabled and not self.is_unscaled(optimizer) and (_has_gradients(optimizer) or self.over_ranks is not None):
+        if (
+            self._enabled
+            and not self.is_unscaled(optimizer)
+            and (_has_gradients(optimizer) or self.over_ranks is not None)
+        ):
             super().unscale_(optimizer)
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
@@ -49,7 +53,9 @@ class SharedGradScaler(torch.amp.GradScaler):
         if self.over_ranks is not None:
             # A gradient may overflow in the part of one rank alone, and either all of them step or none does.
             mine = [value.detach().float() for value in found.values()]
-            worst = self.over_ranks(torch.stack([value.to(mine[0].device) for value in mine]).amax(0) if mine else torch.zeros(1))
+            worst = self.over_ranks(
+                torch.stack([value.to(mine[0].device) for value in mine]).amax(0) if mine else torch.zeros(1)
+            )
             for value in found.values():
                 value.copy_(worst)
         return found

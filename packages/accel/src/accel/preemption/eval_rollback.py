@@ -32,7 +32,9 @@ class LoopEnd:
         self._generators = contents.capture(accelerator.process_state.device_backend)
         self._settings = [[_settings(group) for group in optimizer.param_groups] for optimizer in prepared.optimizers]
         holders = [*prepared.dataloaders, *prepared.schedulers, *accelerator._custom_objects]
-        self._states = [(holder, copy.deepcopy(holder.state_dict())) for holder in holders if hasattr(holder, "load_state_dict")]
+        self._states = [
+            (holder, copy.deepcopy(holder.state_dict())) for holder in holders if hasattr(holder, "load_state_dict")
+        ]
 
     def holds(self, accelerator: Accelerator) -> bool:
         """Whether no optimizer has stepped since."""

@@ -62,7 +62,9 @@ class SaveOnSignal:
         if not names:
             raise ConfigurationError("save_on_signal has no signals. Name one, or leave save_on_signal out.")
         if not 1 <= self.exit_code <= 125:
-            raise ConfigurationError(f"SaveOnSignal(exit_code={self.exit_code}) must be from 1 to 125: others mean success, or a signal.")
+            raise ConfigurationError(
+                f"SaveOnSignal(exit_code={self.exit_code}) must be from 1 to 125: others mean success, or a signal."
+            )
         for name in ("grace_seconds", "meeting_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"SaveOnSignal({name}={getattr(self, name)}) must be above 0.")
@@ -84,7 +86,9 @@ def _signal(name: SignalName) -> signal.Signals:
         allowed = ", ".join(sorted(one.name for one in signal.Signals if one not in _UNCATCHABLE))
         raise ConfigurationError(f"save_on_signal={name!r} is no signal of this system. Allowed: {allowed}.") from None
     if number in _UNCATCHABLE:
-        raise ConfigurationError(f"save_on_signal={number.name} cannot be used: no process can handle it. Use SIGTERM or SIGUSR1.")
+        raise ConfigurationError(
+            f"save_on_signal={number.name} cannot be used: no process can handle it. Use SIGTERM or SIGUSR1."
+        )
     return number
 
 
@@ -206,7 +210,9 @@ class Preemption:
     def _note(self, saved: str | None) -> None:
         folder = folder_of_launcher()
         if folder is not None and folder.is_dir():
-            leave_note(folder, Note(os.getpid(), self.signals, self.settings.grace_seconds, self.settings.exit_code, saved))
+            leave_note(
+                folder, Note(os.getpid(), self.signals, self.settings.grace_seconds, self.settings.exit_code, saved)
+            )
 
     # Points where the run may end
 
@@ -307,7 +313,9 @@ def check_folder(settings: SaveOnSignal, accelerator: Accelerator) -> None:
             "Leave one of them out."
         )
     if settings.output_dir is None and project.project_dir is None:
-        raise ConfigurationError("save_on_signal needs a folder. Give the Accelerator project_dir=..., or SaveOnSignal(output_dir=...).")
+        raise ConfigurationError(
+            "save_on_signal needs a folder. Give the Accelerator project_dir=..., or SaveOnSignal(output_dir=...)."
+        )
 
 
 def target_folder(settings: SaveOnSignal, accelerator: Accelerator) -> Path | None:
@@ -368,7 +376,9 @@ def _newest(accelerator: Accelerator) -> str | None:
         CheckpointFolder(own).recover()
         return str(own) if Path(own).is_dir() else None
     if project.project_dir is None:
-        raise ConfigurationError("resume needs a folder to look in. Give the Accelerator project_dir=..., or SaveOnSignal(output_dir=...).")
+        raise ConfigurationError(
+            "resume needs a folder to look in. Give the Accelerator project_dir=..., or SaveOnSignal(output_dir=...)."
+        )
     folder = Path(project.project_dir)
     automatic = project.automatic_checkpoint_naming
     if automatic:

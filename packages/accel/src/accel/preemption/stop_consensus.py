@@ -91,7 +91,9 @@ class StopAgreement:
         except RuntimeError as error:
             if not self._lost:
                 self._lost = True
-                message = "The store of the process group is gone, so a signal no longer saves the training of all ranks: %s"
+                message = (
+                    "The store of the process group is gone, so a signal no longer saves the training of all ranks: %s"
+                )
                 logger.warning(message, error, main_process_only=False)
             return proposal
         return verdict.decode()

@@ -48,7 +48,11 @@ def check_collectives(accelerator: Accelerator) -> None:
     expect_equal("reduce to the mean", reduce(mine.clone(), "mean").item(), sum(ranks) / world)
     expect_equal("broadcast", broadcast(mine.clone(), from_process=world - 1).item(), world - 1)
     ragged = torch.ones(rank + 1, dtype=torch.int64, device=device)
-    expect_equal("pad_across_processes", pad_across_processes(ragged, pad_index=-1).tolist(), [1] * (rank + 1) + [-1] * (world - rank - 1))
+    expect_equal(
+        "pad_across_processes",
+        pad_across_processes(ragged, pad_index=-1).tolist(),
+        [1] * (rank + 1) + [-1] * (world - rank - 1),
+    )
     expect_equal("gather_object", gather_object([f"rank {rank}"]), [f"rank {other}" for other in ranks])
     objects: list[Any] = [rank, {"of": rank}]
     expect_equal("broadcast_object_list", broadcast_object_list(objects), [0, {"of": 0}])
@@ -81,7 +85,11 @@ def check_loaders(accelerator: Accelerator) -> None:
         prepared = accelerator.prepare(loader)
         for epoch in range(2):
             seen = [accelerator.gather_for_metrics(batch).tolist() for (batch,) in prepared]
-            expect_equal(f"samples of epoch {epoch}, shuffle={shuffle}", sorted(itertools.chain.from_iterable(seen)), list(range(SAMPLES)))
+            expect_equal(
+                f"samples of epoch {epoch}, shuffle={shuffle}",
+                sorted(itertools.chain.from_iterable(seen)),
+                list(range(SAMPLES)),
+            )
 
 
 def check_training(accelerator: Accelerator) -> None:

@@ -34,7 +34,9 @@ def build_parser() -> argparse.ArgumentParser:
         "the results with those of plain PyTorch in one process.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="configuration file to test; left out, the default one")
+    parser.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="configuration file to test; left out, the default one"
+    )
     return parser
 
 

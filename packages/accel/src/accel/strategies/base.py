@@ -66,7 +66,9 @@ class OwnsBackward(Protocol):
 class ReadsItsOwnState(Protocol):
     """Has engines that load what they have saved."""
 
-    def plan_state(self, reader: StateReader, models: Sequence[nn.Module], options: dict[str, Any]) -> list[Callable[[], Any]]:
+    def plan_state(
+        self, reader: StateReader, models: Sequence[nn.Module], options: dict[str, Any]
+    ) -> list[Callable[[], Any]]:
         """What puts the states of models and optimizers in place; every rank must call that, in this order.
 
         Args:
@@ -230,7 +232,9 @@ class Strategy:
         from ..fsdp.checkpoint.state_dicts import Layout, tied_names
 
         whole = extract_model_from_parallel(model, keep_torch_compile=False)
-        tensors = {name: value for name, value in parameter_state_dict(whole).items() if isinstance(value, torch.Tensor)}
+        tensors = {
+            name: value for name, value in parameter_state_dict(whole).items() if isinstance(value, torch.Tensor)
+        }
         return Layout(whole, tensors, tied_names(whole))
 
     def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -159,7 +159,9 @@ class DeepSpeedStrategy(Strategy):
             )
         chosen = reached(loss, self._wrappers)
         if not chosen:
-            raise ConfigurationError("backward got a loss that depends on none of the models that were prepared with an optimizer.")
+            raise ConfigurationError(
+                "backward got a loss that depends on none of the models that were prepared with an optimizer."
+            )
         if len(chosen) > 1 and self.engines_scale_losses:
             raise ConfigurationError(
                 f"a loss of {len(chosen)} models that are trained together has one loss scale, and in fp16 each engine has its own. Train "
@@ -195,7 +197,9 @@ class DeepSpeedStrategy(Strategy):
     def _owners(self, parameters: Iterable[torch.Tensor]) -> list[DeepSpeedEngineWrapper]:
         """The engines that some of the parameters belong to."""
         given = set(map(id, parameters))
-        return [wrapper for wrapper in self._wrappers if any(id(own) in given for own in wrapper.engine.module.parameters())]
+        return [
+            wrapper for wrapper in self._wrappers if any(id(own) in given for own in wrapper.engine.module.parameters())
+        ]
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Have the engines clip in their next step; returns the norm over all of them.
@@ -205,7 +209,9 @@ class DeepSpeedStrategy(Strategy):
         chosen = list(parameters)
         wrappers = self._owners(chosen)
         if norm_type != 2:
-            raise ConfigurationError(f"norm_type={norm_type}: DeepSpeed clips by the 2-norm of all gradients. Leave norm_type out.")
+            raise ConfigurationError(
+                f"norm_type={norm_type}: DeepSpeed clips by the 2-norm of all gradients. Leave norm_type out."
+            )
         self._check_complete(wrappers, chosen)
         norms = [wrapper.get_global_grad_norm() or 0.0 for wrapper in wrappers]
         total = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64))) if norms else 0.0
@@ -237,7 +243,9 @@ class DeepSpeedStrategy(Strategy):
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         chosen = list(parameters)
-        divided = [int(w.engine.zero_optimization_stage()) for w in self._owners(chosen) if w.engine.zero_optimization()]
+        divided = [
+            int(w.engine.zero_optimization_stage()) for w in self._owners(chosen) if w.engine.zero_optimization()
+        ]
         if divided:
             raise ConfigurationError(
                 f"clip_grad_value_ at ZeRO stage {divided[0]}: the engine has the gradients, and clips them by their norm only. Use "
@@ -285,7 +293,9 @@ class DeepSpeedStrategy(Strategy):
         gather_engines(models, gathered)
         return gathered
 
-    def plan_state(self, reader: StateReader, models: Sequence[nn.Module], options: dict[str, Any]) -> list[Callable[[], Any]]:
+    def plan_state(
+        self, reader: StateReader, models: Sequence[nn.Module], options: dict[str, Any]
+    ) -> list[Callable[[], Any]]:
         """What has the engines load their states, and forget gradients of before.
 
         Raises:
@@ -296,7 +306,9 @@ class DeepSpeedStrategy(Strategy):
 
         unknown = sorted(set(options) - {"strict"})
         if unknown:
-            raise ConfigurationError(f"load_state got {', '.join(unknown)}, which DeepSpeed's engines have no use for. They take strict.")
+            raise ConfigurationError(
+                f"load_state got {', '.join(unknown)}, which DeepSpeed's engines have no use for. They take strict."
+            )
         saved_by = None if reader.manifest is None else reader.manifest.world_size
         source = Source(reader.folder, reader.names, saved_by, reader.load_kwargs, options.get("strict", True))
         known = [wrapper for wrapper in self._wrappers if any(wrapper.engine is model for model in models)]

@@ -157,7 +157,9 @@ class FSDP1Strategy(ShardedStrategy):
 
     def _merged(self, parameters: list[Any]) -> list[Any]:
         """The flat parameters in place of the ones that were merged into them."""
-        lists = {id(merged): merged for parameter in parameters if (merged := self._flattened.get(parameter)) is not None}
+        lists = {
+            id(merged): merged for parameter in parameters if (merged := self._flattened.get(parameter)) is not None
+        }
         if not lists:
             return parameters
         whole = [item for item in self._flattened if id(self._flattened[item]) in lists]
@@ -181,7 +183,9 @@ class FSDP1Strategy(ShardedStrategy):
                 f"sharding_strategy={self.settings.sharding_strategy.name} keeps a copy of the model on each of several nodes, and here "
                 f"are {world} processes with {local_world} on this node. Use FULL_SHARD on one node."
             )
-        return init_device_mesh(self.state.device.type, (world // local_world, local_world), mesh_dim_names=("dp_replicate", "dp_shard"))
+        return init_device_mesh(
+            self.state.device.type, (world // local_world, local_world), mesh_dim_names=("dp_replicate", "dp_shard")
+        )
 
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, FullyShardedDataParallel)
@@ -215,13 +219,21 @@ class FSDP1Strategy(ShardedStrategy):
 
     def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
         merged = not self.settings.use_orig_params and model in self._original_names
-        return [clean_name(name) for name in self._original_names[model]] if merged else super().parameter_names(model, optimizer)
+        return (
+            [clean_name(name) for name in self._original_names[model]]
+            if merged
+            else super().parameter_names(model, optimizer)
+        )
 
     def pending(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Between forward and backward parameters are gathered, and what was reduced before is their flat one's."""
         references = [self._merged_into.get(parameter) for parameter in parameters]
-        flats = {id(flat): flat for reference in references if reference is not None and (flat := reference()) is not None}
-        found = [gradient for flat in flats.values() for gradient in (flat.grad, getattr(flat, "_saved_grad_shard", None))]
+        flats = {
+            id(flat): flat for reference in references if reference is not None and (flat := reference()) is not None
+        }
+        found = [
+            gradient for flat in flats.values() for gradient in (flat.grad, getattr(flat, "_saved_grad_shard", None))
+        ]
         return [gradient for gradient in found if gradient is not None]
 
     def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:

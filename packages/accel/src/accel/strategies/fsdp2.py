@@ -45,7 +45,9 @@ class FSDP2Strategy(ShardedStrategy):
     def mesh(self) -> DeviceMesh:
         """The ranks that shards are divided over."""
         if self._mesh is None:
-            self._mesh = init_device_mesh(self.state.device.type, (self.state.num_processes,), mesh_dim_names=("dp_shard",))
+            self._mesh = init_device_mesh(
+                self.state.device.type, (self.state.num_processes,), mesh_dim_names=("dp_shard",)
+            )
         return self._mesh
 
     @property
@@ -80,26 +82,37 @@ class FSDP2Strategy(ShardedStrategy):
         self._remember_holders(model)
         return model
 
-    def _shard(self, unit: nn.Module, own: list[nn.Module], untouched: set[nn.Parameter], materialiser: Materialiser) -> None:
+    def _shard(
+        self, unit: nn.Module, own: list[nn.Module], untouched: set[nn.Parameter], materialiser: Materialiser
+    ) -> None:
         places = [
-            (module, name) for module in own for name, item in module._parameters.items() if item is not None and item not in untouched
+            (module, name)
+            for module in own
+            for name, item in module._parameters.items()
+            if item is not None and item not in untouched
         ]
         before = {place: place[0]._parameters[place[1]] for place in places}
-        fully_shard(unit, mesh=self.mesh, reshard_after_forward=self.settings.reshard_after_forward, **self._policies(untouched))
+        fully_shard(
+            unit, mesh=self.mesh, reshard_after_forward=self.settings.reshard_after_forward, **self._policies(untouched)
+        )
         divided: set[nn.Parameter] = set()
         for (module, name), old in before.items():
             new = module._parameters[name]
             assert isinstance(old, nn.Parameter) and isinstance(new, DTensor)
             if new not in divided and self.settings.sync_module_states:
                 # Rank 0 sends every rank its part; what the others pass has only its shape.
-                local(new.data).copy_(local(distribute_tensor(old.data.to(self.state.device), new.device_mesh, new.placements)))
+                local(new.data).copy_(
+                    local(distribute_tensor(old.data.to(self.state.device), new.device_mesh, new.placements))
+                )
             divided.add(new)
             self._replace(materialiser.origin(old), new)
 
     def _replace(self, old: nn.Parameter, new: DTensor) -> None:
         mesh, placements = new.device_mesh, new.placements
         self.replacements.add(
-            old, cast(nn.Parameter, new), lambda tensor: distribute_tensor(tensor.to(self.state.device), mesh, placements)
+            old,
+            cast(nn.Parameter, new),
+            lambda tensor: distribute_tensor(tensor.to(self.state.device), mesh, placements),
         )
 
     def _policies(self, untouched: set[nn.Parameter]) -> dict[str, Any]:
@@ -165,14 +178,18 @@ class FSDP2Strategy(ShardedStrategy):
         found: list[torch.Tensor | None] = []
         for divided, reference in self._holders.items():
             holder = reference()
-            if holder is not None and not chosen.isdisjoint((id(divided), id(getattr(holder, "_unsharded_param", None)))):
+            if holder is not None and not chosen.isdisjoint(
+                (id(divided), id(getattr(holder, "_unsharded_param", None)))
+            ):
                 found += [divided.grad, *_unreduced(holder)]
         return [local(gradient) for gradient in found if gradient is not None]
 
     def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
         def pending(parameter: nn.Parameter) -> list[torch.Tensor]:
             reference = self._holders.get(parameter)
-            return [] if reference is None else [gradient for gradient in _unreduced(reference()) if gradient is not None]
+            return (
+                [] if reference is None else [gradient for gradient in _unreduced(reference()) if gradient is not None]
+            )
 
         return gather_parameters(model, pending, self.averaging_collectives, self.state.collectives)
 

@@ -63,7 +63,11 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
     """
 
     def __init__(
-        self, state: PartialState, handlers: Handlers, settings: ParallelismConfig, fsdp: FullyShardedDataParallelPlugin | None = None
+        self,
+        state: PartialState,
+        handlers: Handlers,
+        settings: ParallelismConfig,
+        fsdp: FullyShardedDataParallelPlugin | None = None,
     ) -> None:
         fsdp = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp is None else fsdp
         if fsdp.fsdp_version != 2:
@@ -76,7 +80,9 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
         mesh = settings.build_device_mesh(state.device.type)
         self._mesh = self.data_mesh = mesh
         self._sharding = None if mesh is None else fsdp_mesh(settings, mesh)
-        self._data, self._averaging = (Collectives() if mesh is None else collectives_over(mesh, name, state) for name in ("dp", "dp_cp"))
+        self._data, self._averaging = (
+            Collectives() if mesh is None else collectives_over(mesh, name, state) for name in ("dp", "dp_cp")
+        )
         self._tp = mesh["tp"] if mesh is not None and settings.tp_enabled else None
         if mesh is not None and settings.pp_enabled:
             self.stages = (mesh.get_group("pp"),)
@@ -160,7 +166,9 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
         names = {name for name, module in model.named_modules() if module in ignored}
         return {name: style for name, style in plan.items() if name not in names}, derived
 
-    def _shard(self, unit: nn.Module, own: list[nn.Module], untouched: set[nn.Parameter], materialiser: Materialiser) -> None:
+    def _shard(
+        self, unit: nn.Module, own: list[nn.Module], untouched: set[nn.Parameter], materialiser: Materialiser
+    ) -> None:
         before = {
             (module, name): item
             for module in own
@@ -201,7 +209,9 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
                 apply_torch_style(module, self._tp, style)
         if self._sharding is None:
             # fully_shard does this with the gradients that it reduces.
-            for parameter in {item for module in own for item in module.parameters(recurse=False) if isinstance(item, DTensor)}:
+            for parameter in {
+                item for module in own for item in module.parameters(recurse=False) if isinstance(item, DTensor)
+            }:
                 parameter.register_post_accumulate_grad_hook(_as_parameter)
 
     def _dimension(self, parameter: nn.Parameter) -> Shard | None:

@@ -52,7 +52,11 @@ class PipelineStrategy(MeshStrategy):
     """
 
     def __init__(
-        self, state: PartialState, handlers: Handlers, settings: ParallelismConfig, fsdp: FullyShardedDataParallelPlugin | None = None
+        self,
+        state: PartialState,
+        handlers: Handlers,
+        settings: ParallelismConfig,
+        fsdp: FullyShardedDataParallelPlugin | None = None,
     ) -> None:
         for axis in ("cp", "sp"):
             if settings.size(axis) > 1:
@@ -84,7 +88,9 @@ class PipelineStrategy(MeshStrategy):
         modules = dict(model.named_modules())
         plan, derived = super()._plan(model)
         self._whole_plan = {name: (modules[name], style) for name, style in plan.items()}, derived
-        pipeline = Pipeline(model, self.mesh["pp"], self.parallelism.pp_handler or PipelineParallelConfig(), self.state.device)
+        pipeline = Pipeline(
+            model, self.mesh["pp"], self.parallelism.pp_handler or PipelineParallelConfig(), self.state.device
+        )
         if self._scaler is not None:
             pipeline.loss_scale = self._scaler.get_scale
         here = {id(parameter) for part in pipeline.parts.values() for parameter in part.parameters()}
@@ -112,13 +118,16 @@ class PipelineStrategy(MeshStrategy):
         super().adopt_optimizer(optimizer)
         if not self._pipelines:
             return
-        own = [[self._names[item] for item in group["params"] if item in self._names] for group in optimizer.param_groups]
+        own = [
+            [self._names[item] for item in group["params"] if item in self._names] for group in optimizer.param_groups
+        ]
         gathered: list[Any] = [None] * self.mesh["pp"].size()
         dist.all_gather_object(gathered, own, group=self.mesh.get_group("pp"))
         order = {name: number for pipeline in self._pipelines.values() for number, name in enumerate(pipeline.order)}
         if any(any(groups) for groups in gathered):
             self._group_names[optimizer] = [
-                sorted({name for groups in gathered for name in groups[index]}, key=lambda name: order[name]) for index in range(len(own))
+                sorted({name for groups in gathered for name in groups[index]}, key=lambda name: order[name])
+                for index in range(len(own))
             ]
         for group in optimizer.param_groups:
             group["params"] = [item for item in group["params"] if item not in self._elsewhere]
@@ -130,7 +139,9 @@ class PipelineStrategy(MeshStrategy):
         chosen = list(parameters)
         norm = super().clip_grad_norm([item for item in chosen if id(item) not in twins], max_norm, norm_type)
         # They count once, where the first stage has them, and shrink here as they do there.
-        scale_to_norm([local(item.grad) for item in chosen if id(item) in twins and item.grad is not None], norm, max_norm)
+        scale_to_norm(
+            [local(item.grad) for item in chosen if id(item) in twins and item.grad is not None], norm, max_norm
+        )
         return norm
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -146,19 +157,25 @@ class PipelineStrategy(MeshStrategy):
         self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> Gathered | None:
         kind, everyone = self.settings.state_dict_type, self.state.collectives
-        owned = [(owner_of(optimizer, models, f"optimizer {index}"), optimizer) for index, optimizer in enumerate(optimizers)]
+        owned = [
+            (owner_of(optimizer, models, f"optimizer {index}"), optimizer) for index, optimizer in enumerate(optimizers)
+        ]
         gathered = [gather_one(kind, MODEL_STEM, index, state, everyone) for index, state in enumerate(weights)]
         for index, (model, optimizer) in enumerate(owned):
             names, groups = self._pipelines[model].saved_names(), self._group_names[optimizer]
             state = rename_optimizer_state(optimizer_state(model, optimizer), names, groups)
             if kind is StateDictType.FULL_STATE_DICT:
-                flat = {(name, key): value for name, entries in state["state"].items() for key, value in entries.items()}
+                flat = {
+                    (name, key): value for name, entries in state["state"].items() for key, value in entries.items()
+                }
                 whole: dict[str, dict[str, Any]] = {}
                 for (name, key), value in collect(flat, self.mesh, self.state.device, on_disk).items():
                     whole.setdefault(name, {})[key] = value
                 state = {**state, "state": whole}
             gathered.append(gather_one(kind, OPTIMIZER_NAME, index, state, everyone))
-        return Gathered([part for one in gathered for part in one.parts], [close for one in gathered for close in one.closings])
+        return Gathered(
+            [part for one in gathered for part in one.parts], [close for one in gathered for close in one.closings]
+        )
 
     def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
         """None: of a pipeline's open window nothing is kept."""
@@ -179,7 +196,11 @@ class PipelineStrategy(MeshStrategy):
 
     def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
         groups = self._group_names.get(optimizer)
-        return super().parameter_names(model, optimizer) if groups is None else [name for names in groups for name in names]
+        return (
+            super().parameter_names(model, optimizer)
+            if groups is None
+            else [name for names in groups for name in names]
+        )
 
 
 def _stage_collectives(mesh: DeviceMesh, state: PartialState) -> Collectives:

@@ -77,7 +77,9 @@ class ShardedStrategy(Strategy):
         if self.precision is None or self.precision.param_dtype in (None, torch.float32):
             return
         low = [
-            (name, item) for name, item in model.named_parameters() if item.requires_grad and item.dtype in (torch.float16, torch.bfloat16)
+            (name, item)
+            for name, item in model.named_parameters()
+            if item.requires_grad and item.dtype in (torch.float16, torch.bfloat16)
         ]
         for _, parameter in low:
             parameter.data = parameter.data.float()
@@ -147,7 +149,9 @@ class ShardedStrategy(Strategy):
     def gather_state(
         self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> Gathered | None:
-        owned = [(owner_of(optimizer, models, f"optimizer {index}"), optimizer) for index, optimizer in enumerate(optimizers)]
+        owned = [
+            (owner_of(optimizer, models, f"optimizer {index}"), optimizer) for index, optimizer in enumerate(optimizers)
+        ]
         return gather(self.settings.state_dict_type, weights, owned, self.state.collectives)
 
     def layout(self, model: nn.Module) -> Layout:

@@ -26,7 +26,9 @@ class Tracking:
 
     process_state: PartialState
 
-    def _init_tracking(self, log_with: Any, logging_dir: str | os.PathLike[str] | None, settings: TrackingKwargs) -> None:
+    def _init_tracking(
+        self, log_with: Any, logging_dir: str | os.PathLike[str] | None, settings: TrackingKwargs
+    ) -> None:
         self._run = Run(log_with, logging_dir, delivery=settings.to_delivery())
 
     @property
@@ -83,7 +85,9 @@ class Tracking:
         """Log a table to every tracker that keeps tables; see :meth:`accel_track.Tracking.log_table`."""
         self._run.log_table(table_name, columns, data, dataframe, step, log_kwargs)
 
-    def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None, log_kwargs: Settings = None) -> None:
+    def log_artifact(
+        self, local_path: str | os.PathLike[str], artifact_path: str | None = None, log_kwargs: Settings = None
+    ) -> None:
         """Keep a file in every tracker that keeps files; see :meth:`accel_track.Tracking.log_artifact`."""
         self._run.log_artifact(local_path, artifact_path, log_kwargs)
 

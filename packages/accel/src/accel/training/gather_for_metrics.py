@@ -74,14 +74,19 @@ def gather_for_metrics(
         return gathered[: loader.remainder]
     # A 0-dimensional tensor is a value of a rank, not of a sample.
     samples = [leaf.ndim > 0 for leaf in leaves(data)]
-    cut = (value[: loader.remainder] if of_samples else value for value, of_samples in zip(leaves(gathered), samples, strict=True))
+    cut = (
+        value[: loader.remainder] if of_samples else value
+        for value, of_samples in zip(leaves(gathered), samples, strict=True)
+    )
     return replace_leaves(gathered, cut)
 
 
 def _only_tensors(data: Any) -> bool:
     """Whether every leaf of nested data is a tensor."""
     others: list[Any] = []
-    recursively_apply(others.append, data, test_type=lambda item: not isinstance(item, torch.Tensor) and not is_container(item))
+    recursively_apply(
+        others.append, data, test_type=lambda item: not isinstance(item, torch.Tensor) and not is_container(item)
+    )
     return not others
 
 

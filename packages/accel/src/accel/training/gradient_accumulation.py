@@ -210,7 +210,9 @@ class Accumulation:
             ConfigurationError: ``reduction`` is not known.
         """
         if reduction not in ("mean", "sum"):
-            raise ConfigurationError(f"reduction={reduction!r} says how the loss was made from its items. Allowed: 'mean', 'sum'.")
+            raise ConfigurationError(
+                f"reduction={reduction!r} says how the loss was made from its items. Allowed: 'mean', 'sum'."
+            )
         sum_of_items = loss * num_items if reduction == "mean" else loss
         window = self.current or Window(models=(), divisor=1, position=1)
         window.expect(by_items=True)
@@ -220,7 +222,9 @@ class Accumulation:
             return sum_of_items
         normaliser = self._over_all_ranks(window.items) / self.strategy.averaging_collectives.world_size
         if held:
-            self.strategy.scale_gradients(window.parameters, (1.0 if window.normaliser is None else window.normaliser) / normaliser)
+            self.strategy.scale_gradients(
+                window.parameters, (1.0 if window.normaliser is None else window.normaliser) / normaliser
+            )
         window.normaliser = normaliser
         return sum_of_items / normaliser
 
@@ -250,7 +254,9 @@ class AccumulationStep:
             for model in self._models:
                 self._stack.enter_context(accumulation._skips_sync.no_sync(model))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._accumulation.current = None
         if self._stack is not None:
             self._stack.__exit__(kind, error, trace)

@@ -11,7 +11,9 @@ from ..strategies.base import JoinsUnevenInputs, Strategy
 
 
 @contextmanager
-def join_uneven_inputs(strategy: Strategy, loaders: list[Any], joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+def join_uneven_inputs(
+    strategy: Strategy, loaders: list[Any], joinables: list[Any], even_batches: bool | None = None
+) -> Iterator[None]:
     """Keep ranks whose data has ended in step with the others; see the Accelerator's method."""
     if even_batches is not None and not strategy.state.use_distributed:
         even_batches = None  # one process has nobody to be even with
@@ -21,7 +23,10 @@ def join_uneven_inputs(strategy: Strategy, loaders: list[Any], joinables: list[A
                 yield
         else:
             if strategy.state.use_distributed:
-                warnings.warn(f"{type(strategy).__name__} cannot join uneven inputs, so every rank must get equally many.", stacklevel=4)
+                warnings.warn(
+                    f"{type(strategy).__name__} cannot join uneven inputs, so every rank must get equally many.",
+                    stacklevel=4,
+                )
             yield
 
 

@@ -39,7 +39,10 @@ _ALLOWED = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))},
+    "torch": {
+        "Size",
+        *(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
+    },
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
@@ -68,7 +71,9 @@ def read_metadata(folder: Path) -> Metadata:
             f"{folder} has no {METADATA_NAME}, the table of contents of a sharded state. Copy the checkpoint again."
         ) from None
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Copy the checkpoint again, or load another one.") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. Copy the checkpoint again, or load another one."
+        ) from error
     return metadata
 
 
@@ -155,7 +160,9 @@ def read_shards(folder: Path, like: Like, root: str) -> dict[str, Any]:
                 no_dist=True,
             )
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
-        raise CheckpointError(f"{folder} cannot be read: {_reason(error)}. Copy the checkpoint again, or load another one.") from error
+        raise CheckpointError(
+            f"{folder} cannot be read: {_reason(error)}. Copy the checkpoint again, or load another one."
+        ) from error
     state: dict[str, Any] = _nested({_path(metadata, name)[1:]: value for name, value in wanted.items()})
     return state
 

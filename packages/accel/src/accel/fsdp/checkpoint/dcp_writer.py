@@ -81,7 +81,12 @@ class PlacesPart(Part):
         shard = self.shard
         assert shard is not None
         rows = [
-            {"fqn": index.fqn, "offset": None if index.offset is None else list(index.offset), "index": index.index, "place": place}
+            {
+                "fqn": index.fqn,
+                "offset": None if index.offset is None else list(index.offset),
+                "index": index.index,
+                "place": place,
+            }
             for index, place in zip(shard.indices, shard.written, strict=True)
         ]
         target.write(json.dumps({"file": Path(shard.name).name, "items": rows}).encode())
@@ -121,7 +126,9 @@ def shard_state(state: dict[str, Any], folder: str, collectives: Collectives) ->
         each_rank=True,
     )
     places = PlacesPart(name=f"{folder}/{_places_name(collectives.rank)}", value=None, each_rank=True, shard=shard)
-    return ShardedState([shard, places], partial(_close, folder=folder, metadata=metadata, world_size=collectives.world_size))
+    return ShardedState(
+        [shard, places], partial(_close, folder=folder, metadata=metadata, world_size=collectives.world_size)
+    )
 
 
 def _places_name(rank: int) -> str:

@@ -69,14 +69,19 @@ def gather(
         collectives: of all ranks.
     """
     # Of optimizers, the sharded state is all that a rank holds at a time.
-    named = [(OPTIMIZER_NAME, index, state_dicts.optimizer_state(model, optimizer)) for index, (model, optimizer) in enumerate(optimizers)]
+    named = [
+        (OPTIMIZER_NAME, index, state_dicts.optimizer_state(model, optimizer))
+        for index, (model, optimizer) in enumerate(optimizers)
+    ]
     gathered = Gathered()
     for stem, index, state in [*((MODEL_STEM, index, state) for index, state in enumerate(weights)), *named]:
         _WRITERS[kind](gathered, stem, index, state, collectives)
     return gathered
 
 
-def gather_one(kind: StateDictType, stem: str, index: int, state: State, collectives: Collectives, use_dcp: bool = True) -> Gathered:
+def gather_one(
+    kind: StateDictType, stem: str, index: int, state: State, collectives: Collectives, use_dcp: bool = True
+) -> Gathered:
     """Get one model, or one optimizer, ready to be written. Every rank must call it.
 
     Args:
@@ -181,7 +186,9 @@ class ShardedReader:
         found: set[int] = set()
         for name in self.names:
             for stem in stems:
-                match = re.fullmatch(rf"{stem}(?:_(\d+))?(?:_rank\d+)?(?:\.bin|\.safetensors|/{re.escape(METADATA_NAME)})", name)
+                match = re.fullmatch(
+                    rf"{stem}(?:_(\d+))?(?:_rank\d+)?(?:\.bin|\.safetensors|/{re.escape(METADATA_NAME)})", name
+                )
                 if match:
                     found.add(int(match[1] or 0))
         return len(found)
@@ -215,7 +222,10 @@ class ShardedReader:
             return state_dicts.read_optimizer(self._folder(OPTIMIZER_NAME, index), layout)
         local = self._local(OPTIMIZER_NAME, index)
         if local is not None:
-            kept = {name: {key: _into(layout, name, value) for key, value in entry.items()} for name, entry in local["state"].items()}
+            kept = {
+                name: {key: _into(layout, name, value) for key, value in entry.items()}
+                for name, entry in local["state"].items()
+            }
             return {"state": kept, "param_groups": local["param_groups"]}
         name = numbered(OPTIMIZER_NAME, index, "bin")
         if name not in self.names:
@@ -259,7 +269,11 @@ class ShardedReader:
                 f"{self.folder} was saved with LOCAL_STATE_DICT on {saved} processes, and loads on as many only; here are "
                 f"{self.world_size}. Save with SHARDED_STATE_DICT to load on any number."
             )
-        self.used.update(other for other in self.names if re.fullmatch(rf"{re.escape(name.rsplit('_rank', 1)[0])}_rank\d+\.bin", other))
+        self.used.update(
+            other
+            for other in self.names
+            if re.fullmatch(rf"{re.escape(name.rsplit('_rank', 1)[0])}_rank\d+\.bin", other)
+        )
         return content["state"]
 
 
@@ -276,7 +290,10 @@ def _into(layout: Layout, name: str, value: Any) -> Any:
 
 
 def plan(
-    reader: ShardedReader, layouts: Sequence[Layout], optimizers: Sequence[tuple[Layout, Optimizer, Sequence[str]]], strict: bool
+    reader: ShardedReader,
+    layouts: Sequence[Layout],
+    optimizers: Sequence[tuple[Layout, Optimizer, Sequence[str]]],
+    strict: bool,
 ) -> list[Callable[[], Any]]:
     """Read models and optimizers, and return what puts them in their place; every rank must call that, in this order.
 
@@ -294,7 +311,9 @@ def plan(
     return changes
 
 
-def plan_optimizer(reader: ShardedReader, index: int, layout: Layout, optimizer: Optimizer, names: Sequence[str]) -> partial[Any]:
+def plan_optimizer(
+    reader: ShardedReader, index: int, layout: Layout, optimizer: Optimizer, names: Sequence[str]
+) -> partial[Any]:
     """Read one optimizer, and return what puts its state in place; every rank must call that.
 
     Raises:

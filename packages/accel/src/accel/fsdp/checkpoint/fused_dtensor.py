@@ -57,7 +57,9 @@ class Packed(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise NotImplementedError(f"{func} of a parameter in the form in which it is saved. Take its `tensor`, or `full_tensor()`.")
+        raise NotImplementedError(
+            f"{func} of a parameter in the form in which it is saved. Take its `tensor`, or `full_tensor()`."
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Packed({tuple(self.shape)}, {self.tensor!r})"
@@ -65,7 +67,9 @@ class Packed(torch.Tensor):
     @property
     def _dim(self) -> int:
         """The dimension of the pieces, in the shape in which it is held."""
-        return next(dim for dim in range(self.ndim) if self.tensor.shape[: dim + 2].numel() == self.shape[: dim + 1].numel())
+        return next(
+            dim for dim in range(self.ndim) if self.tensor.shape[: dim + 2].numel() == self.shape[: dim + 1].numel()
+        )
 
     def full_tensor(self) -> torch.Tensor:
         """The whole, in the shape in which it is saved. Every rank must call it."""
@@ -75,7 +79,9 @@ class Packed(torch.Tensor):
     def _parts(self) -> list[tuple[torch.Size, torch.Tensor]]:
         """This rank's part of each piece, with where it begins in the whole."""
         own = local(self.tensor.detach())
-        _, begin = compute_local_shape_and_global_offset(self.tensor.shape, self.tensor.device_mesh, self.tensor.placements)
+        _, begin = compute_local_shape_and_global_offset(
+            self.tensor.shape, self.tensor.device_mesh, self.tensor.placements
+        )
         dim, width = self._dim, self.tensor.shape[self._dim + 1]
         parts = []
         for index in range(own.shape[dim]):
@@ -106,7 +112,12 @@ class Packed(torch.Tensor):
 
 def pack(value: Any, shape: torch.Size | None) -> Any:
     """A DTensor as it is saved; other values, and DTensors that have that shape, as they are."""
-    held_otherwise = shape is not None and isinstance(value, DTensor) and value.ndim == len(shape) + 1 and value.numel() == shape.numel()
+    held_otherwise = (
+        shape is not None
+        and isinstance(value, DTensor)
+        and value.ndim == len(shape) + 1
+        and value.numel() == shape.numel()
+    )
     return Packed(value, shape) if held_otherwise else value  # type: ignore[arg-type]
 
 

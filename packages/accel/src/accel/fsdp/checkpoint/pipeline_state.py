@@ -15,7 +15,9 @@ from .fused_dtensor import whole
 State = dict[str, Any]
 
 
-def collect(entries: Mapping[Any, Any], mesh: DeviceMesh, device: torch.device, keep: Callable[[torch.Tensor], Any]) -> dict[Any, Any]:
+def collect(
+    entries: Mapping[Any, Any], mesh: DeviceMesh, device: torch.device, keep: Callable[[torch.Tensor], Any]
+) -> dict[Any, Any]:
     """The values of all stages on the first rank, nothing on the others; one tensor is whole at a time. Every rank must call it.
 
     Args:
@@ -69,7 +71,10 @@ def rename_optimizer_state(state: State, names: Mapping[str, str], groups: list[
         groups: names of all parameters in each group, of all stages.
     """
     entries = {names[name]: value for name, value in state["state"].items() if name in names}
-    return {"state": entries, "param_groups": [{**group, "params": own} for group, own in zip(state["param_groups"], groups, strict=True)]}
+    return {
+        "state": entries,
+        "param_groups": [{**group, "params": own} for group, own in zip(state["param_groups"], groups, strict=True)],
+    }
 
 
 def own_optimizer_state(state: State, names: Mapping[str, str]) -> State:
@@ -82,7 +87,8 @@ def own_optimizer_state(state: State, names: Mapping[str, str]) -> State:
     return {
         "state": {names[name]: value for name, value in state["state"].items() if name in names},
         "param_groups": [
-            {**group, "params": [names[name] for name in group["params"] if name in names]} for group in state["param_groups"]
+            {**group, "params": [names[name] for name in group["params"] if name in names]}
+            for group in state["param_groups"]
         ],
     }
 

@@ -57,7 +57,9 @@ class SavedTensors:
         self._file = open(self._path, "rb", buffering=0)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
     def read(self, offset: int, length: int, begin: torch.Size, target: torch.Tensor) -> None:
@@ -114,7 +116,9 @@ class SavedTensors:
         while done < len(memory):
             count = self._file.readinto(memory[done:])
             if not count:
-                raise EOFError(f"the file ends at byte {position + done}, and a tensor goes on to {position + len(memory)}")
+                raise EOFError(
+                    f"the file ends at byte {position + done}, and a tensor goes on to {position + len(memory)}"
+                )
             done += count
 
     def _records(self, offset: int, length: int) -> Mapping[str, tuple[int, int]]:
@@ -152,7 +156,13 @@ class SavedTensors:
 
 def _lies_in_order(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but its elements, one after another."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_neg() or tensor.is_conj():
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_neg()
+        or tensor.is_conj()
+    ):
         return False
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
 

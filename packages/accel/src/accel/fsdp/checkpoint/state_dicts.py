@@ -58,7 +58,9 @@ class Layout:
         if not isinstance(like, DTensor):
             return whole
         # Every rank has read the same: there is nothing to send.
-        return distribute_tensor(whole.to(like.device).reshape(like.shape), like.device_mesh, like.placements, src_data_rank=None)
+        return distribute_tensor(
+            whole.to(like.device).reshape(like.shape), like.device_mesh, like.placements, src_data_rank=None
+        )
 
     def empty(self, name: str, dtype: torch.dtype) -> Any:
         """Memory for this rank's part of the tensor of a name."""
@@ -69,7 +71,9 @@ def model_state(model: nn.Module) -> State:
     """A model's weights and buffers by name, each rank's part of them. Every rank must call it."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return pack_state({clean_name(name): value for name, value in get_model_state_dict(model).items()}, packed_shapes(model))
+    return pack_state(
+        {clean_name(name): value for name, value in get_model_state_dict(model).items()}, packed_shapes(model)
+    )
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
@@ -81,7 +85,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
         return {"state": {}, "param_groups": _named_groups(model, optimizer)}
     state: State = dict(get_optimizer_state_dict(model, optimizer))
     shapes = packed_shapes(model)
-    entries = {name: {key: pack(value, shapes.get(clean_name(name))) for key, value in own.items()} for name, own in state["state"].items()}
+    entries = {
+        name: {key: pack(value, shapes.get(clean_name(name))) for key, value in own.items()}
+        for name, own in state["state"].items()
+    }
     return {**state, "state": entries}
 
 
@@ -133,7 +140,9 @@ def whole_optimizer_state(state: State, on_host: Any) -> State:
         for key, value in entries.items():
             all_of_it = whole(value)
             if on_host is not None:
-                gathered.setdefault(name, {})[key] = on_host(all_of_it) if isinstance(all_of_it, torch.Tensor) else all_of_it
+                gathered.setdefault(name, {})[key] = (
+                    on_host(all_of_it) if isinstance(all_of_it, torch.Tensor) else all_of_it
+                )
     return {"state": gathered, "param_groups": state["param_groups"]} if on_host is not None else {}
 
 
@@ -204,7 +213,10 @@ def optimizer_from_whole(state: Mapping[str, Any], layout: Layout, names: Sequen
         CheckpointError: it is the state of an optimizer of other parameters.
     """
     by_name = named(state, names, path)
-    parts = {name: {key: _part(layout, name, value) for key, value in entries.items()} for name, entries in by_name["state"].items()}
+    parts = {
+        name: {key: _part(layout, name, value) for key, value in entries.items()}
+        for name, entries in by_name["state"].items()
+    }
     return {"state": parts, "param_groups": by_name["param_groups"]}
 
 
@@ -225,7 +237,9 @@ def named(state: Mapping[str, Any], names: Sequence[str], path: Path) -> State:
     if all(isinstance(number, str) for number in numbers):
         return {"state": {clean_name(name): value for name, value in entries.items()}, "param_groups": list(groups)}
     if sorted(numbers) != list(range(len(names))):
-        raise CheckpointError(f"{path} is the state of an optimizer of {len(numbers)} parameters; here it has {len(names)}.")
+        raise CheckpointError(
+            f"{path} is the state of an optimizer of {len(numbers)} parameters; here it has {len(names)}."
+        )
     return {
         "state": {names[number]: value for number, value in entries.items()},
         "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in groups],
@@ -242,11 +256,15 @@ def numbered(state: Mapping[str, Any], names: Sequence[str], path: Path) -> Stat
     used = [name for group in state["param_groups"] for name in group["params"]]
     unknown = [name for name in [*used, *state["state"]] if name not in numbers]
     if unknown:
-        raise CheckpointError(f"{path} has the optimizer's state of {unknown[0]}, which the optimizer here does not update.")
+        raise CheckpointError(
+            f"{path} has the optimizer's state of {unknown[0]}, which the optimizer here does not update."
+        )
     # Groups may have been written in another order of names than they are in here.
     return {
         "state": {numbers[name]: value for name, value in state["state"].items()},
-        "param_groups": [{**group, "params": sorted(numbers[name] for name in group["params"])} for group in state["param_groups"]],
+        "param_groups": [
+            {**group, "params": sorted(numbers[name] for name in group["params"])} for group in state["param_groups"]
+        ],
     }
 
 
@@ -273,7 +291,10 @@ def plan_model(layout: Layout, state: State, strict: bool, path: Path) -> partia
     for names in layout.ties:
         present = [name for name in names if name in state]
         state = {**state, **{name: state[present[0]] for name in names if present and name not in state}}
-    missing, unexpected = sorted(set(layout.tensors) - set(state)), sorted(set(state) - set(layout.tensors) - layout.elsewhere)
+    missing, unexpected = (
+        sorted(set(layout.tensors) - set(state)),
+        sorted(set(state) - set(layout.tensors) - layout.elsewhere),
+    )
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{path} does not fit {type(layout.model).__name__}: missing {_some(missing)}; unexpected {_some(unexpected)}. Load it into "
@@ -303,11 +324,19 @@ def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State, path: Pat
 
 def _require_parameters(model: nn.Module, optimizer: Optimizer, state: State, path: Path) -> None:
     """Refuse a state that does not know a parameter which the optimizer here updates."""
-    known = {clean_name(name) for name in [*state["state"], *(name for group in state["param_groups"] for name in group.get("params", ()))]}
+    known = {
+        clean_name(name)
+        for name in [*state["state"], *(name for group in state["param_groups"] for name in group.get("params", ()))]
+    }
     names: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(clean_name(name))
-    updated = [item for group in optimizer.param_groups for item in group["params"] if isinstance(item, DTensor) and item.requires_grad]
+    updated = [
+        item
+        for group in optimizer.param_groups
+        for item in group["params"]
+        if isinstance(item, DTensor) and item.requires_grad
+    ]
     missing = [min(names[id(item)]) for item in updated if id(item) in names and not names[id(item)] & known]
     if missing:
         raise CheckpointError(

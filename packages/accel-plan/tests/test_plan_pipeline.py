@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from accel_launch.config.read.read import load_settings
+from accel_launch.config.read import load_settings
 from torch.distributed import pipelining
 
 from accel import Accelerator
@@ -69,9 +69,16 @@ def folder_of(folder: Path, **changed: Any) -> str:
     return str(folder)
 
 
-def planned(model: str, sizes: dict[str, int], pipeline: dict[str, Any], rank: int = 0, fsdp: bool = True, **asked: Any) -> RankPlan:
+def planned(
+    model: str, sizes: dict[str, int], pipeline: dict[str, Any], rank: int = 0, fsdp: bool = True, **asked: Any
+) -> RankPlan:
     named = {f"parallelism_config_{axis}_size": str(size) for axis, size in sizes.items()}
-    options = {**(FSDP2 if fsdp else {}), "use_parallelism_config": "true", "num_processes": str(math.prod(sizes.values())), **named}
+    options = {
+        **(FSDP2 if fsdp else {}),
+        "use_parallelism_config": "true",
+        "num_processes": str(math.prod(sizes.values())),
+        **named,
+    }
     settings = load_settings(options, environ={"HF_HOME": "nowhere"})
     return plan(Request(settings, model, rank=rank, **{"batch_size": BATCH, "seq_length": LENGTH, **pipeline, **asked}))
 
@@ -95,8 +102,12 @@ class Counter:
 
         def backward_one_chunk(own: Any, *args: Any, **kwargs: Any) -> Any:
             tensors = [item.grad for item in self.model.parameters() if item.grad is not None] + held(self.optimizer)
-            apart = {*storages_in(self.model), *self.whole()} | {local(tensor).untyped_storage()._cdata for tensor in tensors}
-            self.bytes = max(self.bytes, sum(size for key, size in self.recorder.storages().items() if key not in apart))
+            apart = {*storages_in(self.model), *self.whole()} | {
+                local(tensor).untyped_storage()._cdata for tensor in tensors
+            }
+            self.bytes = max(
+                self.bytes, sum(size for key, size in self.recorder.storages().items() if key not in apart)
+            )
             self.now -= 1
             result = backward(own, *args, **kwargs)
             self.whole()
@@ -116,13 +127,20 @@ class Counter:
 
 
 def held(optimizer: Any) -> list[torch.Tensor]:
-    return [value for state in optimizer.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return [
+        value
+        for state in optimizer.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def train(case: Case, path: str) -> dict[str, Any]:
     """Two real steps; in the first the stages tell each other their shapes, the second is recorded."""
     sizes, pipeline, _ = case
-    config = ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()}, pp_handler=PipelineParallelConfig(**pipeline))
+    config = ParallelismConfig(
+        **{f"{axis}_size": size for axis, size in sizes.items()}, pp_handler=PipelineParallelConfig(**pipeline)
+    )
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
     torch.manual_seed(0)
@@ -134,7 +152,10 @@ def train(case: Case, path: str) -> dict[str, Any]:
     with Recorder([("rank", accelerator.num_processes)]) as alive:
         for _ in range(2):
             optimizer.zero_grad()
-            with Recorder([("rank", accelerator.num_processes)]) as recorder, Counter(model, optimizer, alive) as counter:
+            with (
+                Recorder([("rank", accelerator.num_processes)]) as recorder,
+                Counter(model, optimizer, alive) as counter,
+            ):
                 accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
             optimizer.step()
     found = {
@@ -196,7 +217,9 @@ def test_few_traces_say_what_every_rank_holds(tmp_path, schedule) -> None:
     assert quick[1].pipeline.stages == stages
     assert [one.pipeline.in_flight for one in quick] == ([4, 2] if schedule == "1f1b" else [4, 4])
     words = 320 * 64
-    assert [stage.parameters for stage in stages] == [2 * (n * BLOCK + more) for n, more in ((4, words), (4, 0), (3, 0), (3, words + 64))]
+    assert [stage.parameters for stage in stages] == [
+        2 * (n * BLOCK + more) for n, more in ((4, words), (4, 0), (3, 0), (3, words + 64))
+    ]
     # What is divided is whole in between, and so are gradients until they are reduced: 4 bytes each.
     for one, values in zip(quick, (4 * BLOCK + words, 3 * BLOCK), strict=True):
         assert (one.memory.weights, one.memory.gradients, one.memory.optimizer) == (2 * values, 2 * values, 4 * values)
@@ -216,7 +239,9 @@ def test_accumulation_sends_with_every_micro_batch(tmp_path) -> None:
     named = {"parallelism_config_pp_size": "2", "use_parallelism_config": "true", "num_processes": "2"}
     found = []
     for steps in ("1", "3"):
-        settings = load_settings({**FSDP2, **named, "gradient_accumulation_steps": steps}, environ={"HF_HOME": "nowhere"})
+        settings = load_settings(
+            {**FSDP2, **named, "gradient_accumulation_steps": steps}, environ={"HF_HOME": "nowhere"}
+        )
         plans = plan(Request(settings, model, rank=1, batch_size=BATCH, seq_length=LENGTH))
         found.append({one.kind: (one.calls, one.payload) for one in plans.collectives})
     assert found[1] == {kind: (3 * calls, 3 * payload) for kind, (calls, payload) in found[0].items()}
@@ -250,7 +275,10 @@ def test_the_command_takes_the_settings_of_a_pipeline(tmp_path, capsys) -> None:
 def test_the_text_names_the_fullest_rank(tmp_path) -> None:
     found = planned(folder_of(tmp_path), {"pp": 2}, {}, fsdp=False)
     lines = as_text(found).splitlines()
-    assert "pipeline: stage 0, blocks 0 to 2 of 5; 1f1b, 2 micro batches of 2 sample(s), at most 2 in flight on this rank" in lines
+    assert (
+        "pipeline: stage 0, blocks 0 to 2 of 5; 1f1b, 2 micro batches of 2 sample(s), at most 2 in flight on this rank"
+        in lines
+    )
     assert found.pipeline is not None
     marked = [line for line in lines if line.endswith("the fullest")]
     assert len(marked) == 1 and marked[0].startswith(f"  rank {found.pipeline.fullest} ")
@@ -263,7 +291,11 @@ def test_the_text_names_the_fullest_rank(tmp_path) -> None:
         ({"pp": 2, "sp": 2}, {}, "pp_size=2 with sp_size=2: stages of a pipeline pass whole sequences on"),
         ({"pp": 8}, {"batch_size": 8}, r"LlamaForCausalLM has 5 blocks \(model.layers\), fewer than the 8 stages"),
         ({"pp": 2, "tp": 8}, {}, "tp_size=8 does not divide num_attention_heads=4"),
-        ({"pp": 4}, {"num_microbatches": 2}, r"num_microbatches=2: 1f1b needs at least as many as there are ranks in the pipeline \(4\)"),
+        (
+            {"pp": 4},
+            {"num_microbatches": 2},
+            r"num_microbatches=2: 1f1b needs at least as many as there are ranks in the pipeline \(4\)",
+        ),
         ({"pp": 2}, {"batch_size": 3}, "num_microbatches=2: a batch of 3 samples on a rank cannot be divided so"),
         ({"pp": 2}, {"schedule": "zb"}, "schedule='zb' is not one of gpipe, 1f1b, interleaved1f1b"),
         ({"pp": 2}, {"stages_per_rank": 2}, "stages_per_rank=2 does not go with schedule='1f1b'"),
@@ -277,7 +309,12 @@ def test_what_a_pipeline_refuses_the_plan_refuses(tmp_path, sizes, asked, messag
 
 def test_deepspeed_and_a_mesh_are_refused_as_by_the_accelerator(tmp_path, monkeypatch) -> None:
     message = "one strategy trains a model, but settings were given for deepspeed, mesh"
-    named = {"use_deepspeed": "true", "use_parallelism_config": "true", "parallelism_config_pp_size": "2", "num_processes": "2"}
+    named = {
+        "use_deepspeed": "true",
+        "use_parallelism_config": "true",
+        "parallelism_config_pp_size": "2",
+        "num_processes": "2",
+    }
     settings = load_settings(named, environ={"HF_HOME": "nowhere"})
     with pytest.raises(ConfigurationError, match=message):
         plan(Request(settings, folder_of(tmp_path)))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accel_launch.config.read.read import load_settings
+from accel_launch.config.read import load_settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_bigmodel.estimate import measure_activations
@@ -36,7 +36,15 @@ VOCABULARY = 128256
 
 def shapes(model: str) -> list[tuple[int, ...]]:
     layers, hidden, keys, inner = DIMENSIONS[model]
-    block = [(hidden, hidden), (keys, hidden), (keys, hidden), (hidden, hidden), (inner, hidden), (inner, hidden), (hidden, inner)]
+    block = [
+        (hidden, hidden),
+        (keys, hidden),
+        (keys, hidden),
+        (hidden, hidden),
+        (inner, hidden),
+        (inner, hidden),
+        (hidden, inner),
+    ]
     return [*(layers * [*block, (hidden,), (hidden,)]), (VOCABULARY, hidden), (VOCABULARY, hidden), (hidden,)]
 
 
@@ -91,7 +99,10 @@ def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> No
 
 
 def test_the_guide_has_both_models_on_three_numbers_of_ranks() -> None:
-    found = {(re.search(r"--model (\S+)", one)[1], int(re.search(r"--num_processes (\d+)", one)[1])) for one, _ in documented()}
+    found = {
+        (re.search(r"--model (\S+)", one)[1], int(re.search(r"--num_processes (\d+)", one)[1]))
+        for one, _ in documented()
+    }
     assert found == {(model, ranks) for model in DIMENSIONS for ranks in (8, 512, 4096)}
 
 
@@ -120,7 +131,9 @@ def test_the_figures_of_the_guide_follow_from_the_shapes(number) -> None:
     assert figure(output, rf"reduce-scatter\s+dp_shard\s+{shards} ranks\s+\d+ calls") == reduced
     copies = sizes.get("dp_replicate", 1)
     if copies > 1:
-        assert figure(output, rf"all-reduce\s+dp_replicate\s+{copies} ranks\s+\d+ calls") == sent_bytes("all-reduce", 4 * own, copies)
+        assert figure(output, rf"all-reduce\s+dp_replicate\s+{copies} ranks\s+\d+ calls") == sent_bytes(
+            "all-reduce", 4 * own, copies
+        )
     rank = int((re.search(r"--rank (\d+)", command) or (0, "0"))[1])
     assert f"data rank {rank // tp} of {ranks // tp};" in output
 
@@ -134,16 +147,24 @@ def test_the_figures_of_the_pipeline_follow_from_the_shapes() -> None:
     def own(some: list[tuple[int, ...]]) -> int:
         return sum(padded(shape, shards if len(shape) == 1 else shards * tp) for shape in some)
 
-    assert f"pipeline: stage 2, blocks 20 to 29 of 80; 1f1b, 8 micro batches of 1 sample(s), at most {flying} in flight" in output
+    assert (
+        f"pipeline: stage 2, blocks 20 to 29 of 80; 1f1b, 8 micro batches of 1 sample(s), at most {flying} in flight"
+        in output
+    )
     assert figure(output, "parameters") == figure(output, "gradients") == 4 * own(stage)
     assert figure(output, "optimizer state") == 8 * own(stage)
     # The whole stage in bf16, and its whole gradients in float32.
-    assert figure(output, "gathered or in flight") == 6 * sum(math.prod(shape) // (1 if len(shape) == 1 else tp) for shape in stage)
+    assert figure(output, "gathered or in flight") == 6 * sum(
+        math.prod(shape) // (1 if len(shape) == 1 else tp) for shape in stage
+    )
     passed = 8192 * 8192 * 2
     assert figure(output, "activations") == pytest.approx((flying * 10 + 2 * micro) * passed, rel=0.02)
     for what in ("activations", "gradients"):
         assert figure(output, rf"{what}\s+pp\s+2 ranks\s+{micro} calls") == micro * passed
-    gathered, reduced = (sent_bytes(kind, size * shards * own(stage), shards) for kind, size in (("all-gather", 18), ("reduce-scatter", 4)))
+    gathered, reduced = (
+        sent_bytes(kind, size * shards * own(stage), shards)
+        for kind, size in (("all-gather", 18), ("reduce-scatter", 4))
+    )
     assert figure(output, r"all-gather\s+dp_shard\s+64 ranks\s+90 calls") == gathered
     assert figure(output, r"reduce-scatter\s+dp_shard\s+64 ranks\s+10 calls") == reduced
     assert figure(output, r"all-reduce\s+tp\s+8 ranks\s+400 calls") == sent_bytes("all-reduce", 400 * passed, tp)
@@ -156,13 +177,19 @@ def test_the_figures_of_the_pipeline_follow_from_the_shapes() -> None:
     "options",
     [
         {**FSDP2, "num_processes": 8, "gradient_accumulation_steps": 3, "fsdp_reshard_after_forward": False},
-        {"use_fsdp": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "num_processes": 8, "mixed_precision": "bf16"},
+        {
+            "use_fsdp": True,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "num_processes": 8,
+            "mixed_precision": "bf16",
+        },
     ],
 )
 def test_three_blocks_say_what_all_of_them_do(tmp_path, options) -> None:
     model = small(tmp_path, num_hidden_layers=5)
     quick, whole = (
-        plan(Request(settings_of(**options), model, rank=3, batch_size=2, seq_length=16, all_blocks=every)) for every in (False, True)
+        plan(Request(settings_of(**options), model, rank=3, batch_size=2, seq_length=16, all_blocks=every))
+        for every in (False, True)
     )
     assert quick == whole
 
@@ -175,7 +202,12 @@ def test_ranks_that_share_layers_or_sequences_share_samples(tmp_path) -> None:
     assert [one.coordinates["cp"] for one in plans] == [(0, 2), (1, 2), (0, 2)]
     assert {(one.batch.ranks, one.batch.global_size, one.local_length) for one in plans} == {(2, 4, 16)}
     kinds = {(one.kind, one.axis) for one in plans[0].collectives}
-    assert kinds >= {("all-gather", "dp_shard+cp"), ("reduce-scatter", "dp_shard+cp"), ("all-reduce", "tp"), ("all-gather", "cp")}
+    assert kinds >= {
+        ("all-gather", "dp_shard+cp"),
+        ("reduce-scatter", "dp_shard+cp"),
+        ("all-reduce", "tp"),
+        ("all-gather", "cp"),
+    }
 
 
 def test_sequences_shared_by_heads_are_exchanged_around_attention(tmp_path) -> None:
@@ -210,17 +242,33 @@ def test_activations_are_about_what_autograd_keeps(tmp_path, precision) -> None:
 def test_tied_weights_are_held_and_sent_once(tmp_path, kind) -> None:
     sizes = {
         "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32},
-        "bert": {"architectures": ["BertForMaskedLM"], "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2},
-        "t5": {"architectures": ["T5ForConditionalGeneration"], "num_layers": 1, "d_model": 32, "num_heads": 2, "d_kv": 16, "d_ff": 64},
+        "bert": {
+            "architectures": ["BertForMaskedLM"],
+            "num_hidden_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+        },
+        "t5": {
+            "architectures": ["T5ForConditionalGeneration"],
+            "num_layers": 1,
+            "d_model": 32,
+            "num_heads": 2,
+            "d_kv": 16,
+            "d_ff": 64,
+        },
     }
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 128, "intermediate_size": 64, **sizes[kind]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": kind, "vocab_size": 128, "intermediate_size": 64, **sizes[kind]})
+    )
     found = plan(Request(settings_of(num_processes=4), str(tmp_path), rank=1, seq_length=16))
     assert found.memory.weights == found.memory.gradients == 4 * found.parameters
     assert next(one.payload for one in found.collectives if one.kind == "all-reduce") == 4 * found.parameters
 
 
 def test_what_is_offloaded_is_said(tmp_path) -> None:
-    found = plan(Request(settings_of(**FSDP2, num_processes=2, fsdp_offload_params=True), small(tmp_path), seq_length=16))
+    found = plan(
+        Request(settings_of(**FSDP2, num_processes=2, fsdp_offload_params=True), small(tmp_path), seq_length=16)
+    )
     text = as_text(found)
     assert found.offloaded == ("weights", "gradients", "optimizer")
     assert figure(text, "on the device") == found.memory.buffers + found.memory.activations
@@ -230,7 +278,8 @@ def test_what_is_offloaded_is_said(tmp_path) -> None:
 def test_accumulation_reduces_once_and_gathers_with_every_micro_batch(tmp_path) -> None:
     model = small(tmp_path)
     one, four = (
-        plan(Request(settings_of(**FSDP2, num_processes=4, gradient_accumulation_steps=steps), model, seq_length=16)) for steps in (1, 4)
+        plan(Request(settings_of(**FSDP2, num_processes=4, gradient_accumulation_steps=steps), model, seq_length=16))
+        for steps in (1, 4)
     )
     calls = [{each.kind: (each.calls, each.payload) for each in found.collectives} for found in (one, four)]
     assert calls[1]["reduce-scatter"] == calls[0]["reduce-scatter"]
@@ -239,28 +288,64 @@ def test_accumulation_reduces_once_and_gathers_with_every_micro_batch(tmp_path) 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deepspeed_by_arithmetic(tmp_path, stage) -> None:
-    options = {"use_deepspeed": True, "zero_stage": stage, "num_processes": 4, "mixed_precision": "bf16", "gradient_accumulation_steps": 2}
+    options = {
+        "use_deepspeed": True,
+        "zero_stage": stage,
+        "num_processes": 4,
+        "mixed_precision": "bf16",
+        "gradient_accumulation_steps": 2,
+    }
     found = plan(Request(settings_of(**options), small(tmp_path), seq_length=16))
     values = found.parameters
     weights, gradients, optimizer = (2 * values, 2 * values, 12 * values)
     memory = found.memory
-    expected = [weights / (4 if stage > 2 else 1), gradients / (4 if stage > 1 else 1), optimizer / (4 if stage > 0 else 1)]
+    expected = [
+        weights / (4 if stage > 2 else 1),
+        gradients / (4 if stage > 1 else 1),
+        optimizer / (4 if stage > 0 else 1),
+    ]
     assert [memory.weights, memory.gradients, memory.optimizer] == [round(value) for value in expected]
     reduced, gathered = {2: 2, 3: 2}.get(stage, 1), {3: 4}.get(stage, 1)
     times = {"reduce-scatter": reduced, "all-gather": gathered} if stage else {"all-reduce": 1}
-    assert {one.kind: one.payload for one in found.collectives} == {kind: count * 2 * values for kind, count in times.items()}
+    assert {one.kind: one.payload for one in found.collectives} == {
+        kind: count * 2 * values for kind, count in times.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("options", "asked", "message"),
     [
-        (mesh(dp_shard=2, tp=8), {}, "tp_size=8 does not divide num_attention_heads=12 of LlamaForCausalLM.*Allowed: 1, 2, 3, 4, 6, 12"),
-        ({**mesh(dp_shard=2, tp=2), "num_processes": 6}, {}, "dp_shard_size=2 x .*tp_size=2.* = 4, but there are 6 processes"),
-        (mesh(dp_shard=2, cp=4), {"seq_length": 20}, "sequences of 20 positions cannot be shared by cp_size=4.*multiple of 8"),
-        ({**FSDP2, "num_processes": 8}, {"batch_size": 4, "split_batches": True}, "4 samples cannot be shared by 8 ranks.*multiples of 8"),
+        (
+            mesh(dp_shard=2, tp=8),
+            {},
+            "tp_size=8 does not divide num_attention_heads=12 of LlamaForCausalLM.*Allowed: 1, 2, 3, 4, 6, 12",
+        ),
+        (
+            {**mesh(dp_shard=2, tp=2), "num_processes": 6},
+            {},
+            "dp_shard_size=2 x .*tp_size=2.* = 4, but there are 6 processes",
+        ),
+        (
+            mesh(dp_shard=2, cp=4),
+            {"seq_length": 20},
+            "sequences of 20 positions cannot be shared by cp_size=4.*multiple of 8",
+        ),
+        (
+            {**FSDP2, "num_processes": 8},
+            {"batch_size": 4, "split_batches": True},
+            "4 samples cannot be shared by 8 ranks.*multiples of 8",
+        ),
         ({**FSDP2, "num_processes": 8}, {"rank": 8}, r"--rank 8: with 8 process\(es\), ranks go from 0 to 7"),
-        ({**FSDP2, "num_processes": 8}, {"seq_length": 65}, "--seq_length 65: the model takes at most max_position_embeddings=64"),
-        ({**FSDP2, "num_processes": 9, "num_machines": 2}, {}, "num_processes=9 cannot be spread evenly over num_machines=2"),
+        (
+            {**FSDP2, "num_processes": 8},
+            {"seq_length": 65},
+            "--seq_length 65: the model takes at most max_position_embeddings=64",
+        ),
+        (
+            {**FSDP2, "num_processes": 9, "num_machines": 2},
+            {},
+            "num_processes=9 cannot be spread evenly over num_machines=2",
+        ),
         (FSDP2, {}, "no number of processes in the configuration. Give --num_processes"),
         ({**FSDP2, "num_processes": 8, "mixed_precision": "fp8"}, {}, "Plan with --mixed_precision bf16"),
         (
@@ -273,7 +358,11 @@ def test_deepspeed_by_arithmetic(tmp_path, stage) -> None:
             {},
             "LlamaForCausalLM has no module of class BertLayer",
         ),
-        ({"use_deepspeed": True, "num_processes": 2, "deepspeed_config_file": "nowhere.json"}, {}, "nowhere.json.*No such file"),
+        (
+            {"use_deepspeed": True, "num_processes": 2, "deepspeed_config_file": "nowhere.json"},
+            {},
+            "nowhere.json.*No such file",
+        ),
     ],
 )
 def test_what_cannot_train_is_refused(tmp_path, options, asked, message) -> None:
@@ -284,7 +373,10 @@ def test_what_cannot_train_is_refused(tmp_path, options, asked, message) -> None
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("llama-3-9b", "neither a file or folder of this machine nor a shape known by name. Allowed: llama-3-8b, llama-3-70b"),
+        (
+            "llama-3-9b",
+            "neither a file or folder of this machine nor a shape known by name. Allowed: llama-3-8b, llama-3-70b",
+        ),
         ("{folder}", "there is no config.json in it"),
         ("{folder}/list.json", "is no configuration of a model of Transformers: it holds a list"),
         ("{folder}/bare.json", "there is no model_type in it"),
@@ -309,7 +401,10 @@ def test_the_command_reads_the_file_and_prints_json(tmp_path, capsys) -> None:
     assert found["batch"] == {"ranks": 4, "rank": 2, "global_size": 8, "samples": [4, 5]}
     assert found["memory"]["optimizer"] == 0 and found["memory"]["weights"] == 4 * found["parameters"]
     assert {one["kind"] for one in found["collectives"]} == {"all-reduce", "broadcast"}
-    for wrong, message in ((["--rank", "x"], "--rank x is no whole number from 0"), (["--batch_size", "0"], "--batch_size 0 is no whole")):
+    for wrong, message in (
+        (["--rank", "x"], "--rank x is no whole number from 0"),
+        (["--batch_size", "0"], "--batch_size 0 is no whole"),
+    ):
         with pytest.raises(ConfigurationError, match=message):
             COMMAND.run([str(file), "--model", "llama-3-8b", *wrong])
     with pytest.raises(ConfigurationError, match="--modle is not an option. Did you mean --model"):
@@ -317,7 +412,10 @@ def test_the_command_reads_the_file_and_prints_json(tmp_path, capsys) -> None:
 
 
 def test_bytes_of_collectives_and_names_of_axes() -> None:
-    sent = {kind: sent_bytes(kind, 800, 8) for kind in ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "broadcast")}
+    sent = {
+        kind: sent_bytes(kind, 800, 8)
+        for kind in ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "broadcast")
+    }
     assert sent == {"all-gather": 700, "reduce-scatter": 700, "all-to-all": 700, "all-reduce": 1400, "broadcast": 800}
     assert sent_bytes("all-reduce", 800, 1) == 0
     layout = [("dp_replicate", 4), ("dp_shard", 128), ("tp", 8)]
