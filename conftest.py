@@ -1,4 +1,6 @@
-"""For every test of the workspace: the order is random with a seed that is shown, and a test that leaves something behind fails."""
+"""For every test of the workspace: the order is random with a seed that is shown, and a test that leaves something
+behind fails.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-# A machine that does something else for a second is no reason for a test to fail, and the same examples come each time: new ones are
-# looked for with --hypothesis-seed. Folders of tests add to this profile.
+# A machine that does something else for a second is no reason for a test to fail, and the same examples come each time:
+# new ones are # looked for with --hypothesis-seed. Folders of tests add to this profile.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("suite", settings.get_profile("search"), derandomize=True)
 settings.load_profile("suite")
-# It would draw numbers and texts out of the source of our modules too: of those that are loaded, which are others in every order.
+# It would draw numbers and texts out of the source of our modules too: of those that are loaded, which are others in
+# every order.
 providers._get_local_constants = lambda: providers._local_constants
 
 # Set by pytest itself around every phase, by libraries the first time they are used, and never by us.
@@ -63,7 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def heed_signals() -> None:
-    """Undo what a run in the background (`nohup`, or `&` in a script) hands down: interrupts and hang-ups that are ignored."""
+    """Undo what a run in the background (`nohup`, or `&` in a script) hands down: interrupts and hang-ups that are
+    ignored.
+    """
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGQUIT, signal.SIG_DFL),
@@ -117,7 +122,9 @@ def leaves_nothing_behind(_empty_folder: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def leaves_no_process_behind() -> Iterator[None]:
-    """Fail a file whose tests leave a process running. Once a file: listing the processes of a machine takes milliseconds."""
+    """Fail a file whose tests leave a process running. Once a file: listing the processes of a machine takes
+    milliseconds.
+    """
     before = set(_processes())
     yield
     left = _wait_until_gone(lambda: [process for process in _processes() if process not in before])
@@ -197,7 +204,9 @@ def _stray_files(folder: Path) -> list[str]:
 
 def _wait_until_gone(find: Callable[[], list]) -> list:
     if find():
-        gc.collect()  # a loader's iterator ends its workers, and a pool its threads, when it is collected: later if it is part of a cycle
+        # a loader's iterator ends its workers, and a pool its threads, when it is collected: later if it is part of a
+        # cycle
+        gc.collect()
     deadline = time.monotonic() + _SECONDS_TO_END
     while (left := find()) and time.monotonic() < deadline:
         time.sleep(0.02)

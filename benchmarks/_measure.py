@@ -1,7 +1,8 @@
 """What the benchmarks share: timing in turns, verdicts, and the same measurement in the reference's interpreter.
 
-On a machine that others use too, absolute times say little. Variants therefore take turns, round by round, and what is reported is the
-median over rounds of the ratio (or difference) within a round: whatever slows a round down slows all its variants down.
+On a machine that others use too, absolute times say little. Variants therefore take turns, round by round, and what is
+reported is the median over rounds of the ratio (or difference) within a round: whatever slows a round down slows all
+its variants down.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def in_turns(
         variants: what to run, by name.
         rounds: how often to run each of them.
         warm_up: rounds before, whose times are not kept.
-        clock: by default that of the processor time of this process, which other processes hardly disturb; ``time.perf_counter`` is for
-            variants that wait for others.
+        clock: by default that of the processor time of this process, which other processes hardly disturb;
+            ``time.perf_counter`` is for variants that wait for others.
     """
     times: Times = {name: [] for name in variants}
     names = list(variants)

@@ -1,9 +1,10 @@
-"""Big models: loading to the CPU, loading with nearly all on the disk, a forward from the disk, and finding a device map.
+"""Big models: loading to the CPU, loading with nearly all on the disk, a forward from the disk, and finding a device
+map.
 
     python benchmarks/bench_bigmodel.py [--gigabytes 1.6]
 
-The file is in the page cache throughout; what is measured is the work, not the disk. The reference, where there is an interpreter that
-has it (see _measure.py), does the same in its own process with the same file.
+The file is in the page cache throughout; what is measured is the work, not the disk. The reference, where there is an
+interpreter that has it (see _measure.py), does the same in its own process with the same file.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python benchmarks/bench_checkpoint.py [--megabytes 512] [--folder .]
 
-The state is that of AdamW: weights and twice as much of averages. Plain PyTorch saves the two state dicts to two files, brings them to the
-disk (fsync; without it a crash of the machine loses them, with either library) and loads them back into a model and an optimizer. accel
-does the same and more within its times: digests, the manifest, random number generators, and verification of every byte before anything
-is loaded. Both write to the same file system; give --folder to choose it.
+The state is that of AdamW: weights and twice as much of averages. Plain PyTorch saves the two state dicts to two files,
+brings them to the disk (fsync; without it a crash of the machine loses them, with either library) and loads them back
+into a model and an optimizer. accel does the same and more within its times: digests, the manifest, random number
+generators, and verification of every byte before anything is loaded. Both write to the same file system; give --folder
+to choose it.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
     python benchmarks/bench_fp8.py
     python benchmarks/bench_fp8.py --width 4096 --tokens 16384 --compile    # what a GPU gets by default
 
-Each variant is a training step (forward, backward, no optimizer) of one transformer block: attention with its four projections and a
-gated MLP, under bfloat16 autocast with float32 weights. On a CPU nothing is gained in speed, so there the block is small and the figures
-say what the emulation and the bookkeeping cost. On a GPU the block has the width of Llama 3 8B and is compiled, and two targets are
-checked: native at most 5% slower than torchao with one scale a tensor, and at least 1.25 times the throughput of bfloat16.
+Each variant is a training step (forward, backward, no optimizer) of one transformer block: attention with its four
+projections and a gated MLP, under bfloat16 autocast with float32 weights. On a CPU nothing is gained in speed, so there
+the block is small and the figures say what the emulation and the bookkeeping cost. On a GPU the block has the width of
+Llama 3 8B and is compiled, and two targets are checked: native at most 5% slower than torchao with one scale a tensor,
+and at least 1.25 times the throughput of bfloat16.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""What sharded training costs more than the same strategy in plain PyTorch, on two processes: a step, and saving and loading.
+"""What sharded training costs more than the same strategy in plain PyTorch, on two processes: a step, and saving and
+loading.
 
     python benchmarks/bench_fsdp.py [--megabytes 384] [--folder .] [--only steps] [--seconds 20]
 
-Steps: a model of blocks in the loop that everybody writes, wrapped by hand with FullyShardedDataParallel or fully_shard, and prepared. The
-two, and plain PyTorch once more, which shows the noise, take turns in one process group. Checkpoints: AdamW's state and the weights, each
-rank's part in a file of its own, by torch.distributed.checkpoint (fsync included) and by save_state, which also writes digests and
-a manifest, and verifies every byte before anything is loaded. Each table takes about --seconds (and some rounds at least), and is
-printed when it is measured.
+Steps: a model of blocks in the loop that everybody writes, wrapped by hand with FullyShardedDataParallel or
+    fully_shard, and prepared. The
+two, and plain PyTorch once more, which shows the noise, take turns in one process group. Checkpoints: AdamW's state and
+the weights, each rank's part in a file of its own, by torch.distributed.checkpoint (fsync included) and by save_state,
+which also writes digests and a manifest, and verifies every byte before anything is loaded. Each table takes about
+--seconds (and some rounds at least), and is printed when it is measured.
 """
 
 from __future__ import annotations

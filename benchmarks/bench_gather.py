@@ -15,7 +15,8 @@ import _measure
 import torch
 import torch.distributed as dist
 
-# One flat collective for all tensors of a dtype should cost a fraction of one for each; there are two dtypes among 40 tensors.
+# One flat collective for all tensors of a dtype should cost a fraction of one for each; there are two dtypes among 40
+# tensors.
 TARGET = 0.5
 TENSORS = 40
 CALLS = 10

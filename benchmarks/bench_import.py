@@ -47,7 +47,9 @@ def commands(python: str, module: str, cli: str) -> dict[str, Callable[[], objec
 
 
 def compile_ours() -> None:
-    """Write the bytecode of our packages, as pip does for what it installs; an editable install leaves it to the first import."""
+    """Write the bytecode of our packages, as pip does for what it installs; an editable install leaves it to the first
+    import.
+    """
     for package in ("accel", "accel_bigmodel", "accel_data", "accel_fp8", "accel_launch", "accel_state", "accel_track"):
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():

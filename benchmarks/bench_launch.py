@@ -1,4 +1,5 @@
-"""What the launcher costs: its import, its help, one process, two processes. Medians of runs taken in turns, ratios of neighbouring runs.
+"""What the launcher costs: its import, its help, one process, two processes. Medians of runs taken in turns, ratios of
+neighbouring runs.
 
     python benchmarks/bench_launch.py [--runs 7] [--reference PYTHON]
 

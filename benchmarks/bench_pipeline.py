@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-# On top of stages by hand we run the forward's own Python code, share the inputs of rank 0, and put the chunks together.
+# On top of stages by hand we run the forward's own Python code, share the inputs of rank 0, and put the chunks
+# together.
 TARGET = 1.1
 WIDTH, BLOCKS, BATCH, CHUNKS = 256, 8, 32, 4
 ROUNDS = 15

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_preemption.py
 
-A step of an empty loop over a prepared loader with `save_on_signal`, on top of one without; in one process, and on two ranks, where
-a rank asks the store of the process group about four times a second. Then a pass over a loader with two worker processes that
-augment their samples, on top of plain PyTorch's.
+A step of an empty loop over a prepared loader with `save_on_signal`, on top of one without; in one process, and on two
+ranks, where a rank asks the store of the process group about four times a second. Then a pass over a loader with two
+worker processes that augment their samples, on top of plain PyTorch's.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import _measure
 import torch
-from accel.preemption.handler import Preemption, SaveOnSignal
 from torch.utils.data import DataLoader, Dataset
 
 from accel import Accelerator
+from accel.preemption.handler import Preemption, SaveOnSignal
 
 TARGET_MICROSECONDS = 20.0
 STEPS = 2000

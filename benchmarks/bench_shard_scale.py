@@ -2,9 +2,10 @@
 
     python benchmarks/bench_shard_scale.py [--length N] [--batch-size B] [--batches K]
 
-For each world size the last rank, which has the most to get past, draws batches of indices. Printed are microseconds a batch, the time to
-the first batch from the middle of the epoch (what resuming costs), and the peak of memory that Python allocated. A shuffled epoch adds the
-permutation itself, 8 bytes a sample in one tensor, drawn once an epoch; its cost is shown apart and does not depend on the world either.
+For each world size the last rank, which has the most to get past, draws batches of indices. Printed are microseconds a
+batch, the time to the first batch from the middle of the epoch (what resuming costs), and the peak of memory that
+Python allocated. A shuffled epoch adds the permutation itself, 8 bytes a sample in one tensor, drawn once an epoch; its
+cost is shown apart and does not depend on the world either.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def draw(batches: Iterator[Any], count: int) -> int:
 
 
 def measure(sampler: Any, length: int, batch_size: int, count: int, world: int) -> tuple[float, float, float, int]:
-    """Microseconds a batch, milliseconds to the first batch from the middle and from the start, and peak memory in bytes."""
+    """Microseconds a batch, milliseconds to the first batch from the middle and from the start, and peak memory in
+    bytes.
+    """
     shard = shard_of_last_rank(sampler, batch_size, world)
     batches = iter(shard)
     first = seconds(lambda: next(batches))

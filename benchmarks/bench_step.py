@@ -2,8 +2,9 @@
 
     python benchmarks/bench_step.py
 
-One process: a model so small that the step is nearly all overhead, in the loop that everybody writes: loader, accumulate, forward,
-backward, optimizer, scheduler, zero_grad. Two processes: a model of a few milliseconds a step under DDP over gloo.
+One process: a model so small that the step is nearly all overhead, in the loop that everybody writes: loader,
+accumulate, forward, backward, optimizer, scheduler, zero_grad. Two processes: a model of a few milliseconds a step
+under DDP over gloo.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def prepared_epoch(
 
 
 def figures_of(times: _measure.Times, steps: int) -> dict[str, float]:
-    """Microseconds a step of plain PyTorch, what is added to it, the ratio, and the ratio of plain PyTorch to itself: the noise."""
+    """Microseconds a step of plain PyTorch, what is added to it, the ratio, and the ratio of plain PyTorch to itself:
+    the noise.
+    """
     scale = 1e6 / steps
     return {
         "raw": statistics.median(times["raw"]) * scale,

@@ -2,8 +2,9 @@
 
     python benchmarks/bench_track.py
 
-A loop of small training steps on the CPU (and on an accelerator, where there is one) logs ten tensors in each step. What is timed is the
-call alone, beside an empty function timed in the same loop: what that shows is the machine, not us.
+A loop of small training steps on the CPU (and on an accelerator, where there is one) logs ten tensors in each step.
+What is timed is the call alone, beside an empty function timed in the same loop: what that shows is the machine, not
+us.
 """
 
 from __future__ import annotations

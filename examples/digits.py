@@ -4,7 +4,8 @@
     accel launch --cpu --num_processes 2 --mixed_precision bf16 examples/digits.py
     torchrun --nproc_per_node 2 examples/digits.py
 
-`--batch_size` is that of all processes together, so every number of processes sees the same batches and learns the same weights.
+`--batch_size` is that of all processes together, so every number of processes sees the same batches and learns the same
+weights.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class DigitsNet(nn.Module):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1437 scans to train on and 360 to test on: always the same ones, with as many of each digit in both as there are in all."""
+    """1437 scans to train on and 360 to test on: always the same ones, with as many of each digit in both as there are
+    in all.
+    """
     images, labels = load_digits(return_X_y=True)
     train_images, test_images, train_labels, test_labels = train_test_split(
         torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8),

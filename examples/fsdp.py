@@ -1,14 +1,16 @@
-"""Train a small Llama to tell which package of Python's standard library a sentence comes from: whole, sharded, or on a mesh.
+"""Train a small Llama to tell which package of Python's standard library a sentence comes from: whole, sharded, or on a
+mesh.
 
     pip install transformers
     accel launch --config_file examples/fsdp_configs/ddp.yaml examples/fsdp.py
     accel launch --config_file examples/fsdp_configs/fsdp1.yaml examples/fsdp.py
     accel launch --config_file examples/fsdp_configs/fsdp2.yaml examples/fsdp.py
-    accel launch --config_file examples/fsdp_configs/tp_fsdp.yaml examples/fsdp.py     # 4 processes: 2 divide each layer, 2 the data
+    accel launch --config_file examples/fsdp_configs/tp_fsdp.yaml examples/fsdp.py     # 4 processes: 2 divide each
+    layer, 2 the data
 
-The configuration file alone says how the model is divided: nothing here knows of it. `--batch_size` is that of all processes together, so
-that every file trains on the same batches, to the same loss. The sentences are those of text_classification.py; the model starts from
-random weights, so nothing is downloaded.
+The configuration file alone says how the model is divided: nothing here knows of it. `--batch_size` is that of all
+processes together, so that every file trains on the same batches, to the same loss. The sentences are those of
+text_classification.py; the model starts from random weights, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -111,7 +113,8 @@ def train(arguments: argparse.Namespace) -> None:
     if arguments.output_dir:
         accelerator.save_model(model, arguments.output_dir)
     accelerator.print(
-        f"final loss: {mean_loss:.6f}, accuracy: {accuracy:.3f} on {total} sentences (guessing: {1 / len(PACKAGES):.3f})"
+        f"final loss: {mean_loss:.6f}, accuracy: {accuracy:.3f} on {total} sentences (guessing: "
+        f"{1 / len(PACKAGES):.3f})"
     )
     accelerator.end_training()
 

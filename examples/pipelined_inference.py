@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logits = model(tokens[:size]).logits
         difference = (logits.cpu() - expected[:size]).abs().max().item()
         state.print(
-            f"batch of {size}: logits of shape {tuple(logits.shape)}, equal to those of the whole model: {difference < 1e-5}"
+            f"batch of {size}: logits of shape {tuple(logits.shape)}, equal to those of the whole model: "
+            f"{difference < 1e-5}"
         )
     state.destroy_process_group()
 

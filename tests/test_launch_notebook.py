@@ -45,8 +45,8 @@ def train(epochs, fail=False):
     digits.train(digits.parse(["--epochs", str(epochs), "--output_dir", ""]))
 """
 
-# What a rank printed passes through another thread of the kernel, which may come to it when the rank has ended; once the cell has ended
-# too, nobody listens to it any more.
+# What a rank printed passes through another thread of the kernel, which may come to it when the rank has ended; once
+# the cell has ended # too, nobody listens to it any more.
 LATER = """
 import time
 time.sleep(3)
@@ -84,7 +84,8 @@ def test_a_notebook_trains_fails_and_trains_again(notebook) -> None:
     trained, failed, after, alone = notebook(
         TRAIN + "from accel import notebook_launcher\nnotebook_launcher(train, (1,), num_processes=2)" + LATER,
         "notebook_launcher(train, (1, True), num_processes=2)",
-        "print('the session goes on')\nnotebook_launcher(lambda: print('again', flush=True), num_processes=2, mixed_precision='bf16')",
+        "print('the session goes on')\nnotebook_launcher(lambda: print('again', flush=True), num_processes=2, "
+        "mixed_precision='bf16')",
         "from accel_state import PartialState\nPartialState(cpu=True)\nnotebook_launcher(train, (1,), num_processes=2)",
     )
     assert trained[1] == "" and losses_in(trained[0]) == pytest.approx([loss_of_one_process()], abs=1e-4), trained

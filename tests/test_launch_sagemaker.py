@@ -1,4 +1,6 @@
-"""Training jobs on Amazon SageMaker: both generations of the real SDK, against moto, which plays AWS in the same process."""
+"""Training jobs on Amazon SageMaker: both generations of the real SDK, against moto, which plays AWS in the same
+process.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ VENDORS_NAMED = {
     "accel_state/device_checks.py": "is_cuda_available and its like are names that users import",
     "accel_state/hardware.py": "check_cuda_p2p_ib_support is a name that users import",
     "accel_state/state/gradient.py": "is_xla_gradients_synced is a name that users write",
-    "accel_launch/accelerators/": "one file for each: counted without torch, before there is a process that could ask a Device",
+    "accel_launch/accelerators/": "one file for each: counted without torch, before there is a process that could ask "
+    "a Device",
     "accel_fp8/backends/te.py": "says whose GPUs it is made for",
     "accel_state/options/": "names of options, and choices, that users write",
     "accel_launch/commands/env.py": "variables that a bug report shows",
@@ -74,7 +75,8 @@ ENVIRONMENT_TOUCHED = {
     "accel_state/env.py": "the readers and writers that everybody else uses",
     "accel_state/devices/": "variables of the vendor, not of a launcher",
     "accel_state/device_checks.py": "variables of the vendor, not of a launcher",
-    "accel_state/environments/registry.py": "hands all variables to the environments, each of which says what is its own",
+    "accel_state/environments/registry.py": "hands all variables to the environments, each of which says what is its "
+    "own",
     "accel_state/testing.py": "the environment of the processes it starts",
     "accel_state/_test_worker.py": "the environment of the process it is",
     "accel_launch/plan.py": "the environment of the processes it starts",

@@ -152,7 +152,8 @@ def test_what_is_listed_as_missing_is_missing(path: str) -> None:
     except LookupError:
         return
     pytest.fail(
-        f"{path} exists now. Take it out of LATER in {MAKE} (reason given there: {TABLE['not in this version'][path]}) and run that again."
+        f"{path} exists now. Take it out of LATER in {MAKE} (reason given there: "
+        f"{TABLE['not in this version'][path]}) and run that again."
     )
 
 

@@ -1,4 +1,6 @@
-"""The flags of the reference's launcher are in ours, with the same types, defaults and choices (tests/facts/reference_launch.json)."""
+"""The flags of the reference's launcher are in ours, with the same types, defaults and choices
+(tests/facts/reference_launch.json).
+"""
 
 from __future__ import annotations
 

@@ -105,7 +105,8 @@ def test_killed_anywhere_it_ends_the_same(tmp_path: Path, ranks: int, most: int)
     while True:
         run = start(folder, ranks)
         before, moment = newest(folder), dice.uniform(0, 1.2)
-        # From the first checkpoint that this run touches on, so that every run gets a little further; the last one can go on.
+        # From the first checkpoint that this run touches on, so that every run gets a little further; the last one can
+        # go on.
         while (
             kills < most
             and run.poll() is None

@@ -1,6 +1,7 @@
 """The wheels, installed into fresh environments: each package works with only its own dependencies there.
 
-The whole file takes minutes: it installs torch once, as a user's pip would, and runs the packages' own tests from the wheels.
+The whole file takes minutes: it installs torch once, as a user's pip would, and runs the packages' own tests from the
+wheels.
 """
 
 from __future__ import annotations

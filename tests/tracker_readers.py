@@ -1,7 +1,7 @@
 """What each tracker has stored, read back through its own files or its own library.
 
-A reader returns ``points`` (metric -> [(step, value)]), ``config`` (as the back end keeps it: flat texts, or nested values), ``artifact``
-(the bytes of history.json, where files are kept), ``images`` and ``tables`` (how many).
+A reader returns ``points`` (metric -> [(step, value)]), ``config`` (as the back end keeps it: flat texts, or nested
+values), ``artifact`` (the bytes of history.json, where files are kept), ``images`` and ``tables`` (how many).
 """
 
 from __future__ import annotations

@@ -76,6 +76,8 @@ def loss_of_one_process() -> float:
 
 
 def check_loss(output: str) -> None:
-    """Compare the losses in an output (one for each node) with that of one process: sums in another order differ in the last digits."""
+    """Compare the losses in an output (one for each node) with that of one process: sums in another order differ in the
+    last digits.
+    """
     losses = losses_in(output)
     assert losses and losses == pytest.approx([loss_of_one_process()] * len(losses), abs=1e-4)

@@ -10,8 +10,8 @@ LIST is a text with a heading for each module of the reference (`## accelerate.s
     - enum `RNGType`: TORCH=torch, CUDA=cuda
     - `gather(tensor)`
 
-The table says where in `accel` a name lives. What this version leaves out is in LATER, with the reason: run this again after
-taking a name out of it.
+The table says where in `accel` a name lives. What this version leaves out is in LATER, with the reason: run this again
+after taking a name out of it.
 """
 
 from __future__ import annotations
@@ -71,11 +71,13 @@ NOW = """
     str_to_bool
     """
 
-# The value cannot be written down (a factory, a marker object) or is the reference's private business: only the name is kept.
+# The value cannot be written down (a factory, a marker object) or is the reference's private business: only the name is
+# kept.
 ANY = {"any": True}
 
 _ENTRY = re.compile(
-    r"^(?P<indent> *)- (?:(?P<kind>class|enum|property) )?`(?P<name>\w+)(?P<signature>\(.*\))?(?: -> .*)?`(?:: (?P<values>.*))?$"
+    r"^(?P<indent> *)- (?:(?P<kind>class|enum|property) )?`(?P<name>\w+)(?P<signature>\(.*\))?(?: -> .*)?`(?:: "
+    r"(?P<values>.*))?$"
 )
 
 

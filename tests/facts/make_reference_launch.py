@@ -1,4 +1,5 @@
-"""Make reference_launch.json: flags, types, defaults and choices of the reference's launcher, and the variables that it hands over.
+"""Make reference_launch.json: flags, types, defaults and choices of the reference's launcher, and the variables that it
+hands over.
 
     python tests/facts/make_reference_launch.py LIST
 

@@ -23,7 +23,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, a parameter of its own, a buffer in the checkpoint and one that is not, and an output layer tied to the input's."""
+    """Blocks, a parameter of its own, a buffer in the checkpoint and one that is not, and an output layer tied to the
+    input's.
+    """
 
     def __init__(self, blocks: int = 4, width: int = 16, words: int = 50, tied: bool = True) -> None:
         super().__init__()

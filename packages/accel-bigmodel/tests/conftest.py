@@ -1,4 +1,6 @@
-"""Every test begins with fresh shared states and a known seed, on one thread; hypothesis stays within the time of the suite."""
+"""Every test begins with fresh shared states and a known seed, on one thread; hypothesis stays within the time of the
+suite.
+"""
 
 from __future__ import annotations
 

@@ -220,7 +220,8 @@ def test_splitting_and_options() -> None:
     model = Small()  # 64 + 72 (40 of them buffers) + 100 bytes
     assert infer_auto_device_map(model, {0: 140, 1: 200}) == {"linear1": 0, "batchnorm": 0, "linear2": 1}
     assert infer_auto_device_map(model, {0: 236}) == {"": 0}
-    # linear2 visits device 0, which keeps 100 bytes free for it; batchnorm then does not fit, and leaves its 40 bytes of buffers there.
+    # linear2 visits device 0, which keeps 100 bytes free for it; batchnorm then does not fit, and leaves its 40 bytes
+    # of buffers there.
     assert infer_auto_device_map(model, {0: 235}) == {"linear1": 0, "batchnorm": "disk", "linear2": "disk"}
     assert infer_auto_device_map(model, {0: 203}) == {"": "disk"}
     assert infer_auto_device_map(model, {0: 164}, offload_buffers=True) == {

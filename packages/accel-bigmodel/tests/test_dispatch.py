@@ -20,9 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from accel_bigmodel.offload.alignment import ALIGNMENT, is_aligned
-from accel_bigmodel.offload.host_buffer_pool import BufferPool
-from accel_bigmodel.offload.prefetch import ReadAhead
 from bigmodel_nets import Net, blocks_on, net, save, transformers_models, words
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -41,8 +38,11 @@ from accel_bigmodel import (
     offload_state_dict,
     remove_hook_from_submodules,
 )
-from accel_bigmodel.checkpoint.files import safetensors_file
+from accel_bigmodel.checkpoint import safetensors_file
 from accel_bigmodel.hooks.attach import align_hooks
+from accel_bigmodel.offload.alignment import ALIGNMENT, is_aligned
+from accel_bigmodel.offload.host_buffer_pool import BufferPool
+from accel_bigmodel.offload.prefetch import ReadAhead
 from accel_state.errors import ConfigurationError
 
 
@@ -493,7 +493,9 @@ print(json.dumps([io("wchar") - before[0], io("\\nwrite_bytes") - before[1], out
 )
 @pytest.mark.timeout(300)  # 336 MB are written and read, on a disk and cores that others use too
 def test_a_model_larger_than_the_memory_runs_and_nothing_is_written(tmp_path: Path) -> None:
-    """336 MB of weights where the process may take 224 MB more than it has; benchmarks/big_model_limit.py does it with 6 GB in 2 GB."""
+    """336 MB of weights where the process may take 224 MB more than it has; benchmarks/big_model_limit.py does it with
+    6 GB in 2 GB.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(80)))
     save_file(model.state_dict(), tmp_path / "model.safetensors")

@@ -266,7 +266,8 @@ def test_a_hub_that_cannot_be_reached_is_one_line_with_the_next_step(tmp_path) -
 def test_help_imports_no_torch() -> None:
     code = (
         "import sys, contextlib\nfrom accel_bigmodel.estimate.command import COMMAND\n"
-        "with contextlib.suppress(SystemExit): COMMAND.run(['--help'])\nsys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+        "with contextlib.suppress(SystemExit): COMMAND.run(['--help'])\nsys.exit('torch' in sys.modules or "
+        "'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

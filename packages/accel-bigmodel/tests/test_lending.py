@@ -98,7 +98,9 @@ WORDS = torch.randint(0, 20, (2, 5), generator=torch.Generator().manual_seed(0))
 
 
 def maps(model: nn.Module) -> list[dict[str, Any]]:
-    """Everything on the disk; direct parts on CPU and disk in turn, both ways; single tensors; and what a tight budget gives."""
+    """Everything on the disk; direct parts on CPU and disk in turn, both ways; single tensors; and what a tight budget
+    gives.
+    """
     parts = [name for name, _ in model.named_children()]
     tensors = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     half = compute_module_sizes(model)[""] // 2

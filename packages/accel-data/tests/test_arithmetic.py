@@ -1,4 +1,6 @@
-"""The arithmetic of sharding, against the plainest possible account of it, and at a size that only arithmetic can reach."""
+"""The arithmetic of sharding, against the plainest possible account of it, and at a size that only arithmetic can
+reach.
+"""
 
 from __future__ import annotations
 

@@ -143,8 +143,8 @@ def test_items_without_batching(length: int, world: int, even: bool) -> None:
         assert {len(own) for own in epochs} == {steps}
 
 
-# What the reference library's BatchSamplerShard gives (version 1.15, run as a black box): (length, batch size, ranks, drop_last,
-# split_batches, even_batches) and the batches of each rank.
+# What the reference library's BatchSamplerShard gives (version 1.15, run as a black box): (length, batch size, ranks,
+# drop_last, # split_batches, even_batches) and the batches of each rank.
 REFERENCE = [
     ((7, 3, 2, False, False, True), [[[0, 1, 2], [6, 0, 1]], [[3, 4, 5], [2, 3, 4]]]),
     ((1, 3, 2, False, False, True), [[[0, 0, 0]], [[0, 0, 0]]]),
@@ -206,7 +206,9 @@ def test_the_orders_of_several_epochs_are_those_of_torch(sampler: str) -> None:
 
 
 def test_other_ranks_indices_are_not_drawn_where_arithmetic_will_do() -> None:
-    """A rank's last batch of a hundred million samples, at once: drawing what the other 16,383 ranks get would take minutes."""
+    """A rank's last batch of a hundred million samples, at once: drawing what the other 16,383 ranks get would take
+    minutes.
+    """
     shard = BatchSamplerShard(BatchSampler(SequentialSampler(range(100_000_000)), 8, False), 16_384, 16_383)
     shard.begin_at(EpochStart(762 * 8 * 16_384))
     last = list(shard)

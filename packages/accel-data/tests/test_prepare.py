@@ -31,18 +31,23 @@ class Stream(IterableDataset):
 FACTS = {
     "BatchSamplerShard": "batch_sampler, num_processes=1, process_index=0, split_batches=False, even_batches=True",
     "DataLoaderAdapter": "dataset, use_stateful_dataloader=False, batch_sampler=None, **kwargs",
-    "DataLoaderDispatcher": "dataset, split_batches=False, skip_batches=0, use_stateful_dataloader=False, _drop_last=False, "
+    "DataLoaderDispatcher": "dataset, split_batches=False, skip_batches=0, use_stateful_dataloader=False, "
+    "_drop_last=False, "
     "_non_blocking=False, slice_fn=None, torch_device_mesh=None, iteration=0, **kwargs",
-    "DataLoaderShard": "dataset, device=None, rng_types=None, synchronized_generator=None, skip_batches=0, use_stateful_dataloader=False, "
+    "DataLoaderShard": "dataset, device=None, rng_types=None, synchronized_generator=None, skip_batches=0, "
+    "use_stateful_dataloader=False, "
     "_drop_last=False, _non_blocking=False, torch_device_mesh=None, iteration=0, **kwargs",
-    "IterableDatasetShard": "dataset, batch_size=1, drop_last=False, num_processes=1, process_index=0, split_batches=False",
+    "IterableDatasetShard": "dataset, batch_size=1, drop_last=False, num_processes=1, process_index=0, "
+    "split_batches=False",
     "SeedableRandomSampler": "*args, **kwargs",
     "SkipBatchSampler": "batch_sampler, skip_batches=0",
     "SkipDataLoader": "dataset, skip_batches=0, use_stateful_dataloader=False, **kwargs",
     "get_sampler": "dataloader",
     "skip_first_batches": "dataloader, num_batches=0",
-    "prepare_data_loader": "dataloader, device=None, num_processes=None, process_index=None, split_batches=False, put_on_device=False, "
-    "rng_types=None, dispatch_batches=None, even_batches=True, slice_fn_for_dispatch=None, use_seedable_sampler=False, data_seed=None, "
+    "prepare_data_loader": "dataloader, device=None, num_processes=None, process_index=None, split_batches=False, "
+    "put_on_device=False, "
+    "rng_types=None, dispatch_batches=None, even_batches=True, slice_fn_for_dispatch=None, "
+    "use_seedable_sampler=False, data_seed=None, "
     "non_blocking=False, use_stateful_dataloader=False, torch_device_mesh=None, already_sharded=False",
 }
 

@@ -181,7 +181,9 @@ def through_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(loader: Any, epochs: int = 3) -> tuple[list[Any], list[tuple[int, dict[str, Any], Any]]]:
-    """The batches of some epochs, and the state after each batch and between epochs, with the random numbers of the process."""
+    """The batches of some epochs, and the state after each batch and between epochs, with the random numbers of the
+    process.
+    """
     batches: list[Any] = []
     saved = [(0, loader.state_dict(), random_state())]
     for _ in range(epochs):

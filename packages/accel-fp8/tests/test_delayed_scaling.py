@@ -1,4 +1,6 @@
-"""Histories and scales against a model of them in plain Python; what is seen when; overflows; checkpointing; compilation."""
+"""Histories and scales against a model of them in plain Python; what is seen when; overflows; checkpointing;
+compilation.
+"""
 
 from __future__ import annotations
 

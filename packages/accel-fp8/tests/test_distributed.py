@@ -1,4 +1,6 @@
-"""Several processes: equal scales, equal weights, for DDP, FSDP 2 and compiled models; and resuming from what one rank saved."""
+"""Several processes: equal scales, equal weights, for DDP, FSDP 2 and compiled models; and resuming from what one rank
+saved.
+"""
 
 from __future__ import annotations
 
@@ -229,7 +231,9 @@ def test_torchao_composes_with_ddp_and_fsdp2() -> None:
 
 
 def matches_one_process() -> tuple[list[float], list[float]]:
-    """Both halves of a batch on two ranks, and the whole of it on one: the averaged gradients are the same up to rounding."""
+    """Both halves of a batch on two ranks, and the whole of it on one: the averaged gradients are the same up to
+    rounding.
+    """
     # A margin, because in a batch of 8 the largest value moves by half from step to step.
     model, single = network(margin=2), network(margin=2)
     ddp = DistributedDataParallel(model)

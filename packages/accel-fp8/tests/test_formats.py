@@ -18,7 +18,9 @@ SIZES = st.integers(1, 70)
 
 @st.composite
 def matrices(draw: st.DrawFn, rows: int, columns: int) -> torch.Tensor:
-    """Normal values of any magnitude, some with a few outliers, some with rows of very different sizes, some with zeros."""
+    """Normal values of any magnitude, some with a few outliers, some with rows of very different sizes, some with
+    zeros.
+    """
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     values = torch.randn(rows, columns, generator=generator) * 2.0 ** draw(st.integers(-60, 50))
     kind = draw(st.sampled_from(["plain", "outliers", "rows", "zeros", "all zero"]))

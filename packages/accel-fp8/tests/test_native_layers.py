@@ -1,4 +1,6 @@
-"""A converted layer: its three products against float64, what it keeps of the layer it was, and when it computes in 8 bits."""
+"""A converted layer: its three products against float64, what it keeps of the layer it was, and when it computes in 8
+bits.
+"""
 
 from __future__ import annotations
 

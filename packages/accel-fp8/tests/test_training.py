@@ -1,4 +1,6 @@
-"""A transformer on real text: in 8 bits it learns what it learns in bfloat16, and a resumed run is the run that was not stopped."""
+"""A transformer on real text: in 8 bits it learns what it learns in bfloat16, and a resumed run is the run that was not
+stopped.
+"""
 
 from __future__ import annotations
 

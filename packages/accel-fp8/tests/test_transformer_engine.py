@@ -1,7 +1,8 @@
-"""What surrounds Transformer Engine: replacing layers and back, recipes, autocast, and what is said where it is not installed.
+"""What surrounds Transformer Engine: replacing layers and back, recipes, autocast, and what is said where it is not
+installed.
 
-Transformer Engine itself needs a GPU. Here its documented interface stands in for it (te_interface/), so what these tests show is that
-we call it as documented, not that its kernels give good numbers.
+Transformer Engine itself needs a GPU. Here its documented interface stands in for it (te_interface/), so what these
+tests show is that we call it as documented, not that its kernels give good numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`accel config default`, `update`, `show` and `accel env`: what they write and print, and that no file is ever damaged."""
+"""`accel config default`, `update`, `show` and `accel env`: what they write and print, and that no file is ever
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from accel_launch.config import write
 from accel_launch.config.read import load_settings
 from accel_launch.config.update import update_file
 from accel_launch.config.write import write_basic_config, write_file
-
-from accel_launch.config.read import write
 from accel_state.errors import ConfigurationError
 
 LIGHT = [
@@ -396,7 +398,10 @@ def test_a_reader_that_leaves_is_no_error(shell) -> None:
 
 
 def test_console_scripts(shell) -> None:
-    code = "import sys; from accel_launch.cli import config_main, env_main; print(config_main(['show']), env_main(['--nope']))"
+    code = (
+        "import sys; from accel_launch.cli import config_main, env_main; print(config_main(['show']), "
+        "env_main(['--nope']))"
+    )
     result = shell.python(code)
     assert result.stdout.endswith("0 2\n") and "--nope is not an option" in result.stderr
 
@@ -404,7 +409,8 @@ def test_console_scripts(shell) -> None:
 def test_options_of_every_kind_from_python(shell) -> None:
     shell.write(
         "s.py",
-        "import os; print(*(os.environ.get(name) for name in ('FSDP_OFFLOAD_PARAMS', 'FSDP_VERSION', 'AWS_SECRET_ACCESS_KEY')))",
+        "import os; print(*(os.environ.get(name) for name in ('FSDP_OFFLOAD_PARAMS', 'FSDP_VERSION', "
+        "'AWS_SECRET_ACCESS_KEY')))",
     )
     result = shell.python(
         """

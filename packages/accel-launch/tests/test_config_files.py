@@ -1,4 +1,6 @@
-"""Every configuration file that the documentation of the format shows, and files of its older versions: read, handed over, updated."""
+"""Every configuration file that the documentation of the format shows, and files of its older versions: read, handed
+over, updated.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
-from accel_launch.config.read import load_settings
-from accel_launch.config.update import update_file
 
 from accel_launch.accelerators.registry import find_visible
 from accel_launch.cli import main
+from accel_launch.config.read import load_settings
+from accel_launch.config.update import update_file
 from accel_state.env import all_variables
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, check_deepspeed_file
@@ -338,7 +340,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "mesh": (
         LOCAL + "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nnum_processes: 8\nparallelism_config:\n"
-        "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n  parallelism_config_tp_size: 2\n",
+        "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n  "
+        "parallelism_config_tp_size: 2\n",
         {"use_parallelism_config": True, "parallelism_config_tp_size": 2},
         {
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
@@ -347,9 +350,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         },
     ),
     "tpu pod": (
-        LOCAL
-        + "distributed_type: TPU\ndowncast_bf16: 'yes'\nmixed_precision: bf16\nnum_processes: 8\ntpu_name: pod\ntpu_zone: zone-a\n"
-        "tpu_use_cluster: true\ntpu_use_sudo: false\ntpu_env: [A=1, B=2]\ntpu_vm: [one, two]\ncommand_file: null\ncommands: [echo hello]\n",
+        LOCAL + "distributed_type: TPU\ndowncast_bf16: 'yes'\nmixed_precision: bf16\nnum_processes: 8\ntpu_name: "
+        "pod\ntpu_zone: zone-a\n"
+        "tpu_use_cluster: true\ntpu_use_sudo: false\ntpu_env: [A=1, B=2]\ntpu_vm: [one, two]\ncommand_file: "
+        "null\ncommands: [echo hello]\n",
         {
             "tpu": True,
             "distributed_type": "XLA",
@@ -362,14 +366,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "0.11": (
         LOCAL
-        + "deepspeed_config: {}\ndistributed_type: 'NO'\nfsdp_config: {}\nmain_process_ip: null\nmain_process_port: null\n"
+        + "deepspeed_config: {}\ndistributed_type: 'NO'\nfsdp_config: {}\nmain_process_ip: null\nmain_process_port: "
+        "null\n"
         "mixed_precision: 'no'\nnum_processes: 1\nuse_cpu: false\n",
         {"mixed_precision": "no", "num_processes": 1},
         {"ACCELERATE_MIXED_PRECISION": "no"},
     ),
     "0.11 with FSDP": (
-        LOCAL
-        + "distributed_type: FSDP\nfsdp_config:\n  min_num_params: 2000\n  offload_params: false\n  sharding_strategy: 1\n"
+        LOCAL + "distributed_type: FSDP\nfsdp_config:\n  min_num_params: 2000\n  offload_params: false\n  "
+        "sharding_strategy: 1\n"
         "mixed_precision: 'no'\nnum_processes: 2\nuse_cpu: false\n",
         {"fsdp_min_num_params": 2000, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": False},
         {"FSDP_MIN_NUM_PARAMS": "2000", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"},
@@ -377,7 +382,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "0.13": (
         LOCAL
         + "distributed_type: MPS\ndynamo_backend: 'NO'\ndowncast_bf16: 'no'\ngpu_ids: null\nmegatron_lm_config: {}\n"
-        "mixed_precision: 'no'\nnum_processes: 1\nrdzv_backend: static\nsame_network: true\nuse_mps_device: true\nuse_cpu: false\n",
+        "mixed_precision: 'no'\nnum_processes: 1\nrdzv_backend: static\nsame_network: true\nuse_mps_device: "
+        "true\nuse_cpu: false\n",
         {"dynamo_backend": "NO", "distributed_type": "NO"},
         {"ACCELERATE_DYNAMO_BACKEND": "NO"},
     ),
@@ -388,7 +394,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"},
     ),
     "before 0.6": (
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nfp16: true\nmachine_rank: 0\nnum_machines: 1\nnum_processes: 2\n",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nfp16: true\nmachine_rank: 0\nnum_machines: "
+        "1\nnum_processes: 2\n",
         {"mixed_precision": "fp16"},
         {"ACCELERATE_MIXED_PRECISION": "fp16"},
     ),
@@ -647,8 +654,10 @@ class TestDeepSpeedScenarios:
             self.check(SCENARIO_1, FIXED)
         message = str(caught.value)
         assert message.startswith(
-            "When using `deepspeed_config_file`, the following accel config variables will be ignored: ['gradient_accumulation_steps', "
-            "'gradient_clipping', 'zero_stage', 'offload_optimizer_device', 'offload_param_device', 'zero3_save_16bit_model', "
+            "When using `deepspeed_config_file`, the following accel config variables will be ignored: "
+            "['gradient_accumulation_steps', "
+            "'gradient_clipping', 'zero_stage', 'offload_optimizer_device', 'offload_param_device', "
+            "'zero3_save_16bit_model', "
             "'mixed_precision']. Please specify them appropriately in the DeepSpeed config file."
         )
         assert (

@@ -1,4 +1,6 @@
-"""Random and malformed files, variables and command lines: never a traceback, always a message, and no file is ever damaged."""
+"""Random and malformed files, variables and command lines: never a traceback, always a message, and no file is ever
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,20 @@ from typing import Any
 
 import pytest
 import yaml
-from accel_launch.config.read import load_settings, read_config
-from accel_launch.config.update import update_file
-from accel_launch.config.write import declared
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from accel_launch.cli import main
+from accel_launch.config.read import load_settings, read_config
+from accel_launch.config.update import update_file
+from accel_launch.config.write import declared
 from accel_state.errors import ConfigurationError
 
 OPTIONS = declared()
 KEYS = sorted({key for opt in OPTIONS.values() for key in opt.keys})
 FLAGS = sorted({flag for opt in OPTIONS.values() for flag in (*opt.flags, *opt.undo_flags)})
-# What a file or a command line would have to hold for the launcher to start another program, or to reach another machine.
+# What a file or a command line would have to hold for the launcher to start another program, or to reach another
+# machine.
 RUNS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)

@@ -1,4 +1,6 @@
-"""Several processes: a world that works, failures that are told, output, restarts. Scripts without torch where none is needed."""
+"""Several processes: a world that works, failures that are told, output, restarts. Scripts without torch where none is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,8 @@ def test_the_first_failing_ranks_traceback_ends_the_output(shell) -> None:
     assert result.returncode == 1
     end = result.stderr[result.stderr.rindex("accel launch: ") :]
     assert re.fullmatch(
-        r"accel launch: rank 1 of 2 failed first \(local rank 1 on \S+, pid \d+\), exit code 1:\nTraceback \(most recent call last\):\n"
+        r"accel launch: rank 1 of 2 failed first \(local rank 1 on \S+, pid \d+\), exit code 1:\nTraceback \(most "
+        r"recent call last\):\n"
         r'  File "\S+/s.py", line 7, in <module>\n    train\(\)\n'
         r'  File "\S+/s.py", line 5, in train\n    raise ValueError\("boom"\)\nValueError: boom\n',
         end,
@@ -215,7 +218,9 @@ def test_tee_and_log_dir(shell) -> None:
 
 
 def test_a_last_line_is_not_lost_between_two_looks(shell) -> None:
-    """The thread that copies the output finds no more of it, and is slow to look whether the rank has ended, as it has meanwhile."""
+    """The thread that copies the output finds no more of it, and is slow to look whether the rank has ended, as it has
+    meanwhile.
+    """
     shell.write("s.py", "import time; time.sleep(1); print('last')")
     result = shell.python("""
         import sys, time
@@ -273,7 +278,8 @@ def test_debug_shows_the_agents_log(shell) -> None:
 def test_processes_are_bound_to_cores_of_their_own(shell) -> None:
     shell.write(
         "s.py",
-        "import os\nfrom accel_state import PartialState\nPartialState()\nprint(sorted(os.sched_getaffinity(0)), flush=True)\n",
+        "import os\nfrom accel_state import PartialState\nPartialState()\nprint(sorted(os.sched_getaffinity(0)), "
+        "flush=True)\n",
     )
     result = shell.accel("launch", "--cpu", "--num_processes", "2", "--enable_cpu_affinity", "s.py")
     assert result.returncode == 0, result.stderr

@@ -100,7 +100,9 @@ def test_a_function_that_ends_its_process_is_not_waited_for(session) -> None:
 
 
 def test_a_rank_that_has_just_been_forked_can_be_ended(session) -> None:
-    """torch's handler for SIGTERM, inherited, would make an exception of it there, which the first thing that torch does swallows."""
+    """torch's handler for SIGTERM, inherited, would make an exception of it there, which the first thing that torch
+    does swallows.
+    """
     lines = session("""
         import os, pathlib, signal, time
         from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -135,7 +137,9 @@ def test_a_rank_that_has_just_been_forked_can_be_ended(session) -> None:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_to_a_rank_that_has_no_handlers_of_its_own_yet(session, name: str) -> None:
-    """Between the fork and the first thing that the rank does it has the launcher's handler, which would keep the signal for ever."""
+    """Between the fork and the first thing that the rank does it has the launcher's handler, which would keep the
+    signal for ever.
+    """
     lines = session(f"""
         import os, signal, time
         from multiprocessing.context import ForkProcess

@@ -1,4 +1,6 @@
-"""Several machines, played by several launchers on this one: static and c10d rendezvous, and the end of a run on all of them."""
+"""Several machines, played by several launchers on this one: static and c10d rendezvous, and the end of a run on all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def test_a_machine_that_succeeded_does_not_wait_for_one_that_failed(shell, start
     """torch's own exit barrier would wait 300 seconds here."""
     shell.write(
         "s.py",
-        "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '0' else 2); sys.exit(4 * int(os.environ['RANK']))",
+        "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '0' else 2); sys.exit(4 * "
+        "int(os.environ['RANK']))",
     )
     machines = start_machines(shell, started, free_port(), "s.py")
     begin = time.monotonic()

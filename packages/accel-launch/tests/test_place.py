@@ -137,7 +137,8 @@ class TestRank:
     def test_the_configuration_of_spec_14(self, plan) -> None:
         made = plan(
             {**OPENMPI, "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
-            config="num_machines: 4\nnum_processes: 16\nmachine_rank: 0\nmain_process_ip: 36.112.23.24\nmain_process_port: 29500\n"
+            config="num_machines: 4\nnum_processes: 16\nmachine_rank: 0\nmain_process_ip: "
+            "36.112.23.24\nmain_process_port: 29500\n"
             "mpirun_config: {mpirun_ccl: '1', mpirun_hostfile: /data/user/hostfile}\nuse_cpu: true\n",
         )
         (start,) = choose_launcher(made).starts(made)

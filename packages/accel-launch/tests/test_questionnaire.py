@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from accel_launch.config.write import declared, nest, to_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_launch.config.write import declared, nest, to_text
 from accel_launch.questionnaire import flow
 from accel_launch.questionnaire.flow import ask_all, complete, propose, questions
 from accel_launch.questionnaire.prompts import TextPrompts
@@ -31,7 +31,9 @@ DOWN, UP, ENTER = "\x1b[B", "\x1b[A", "\r"
 def answer(
     given_answers: Mapping[str, Any], known: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Answer the questions that are asked with these, or with what is proposed; the file's content, and the names asked for."""
+    """Answer the questions that are asked with these, or with what is proposed; the file's content, and the names asked
+    for.
+    """
     asked: list[str] = []
 
     def ask(opt: Option, proposal: Any, choices: tuple[str, ...] | None) -> Any:

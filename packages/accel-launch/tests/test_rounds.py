@@ -1,4 +1,6 @@
-"""Machines with given ranks: how they meet, meet again, and end together. Real stores and launchers, on this machine's loopback."""
+"""Machines with given ranks: how they meet, meet again, and end together. Real stores and launchers, on this machine's
+loopback.
+"""
 
 from __future__ import annotations
 
@@ -193,7 +195,8 @@ STEPS = """
         time.sleep(0.02)
     if rank == int(sys.argv[2]) and (mode == "always" or count == 0):
         if mode == "late":
-            # Their launcher takes the others' number away when it notices that they have ended; then it only has to say so.
+            # Their launcher takes the others' number away when it notices that they have ended; then it only has to say
+            # so.
             for other in (0, 1):
                 while pathlib.Path("/proc", pathlib.Path(f"pid{other}").read_text()).exists():
                     time.sleep(0.02)

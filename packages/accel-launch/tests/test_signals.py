@@ -65,7 +65,10 @@ def test_a_signal_before_and_after_the_ranks_is_no_error(shell, when) -> None:
 
 
 def test_ranks_can_clean_up(shell, sleepers, ended) -> None:
-    cleanup = "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('saved' + os.environ['RANK']).write_text(''), sys.exit(0)))"
+    cleanup = (
+        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('saved' + os.environ['RANK']).write_text(''), "
+        "sys.exit(0)))"
+    )
     launcher, pids = sleepers(cleanup)
     launcher.terminate()
     assert launcher.wait(60) == 143

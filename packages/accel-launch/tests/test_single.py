@@ -33,7 +33,10 @@ def test_an_unset_option_exports_nothing(show) -> None:
 
 
 def test_options_reach_the_script(show) -> None:
-    words = "--cpu --mixed_precision bf16 --gradient-accumulation-steps 4 --debug --dynamo_backend inductor --dynamo_use_dynamic".split()
+    words = (
+        "--cpu --mixed_precision bf16 --gradient-accumulation-steps 4 --debug --dynamo_backend inductor "
+        "--dynamo_use_dynamic"
+    ).split()
     assert show(*words, "--num_cpu_threads_per_process=3", "show.py")["env"] == {
         "ACCELERATE_USE_CPU": "true",
         "ACCELERATE_MIXED_PRECISION": "bf16",
@@ -179,8 +182,8 @@ def test_the_launcher_says_how_many_processes_it_chose(shell) -> None:
     shell.write("s.py", "")
     said = shell.accel("launch", "--cpu", "s.py").stderr
     assert (
-        said
-        == "accel launch: starting 1 process (one for each machine on the CPU, as asked); --num_processes sets another number\n"
+        said == "accel launch: starting 1 process (one for each machine on the CPU, as asked); --num_processes sets "
+        "another number\n"
     )
     assert shell.accel("launch", "--cpu", "-q", "s.py").stderr == ""
     assert shell.accel("launch", "--cpu", "--num_processes", "1", "s.py").stderr == ""

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-# torch_xla.distributed.xla_multiprocessing.spawn(fn, args=(), nprocs=None, join=True, daemon=False, start_method="spawn")
+# torch_xla.distributed.xla_multiprocessing.spawn(fn, args=(), nprocs=None, join=True, daemon=False,
+# start_method="spawn")
 STAND_IN = """
 import multiprocessing
 

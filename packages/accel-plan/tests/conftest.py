@@ -12,7 +12,8 @@ import torch
 from accel_state import context
 from accel_state.testing import preload
 
-# What most ranks of these tests import, which takes each of them seconds: a server imports it once, and ranks are forked from it.
+# What most ranks of these tests import, which takes each of them seconds: a server imports it once, and ranks are
+# forked from it.
 preload(
     *(
         "accel.accelerator",

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from accel_launch.config.read import load_settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_bigmodel.estimate import measure_activations
 from accel_bigmodel.estimate.activations import example_inputs
+from accel_launch.config.read import load_settings
 from accel_plan.command import COMMAND
 from accel_plan.models import build_model, model_config
 from accel_plan.plan import Request, plan
@@ -93,7 +93,8 @@ def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> No
     (tmp_path / "fsdp2.yaml").write_text(config[1])
     begin = time.process_time()
     assert COMMAND.run(command.replace("fsdp2.yaml", str(tmp_path / "fsdp2.yaml"), 1).split()) == 0
-    # The pipeline takes 30 s, and a processor whose caches others use longer; a loop like that of slowness() does not notice them.
+    # The pipeline takes 30 s, and a processor whose caches others use longer; a loop like that of slowness() does not
+    # notice them.
     assert time.process_time() - begin < 180 * slowness()
     assert capsys.readouterr().out == output
 
@@ -119,11 +120,13 @@ def test_the_figures_of_the_guide_follow_from_the_shapes(number) -> None:
     sizes = {axis: int(size) for axis, size in re.findall(r"parallelism_config_(\w+)_size (\d+)", command)}
     tp, shards = sizes.get("tp", 1), sizes.get("dp_shard", ranks)
     assert f"{sum(map(math.prod, shapes(model))):,} parameters" in output
-    # Norms stay whole; matrices are divided by tensor parallelism first, along either dimension, which here divides evenly.
+    # Norms stay whole; matrices are divided by tensor parallelism first, along either dimension, which here divides
+    # evenly.
     own = sum(padded(shape, shards if len(shape) == 1 else shards * tp) for shape in shapes(model))
     assert figure(output, "parameters") == figure(output, "gradients") == 4 * own
     assert figure(output, "optimizer state") == 8 * own
-    # Blocks are gathered for their forward and for their backward, in bf16, the rest once; gradients are reduced once, in float32.
+    # Blocks are gathered for their forward and for their backward, in bf16, the rest once; gradients are reduced once,
+    # in float32.
     rest = sum(padded(shape, shards if len(shape) == 1 else shards * tp) for shape in shapes(model)[-3:])
     gathered = sent_bytes("all-gather", 2 * shards * (2 * own - rest), shards)
     assert figure(output, rf"all-gather\s+dp_shard\s+{shards} ranks\s+\d+ calls") == gathered
@@ -211,7 +214,9 @@ def test_ranks_that_share_layers_or_sequences_share_samples(tmp_path) -> None:
 
 
 def test_sequences_shared_by_heads_are_exchanged_around_attention(tmp_path) -> None:
-    """Queries, keys and values go to the ranks of their heads, and the result comes back: four exchanges in each direction of a block."""
+    """Queries, keys and values go to the ranks of their heads, and the result comes back: four exchanges in each
+    direction of a block.
+    """
     model = small(tmp_path, num_attention_heads=8)
     found = plan(Request(settings_of(**mesh(dp_shard=2, sp=2)), model, rank=1, batch_size=2, seq_length=32))
     exchanged = next(one for one in found.collectives if one.kind == "all-to-all")
@@ -351,7 +356,8 @@ def test_deepspeed_by_arithmetic(tmp_path, stage) -> None:
         (
             {"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD", "num_processes": 8},
             {},
-            "sharding_strategy=HYBRID_SHARD keeps a copy of the model on each of several nodes, and here are 8 processes",
+            "sharding_strategy=HYBRID_SHARD keeps a copy of the model on each of several nodes, and here are 8 "
+            "processes",
         ),
         (
             {**FSDP2, "num_processes": 8, "fsdp_transformer_layer_cls_to_wrap": "BertLayer"},

@@ -1,4 +1,6 @@
-"""`accel plan` of pipelines: against real runs on 2 and 4 ranks, against figures worked out by hand, and what it refuses."""
+"""`accel plan` of pipelines: against real runs on 2 and 4 ranks, against figures worked out by hand, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from accel_launch.config.read import load_settings
 from torch.distributed import pipelining
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig
 from accel.parallel.pipeline import PipelineParallelConfig
+from accel_launch.config.read import load_settings
 from accel_plan.command import COMMAND
 from accel_plan.models import build_model, model_config
 from accel_plan.plan import RankPlan, Request, plan
@@ -206,7 +208,9 @@ def test_ranks_hold_and_send_what_the_plan_says(tmp_path, world, cases) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_few_traces_say_what_every_rank_holds(tmp_path, schedule) -> None:
-    """14 blocks on 4 stages: two have 4, two have 3. What is said of another rank is what that one is told when it asks."""
+    """14 blocks on 4 stages: two have 4, two have 3. What is said of another rank is what that one is told when it
+    asks.
+    """
     model = folder_of(tmp_path, num_hidden_layers=14)
     sizes, pipeline = {"pp": 4, "dp_shard": 2}, {"schedule": schedule, "num_microbatches": 4}
     quick = [planned(model, sizes, pipeline, rank) for rank in (1, 5)]

@@ -1,4 +1,6 @@
-"""Devices: a conformance test over every registered name, the CPU for real, and the base class behind a vendor's plug-in."""
+"""Devices: a conformance test over every registered name, the CPU for real, and the base class behind a vendor's
+plug-in.
+"""
 
 from __future__ import annotations
 

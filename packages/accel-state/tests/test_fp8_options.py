@@ -1,4 +1,6 @@
-"""The launcher's settings of 8-bit floating point: flags, section of the configuration file with its older spellings, variables."""
+"""The launcher's settings of 8-bit floating point: flags, section of the configuration file with its older spellings,
+variables.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def test_the_section_as_documented_with_its_older_spellings(tmp_path: Path) -> N
     config = read(
         tmp_path,
         "mixed_precision: fp8\nfp8_config:\n  amax_compute_algorithm: max\n  amax_history_length: 1024\n  backend: TE\n"
-        "  fp8_format: HYBRID\n  interval: 1\n  margin: 0\n  override_linear_precision: false\n  use_autocast_during_eval: false\n",
+        "  fp8_format: HYBRID\n  interval: 1\n  margin: 0\n  override_linear_precision: false\n  "
+        "use_autocast_during_eval: false\n",
     )
     settings = resolve(GROUPS, environ={}, config=config)
     assert settings["mixed_precision"] == "fp8"

@@ -1,4 +1,6 @@
-"""Settings that contradict one another, that follow from one another, or that another version of the format called differently."""
+"""Settings that contradict one another, that follow from one another, or that another version of the format called
+differently.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ class TestEngines:
             else {}
         )
         given_weakly = {} if weak == "environment" else {"distributed_type": ENGINES[weaker]}
-        # The same strength for both ways would be a contradiction: the file is stood in for by the weaker environment variable.
+        # The same strength for both ways would be a contradiction: the file is stood in for by the weaker environment
+        # variable.
         settings = settle(
             environ={**environ, **({"ACCELERATE_DISTRIBUTED_TYPE": ENGINES[weaker]} if given_weakly else {})},
             **{strong: "true"},
@@ -102,7 +105,10 @@ class TestEngines:
         assert settle(tmp_path, "distributed_type: MULTI_CPU\n", cpu="false")["cpu"] is False
 
     def test_a_section_asks_for_a_mesh(self, tmp_path: Path) -> None:
-        text = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 4\nparallelism_config: {parallelism_config_%s: 4}\n"
+        text = (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 4\nparallelism_config: "
+            "{parallelism_config_%s: 4}\n"
+        )
         settings = settle(tmp_path, text % "dp_shard_size")
         assert settings["use_parallelism_config"] and "parallelism_config in " in settings.where(
             "use_parallelism_config"
@@ -272,7 +278,10 @@ class TestMigration:
             settle(tmp_path, text + "\n")
 
     def test_equal_old_and_new_keys_and_empty_ones(self, tmp_path: Path) -> None:
-        text = "dynamo_backend: eager\ndynamo_config: {dynamo_backend: EAGER}\nfsdp_config: {sharding_strategy: null}\nmain_process_ip: ''\n"
+        text = (
+            "dynamo_backend: eager\ndynamo_config: {dynamo_backend: EAGER}\nfsdp_config: {sharding_strategy: "
+            "null}\nmain_process_ip: ''\n"
+        )
         settings = settle(tmp_path, text)
         assert settings["dynamo_backend"] == "EAGER" and settings["main_process_ip"] is None
 
@@ -389,7 +398,10 @@ class TestValues:
             settle(**{name: bad})
 
     def test_structures(self, tmp_path: Path) -> None:
-        text = "tpu_env: [A=1, 'B=2,3']\ncommands: echo hello, world\nadditional_args:\n  use_spot_instances: true\n  max_wait: 86400\n"
+        text = (
+            "tpu_env: [A=1, 'B=2,3']\ncommands: echo hello, world\nadditional_args:\n  use_spot_instances: true\n  "
+            "max_wait: 86400\n"
+        )
         settings = settle(tmp_path, text)
         assert settings["env"] == ("A=1", "B=2,3") and settings["command"] == ("echo hello, world",)
         assert settings["sagemaker_additional_args"] == {"use_spot_instances": True, "max_wait": 86400}
@@ -448,7 +460,8 @@ VERSION_2 = {"use_fsdp": "true", "fsdp_version": "2"}
         ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is of --fsdp_version 1.*SHARDED_STATE_DICT"),
         (
             {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_reshard_after_forward": "true"},
-            "SHARD_GRAD_OP means --fsdp_reshard_after_forward false with --fsdp_version 2, and --fsdp_reshard_after_forward true says",
+            "SHARD_GRAD_OP means --fsdp_reshard_after_forward false with --fsdp_version 2, and "
+            "--fsdp_reshard_after_forward true says",
         ),
     ],
 )

@@ -214,7 +214,9 @@ def test_processes_print_once_a_node(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.timeout(330)  # six processes that import torch, two at a time
 def test_a_script_that_just_ends_ends_well() -> None:
-    """gloo's threads race with the end of the interpreter; about one such run in five aborted when nothing closed the group."""
+    """gloo's threads race with the end of the interpreter; about one such run in five aborted when nothing closed the
+    group.
+    """
     from accel_state.ports import reserved_port
 
     script = textwrap.dedent("""

@@ -64,8 +64,8 @@ def swap(pair: Pair) -> Pair:
 
 
 def restart_group() -> list[int]:
-    # One store for all groups: with a store of its own each, at one address, the rank that is ahead may find the store that is about
-    # to go, and both wait for ever.
+    # One store for all groups: with a store of its own each, at one address, the rank that is ahead may find the store
+    # that is about # to go, and both wait for ever.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, is_master=rank == 0)
     sums = []
@@ -210,7 +210,9 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[list[Any]], bool]], None]:
-    """Have the time limit of run_world count from when something holds: how long ranks take to come up is not what is tested."""
+    """Have the time limit of run_world count from when something holds: how long ranks take to come up is not what is
+    tested.
+    """
 
     def start(condition: Callable[[list[Any]], bool]) -> None:
         collect = testing._collect

@@ -1,4 +1,6 @@
-"""Servers that cannot be reached: a closed port, and one that accepts and never answers. The run goes on, and the process ends."""
+"""Servers that cannot be reached: a closed port, and one that accepts and never answers. The run goes on, and the
+process ends.
+"""
 
 from __future__ import annotations
 

@@ -164,7 +164,10 @@ def test_wrong_input_is_named(runs: Path, tmp_path: Path, capsys: pytest.Capture
 
 def test_it_is_a_command_of_its_own_too_and_needs_no_torch(runs: Path, tmp_path: Path) -> None:
     code = f"import sys; sys.argv = ['accel_track', 'show', {str(runs)!r}, '--width', '60']; import runpy\n"
-    code += "try: runpy.run_module('accel_track', run_name='__main__')\nexcept SystemExit as end: assert not end.code, end.code\n"
+    code += (
+        "try: runpy.run_module('accel_track', run_name='__main__')\nexcept SystemExit as end: assert not "
+        "end.code, end.code\n"
+    )
     code += "print('torch' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env={"PYTHONIOENCODING": "ascii"}

@@ -44,7 +44,9 @@ class Stream(IterableDataset[Any]):
 
 
 def reference_run(length: int, batch: int, steps: int, world: int) -> list[torch.Tensor]:
-    """Weights after each optimizer step of plain PyTorch, which sees each window (steps * world batches) as one mean of batch means."""
+    """Weights after each optimizer step of plain PyTorch, which sees each window (steps * world batches) as one mean of
+    batch means.
+    """
     model, samples = build(), data(length)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [samples[i : i + batch] for i in range(0, length, batch)]

@@ -194,7 +194,8 @@ def test_memory_is_kept_for_the_next_copy(tmp_path: Path) -> None:
     assert same(run.weights(), weights)
 
 
-# -- how the ranks agree -------------------------------------------------------------------------------------------------
+# -- how the ranks agree
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_never_answers() -> None:

@@ -15,7 +15,10 @@ from checkpoint_runs import Run, as_of_another_library, project
 from accel.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_launch.cli import main
 
-TORCH_FREE = "import sys; from accel_launch.cli import main; code = main(sys.argv[1:]); sys.exit(9 if 'torch' in sys.modules else code)"
+TORCH_FREE = (
+    "import sys; from accel_launch.cli import main; code = main(sys.argv[1:]); sys.exit(9 if 'torch' in "
+    "sys.modules else code)"
+)
 
 
 @pytest.fixture
@@ -111,7 +114,10 @@ def test_no_torch_is_loaded(folder: Path) -> None:
     for words in (["list", str(folder)], ["verify", str(folder / "checkpoint_0")]):
         result = run_torch_free(*words)
         assert result.returncode == 0, result.stderr
-    with_help = f"import sys; {TORCH_FREE.split('; ')[1]}\ntry: main(['checkpoint', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    with_help = (
+        f"import sys; {TORCH_FREE.split('; ')[1]}\ntry: main(['checkpoint', '--help'])\nexcept SystemExit: "
+        "print('torch' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", with_help], capture_output=True, text=True, timeout=60, check=True)
     assert "verify" in result.stdout and result.stdout.endswith("False\n")
 

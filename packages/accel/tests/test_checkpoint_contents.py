@@ -1,4 +1,6 @@
-"""What is in a checkpoint: several of each kind, the manifest, tied and compiled models, hooks, the functions by themselves."""
+"""What is in a checkpoint: several of each kind, the manifest, tied and compiled models, hooks, the functions by
+themselves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Five hundred corruptions of a checkpoint: each raises an error that names a file, and nothing is loaded, run or changed."""
+"""Five hundred corruptions of a checkpoint: each raises an error that names a file, and nothing is loaded, run or
+changed.
+"""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ def test_the_peak_of_loading_is_under_one_copy_and_one_file(tmp_path: Path, form
     result = subprocess.run(
         [*words, "load", str(tmp_path / "state")], check=True, timeout=190, capture_output=True, text=True
     )
-    # The weights have their place already; the optimizers' state, twice their size, is new. The mapped weights count while they are copied.
+    # The weights have their place already; the optimizers' state, twice their size, is new. The mapped weights count
+    # while they are copied.
     assert int(result.stdout) < 3 * WEIGHTS + LARGEST_FILE
     assert int(result.stdout) > 2 * WEIGHTS, "less than what was loaded: the measurement is wrong"

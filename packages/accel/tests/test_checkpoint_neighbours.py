@@ -1,4 +1,6 @@
-"""Processes that save beside one another: what one of them clears up is never what another is writing, or clearing up itself."""
+"""Processes that save beside one another: what one of them clears up is never what another is writing, or clearing up
+itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""States go both ways between accel and the reference, on one process and on two. Skipped where the reference is not installed.
+"""States go both ways between accel and the reference, on one process and on two. Skipped where the reference is not
+installed.
 
 ``ACCEL_REFERENCE_PYTHON`` names an interpreter that has it; without the variable, this one is tried.
 """

@@ -140,7 +140,9 @@ def resume_with_an_optimizer_of_another_form(folder: str) -> dict[int, tuple[lis
 
 
 def test_schedulers_go_on_where_the_engine_has_another_form_of_the_optimizer(tmp_path: Path) -> None:
-    """As with DeepSpeed's optimizers for host memory, there are two: loading makes new parameter groups in the engine's."""
+    """As with DeepSpeed's optimizers for host memory, there are two: loading makes new parameter groups in the
+    engine's.
+    """
     for stage, (full, resumed) in run_world(resume_with_an_optimizer_of_another_form, 2, str(tmp_path), timeout=500)[
         0
     ].items():

@@ -18,7 +18,8 @@ from torch import nn
 
 from accel import DeepSpeedPlugin
 from accel.deepspeed.auto_values import hidden_size
-from accel.deepspeed.config import PreparedFacts, autos, get
+from accel.deepspeed.config import PreparedFacts
+from accel.deepspeed.config_paths import autos, get
 from accel.utils import DummyOptim, DummyScheduler
 from accel_state import AcceleratorState
 from accel_state.errors import ConfigurationError

@@ -1,4 +1,6 @@
-"""Several engines: joint losses, models that are not trained, dictionaries of plugins; and what prepare() makes of stand-ins."""
+"""Several engines: joint losses, models that are not trained, dictionaries of plugins; and what prepare() makes of
+stand-ins.
+"""
 
 from __future__ import annotations
 

@@ -338,8 +338,10 @@ class TestConflicts:
             DeepSpeedPlugin()
         message = str(caught.value)
         assert message.startswith(
-            "When using `deepspeed_config_file`, the following accel config variables will be ignored: ['gradient_accumulation_steps', "
-            "'gradient_clipping', 'zero_stage', 'offload_optimizer_device', 'offload_param_device', 'zero3_save_16bit_model', "
+            "When using `deepspeed_config_file`, the following accel config variables will be ignored: "
+            "['gradient_accumulation_steps', "
+            "'gradient_clipping', 'zero_stage', 'offload_optimizer_device', 'offload_param_device', "
+            "'zero3_save_16bit_model', "
             "'mixed_precision']. Please specify them appropriately in the DeepSpeed config file."
         )
         for part in (

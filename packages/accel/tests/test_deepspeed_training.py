@@ -1,4 +1,6 @@
-"""DeepSpeed's engines give the numbers of plain PyTorch: every stage, offload, accumulation, clipping, precision, and bad input."""
+"""DeepSpeed's engines give the numbers of plain PyTorch: every stage, offload, accumulation, clipping, precision, and
+bad input.
+"""
 
 from __future__ import annotations
 
@@ -358,7 +360,8 @@ def test_bad_input() -> None:
         "another model's optimizer": "AdamW was passed to prepare without the model that it updates",
         "two optimizers": "Net was passed to prepare with two optimizers",
         "an optimizer of two models": "AdamW has 6 parameters that are not those of Net",
-        "arguments of backward": "backward got create_graph, which DeepSpeed's engine does not know. It takes retain_graph.",
+        "arguments of backward": "backward got create_graph, which DeepSpeed's engine does not know. It takes "
+        "retain_graph.",
         "another norm": "norm_type=1.0: DeepSpeed clips by the 2-norm",
         "some parameters": "clip_grad_norm_ got 2 parameters and left out 4 that are trained",
         "values": "clip_grad_value_ at ZeRO stage 2",

@@ -1,4 +1,6 @@
-"""A state of N processes continued on M: nothing of the epoch is lost or repeated, and what is computed is what it would have been."""
+"""A state of N processes continued on M: nothing of the epoch is lost or repeated, and what is computed is what it
+would have been.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,8 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     kind = draw(st.sampled_from(["sequential", "shuffle", "seedable", "batches", "stream"]))
     dispatch = draw(st.booleans())
-    # What each rank reads for itself out of a stream, torchdata counts in steps, which mean something else on other ranks.
+    # What each rank reads for itself out of a stream, torchdata counts in steps, which mean something else on other
+    # ranks.
     stateful = draw(st.booleans()) and kind != "stream"
     return Case(
         kind,

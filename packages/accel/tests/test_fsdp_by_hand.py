@@ -1,4 +1,6 @@
-"""The parts of sharding that are functions of their own: one model or optimizer saved and loaded, and the steps of version 2."""
+"""The parts of sharding that are functions of their own: one model or optimizer saved and loaded, and the steps of
+version 2.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""States of sharded models: every state-dict type, to every strategy, on any number of ranks; and what must not happen to them."""
+"""States of sharded models: every state-dict type, to every strategy, on any number of ranks; and what must not happen
+to them.
+"""
 
 from __future__ import annotations
 

@@ -148,8 +148,8 @@ def test_what_is_the_same_in_version_2_is_mapped(caplog: pytest.LogCaptureFixtur
     ):
         assert FullyShardedDataParallelPlugin().reshard_after_forward is False
         assert (
-            "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP is of fsdp_version=1; with version 2 it is reshard_after_forward=False"
-            in caplog.text
+            "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP is of fsdp_version=1; with version 2 it is "
+            "reshard_after_forward=False" in caplog.text
         )
         assert FullyShardedDataParallelPlugin(reshard_after_forward=True).reshard_after_forward is True, (
             "the script decides"

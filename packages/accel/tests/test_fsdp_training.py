@@ -101,7 +101,8 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # Gradients that are zero but for rounding (of the biases of attention's keys) must stay small beside eps, or Adam makes steps of them.
+    # Gradients that are zero but for rounding (of the biases of attention's keys) must stay small beside eps, or Adam
+    # makes steps of them.
     return torch.optim.AdamW(
         (parameter for parameter in model.parameters() if parameter.requires_grad), lr=1e-2, eps=1e-6
     )
@@ -379,7 +380,9 @@ def test_8_bits_in_shards_are_those_of_whole_models() -> None:
 
 
 def weights_read(folder: str) -> dict[str, Any]:
-    """Rank 0 alone reads a checkpoint of Transformers; the other builds the model from its configuration, on the meta device."""
+    """Rank 0 alone reads a checkpoint of Transformers; the other builds the model from its configuration, on the meta
+    device.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **BLOCKS))
@@ -497,7 +500,9 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 
 
 def go_on(version: int, optimizer_class: type[torch.optim.Optimizer], steps_before: int) -> dict[str, torch.Tensor]:
-    """An optimizer that has a state already is taken over in the middle of its run, and prepared once more with another model."""
+    """An optimizer that has a state already is taken over in the middle of its run, and prepared once more with another
+    model.
+    """
     model = build("net", 0, False)
     optimizer = optimizer_class(model.parameters(), lr=1e-2, eps=1e-6)
     chunks = batches(6).split(BATCH)

@@ -1,4 +1,6 @@
-"""What ranks really hold and send is what `accel estimate-memory` and `accel plan` say: storages and collectives are counted."""
+"""What ranks really hold and send is what `accel estimate-memory` and `accel plan` say: storages and collectives are
+counted.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from accel_launch.config.read import load_settings
 from safetensors.torch import save_file
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig
 from accel_bigmodel.estimate.command import run as estimate
+from accel_launch.config.read import load_settings
 from accel_plan.models import build_model, model_config
 from accel_plan.plan import Request, plan
 from accel_plan.record import Recorder, stored

@@ -75,7 +75,8 @@ class Run:
         self.accelerator = accelerator_of(name)
         model = build(kind, seed)
         optimizer = optimizer_of(model)
-        # Four a step: what is trained after loading still moves the weights, so that a state of the optimizer that is lost shows.
+        # Four a step: what is trained after loading still moves the weights, so that a state of the optimizer that is
+        # lost shows.
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
 

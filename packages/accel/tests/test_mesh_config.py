@@ -1,4 +1,6 @@
-"""The sizes of a mesh: where they come from, what follows from them, and what is refused. Nothing here needs a second process."""
+"""The sizes of a mesh: where they come from, what follows from them, and what is refused. Nothing here needs a second
+process.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,8 @@ def test_the_launchers_sizes_are_taken_where_the_script_gives_none() -> None:
         (lambda: TorchTensorParallelPlugin(tp_size=3).for_world(4), "tp_size=3 does not divide the 4 processes"),
         (
             lambda: ParallelismConfig(dp_shard_size=4, tp_size=2).for_world(4),
-            "pp_size=1 x dp_replicate_size=1 x dp_shard_size=4 x cp_size=1 x sp_size=1 x tp_size=2 = 8, but there are 4 processes. Start 8",
+            "pp_size=1 x dp_replicate_size=1 x dp_shard_size=4 x cp_size=1 x sp_size=1 x tp_size=2 = 8, but there are "
+            "4 processes. Start 8",
         ),
         (lambda: ParallelismConfig(tp_size=2).get_device_mesh(), "the device mesh has not been built"),
         (
@@ -229,7 +232,8 @@ def test_heads_must_be_divided_evenly() -> None:
     for model, message in (
         (
             llama(kv_heads=2),
-            "tp_size=4 does not divide num_key_value_heads=2 of LlamaForCausalLM: attention is divided between heads. Allowed: 1, 2.",
+            "tp_size=4 does not divide num_key_value_heads=2 of LlamaForCausalLM: attention is divided between heads. "
+            "Allowed: 1, 2.",
         ),
         (build("own"), "tp_size=3 does not divide num_heads=4 of blocks.0.attention"),
     ):

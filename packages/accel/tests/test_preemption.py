@@ -18,8 +18,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from accel.preemption.handler import resolve
-from accel.preemption.stop_consensus import StopAgreement
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -27,7 +25,9 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accel import Accelerator, Preempted, ProjectConfiguration, SaveOnSignal
-from accel.preemption.handler import stop_consensus
+from accel.preemption import stop_consensus
+from accel.preemption.handler import resolve
+from accel.preemption.stop_consensus import StopAgreement
 from accel_data import loop_hooks
 from accel_state import AcceleratorState, ConfigurationError, PartialState
 from accel_state.preemption import Note, leave_note, read_note, take_note_back
@@ -339,7 +339,8 @@ def test_notes_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     take_note_back(tmp_path)
 
 
-# A program is a list of loops, each with so many steps; a schedule says which rank runs next; a rank is told to stop before some turn.
+# A program is a list of loops, each with so many steps; a schedule says which rank runs next; a rank is told to stop
+# before some turn.
 programs = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 
@@ -488,7 +489,9 @@ def weights_of(output: str) -> str:
 @pytest.mark.timeout(900)  # six launches one after the other
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_under_the_launcher(tmp_path: Path, ranks: int) -> None:
-    """Told to end in three ways, each run continues where the one before it stopped, and the last one ends like an undisturbed one."""
+    """Told to end in three ways, each run continues where the one before it stopped, and the last one ends like an
+    undisturbed one.
+    """
     code, output = Job(tmp_path / "whole", ranks).end()
     assert code == 0, output
     expected = weights_of(output)

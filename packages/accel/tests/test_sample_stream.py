@@ -1,4 +1,6 @@
-"""A resumed run is handed the rest of what the uninterrupted one was, without worker processes; see support/sample_streams.py."""
+"""A resumed run is handed the rest of what the uninterrupted one was, without worker processes; see
+support/sample_streams.py.
+"""
 
 from __future__ import annotations
 

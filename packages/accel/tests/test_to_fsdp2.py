@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import yaml
-from accel_launch.config.read import load_settings
 from hypothesis import HealthCheck, given, settings, strategies
 
 from accel.commands.to_fsdp2 import COMMAND
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_launch.config.read import load_settings
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 
@@ -166,7 +166,8 @@ def test_a_copy_on_each_machine_becomes_a_mesh(tmp_path) -> None:
 def test_json_and_sections_on_one_line(tmp_path, capsys) -> None:
     source = tmp_path / "one.yaml"
     source.write_text(
-        "# mine\ndistributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_state_dict_type: LOCAL_STATE_DICT}\n"
+        "# mine\ndistributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_state_dict_type: "
+        "LOCAL_STATE_DICT}\n"
     )
     assert convert(source, "--output_file", tmp_path / "two.json") == 0
     said = capsys.readouterr().out

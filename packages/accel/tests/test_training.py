@@ -155,7 +155,8 @@ def test_clipping_while_gradients_accumulate_only_measures() -> None:
         assert model.first.weight.grad.abs().max() <= 1e-4
 
 
-# -- mixed precision ------------------------------------------------------------------------------------------------------
+# -- mixed precision
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16)])
@@ -269,7 +270,8 @@ def test_precision_that_is_not_known_is_refused() -> None:
         Accelerator(cpu=True, mixed_precision="fp61")
 
 
-# -- schedulers -----------------------------------------------------------------------------------------------------------
+# -- schedulers
+# -----------------------------------------------------------------------------------------------------------
 
 
 def schedule(split: bool, with_optimizer: bool) -> list[float]:
@@ -325,7 +327,8 @@ def test_a_schedule_of_fixed_length_ends_and_a_metric_scheduler_counts_calls() -
     assert run_world(fixed_length_and_metric, 2) == [(4, 0.5)] * 2
 
 
-# -- objects --------------------------------------------------------------------------------------------------------------
+# -- objects
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_preparing_twice_changes_nothing() -> None:
@@ -393,7 +396,8 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         assert Accelerator().device.type == "cpu"
 
 
-# -- data parallelism -----------------------------------------------------------------------------------------------------
+# -- data parallelism
+# -----------------------------------------------------------------------------------------------------
 
 
 def with_hook(hook: str, wrapper: str, options: dict[str, Any]) -> torch.Tensor:

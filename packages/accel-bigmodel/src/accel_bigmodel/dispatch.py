@@ -55,7 +55,8 @@ def cpu_offload(
         execution_device: where it is computed. None: where its first parameter is.
         offload_buffers: buffers too.
         state_dict: the weights. None: those that the model has.
-        preload_module_classes: classes that are loaded as a whole, for modules that use weights of submodules without calling them.
+        preload_module_classes: classes that are loaded as a whole, for modules that use weights of submodules without
+            calling them.
 
     Returns:
         The model.
@@ -79,7 +80,8 @@ def disk_offload(
 
     Args:
         model: the model; it is changed.
-        offload_dir: the folder. What it holds already (see :func:`offload_state_dict`) is used; otherwise the weights are written.
+        offload_dir: the folder. What it holds already (see :func:`offload_state_dict`) is used; otherwise the weights
+            are written.
         execution_device: where it is computed. None: where its first parameter is.
         offload_buffers: buffers too.
         preload_module_classes: as in :func:`cpu_offload`.
@@ -136,8 +138,8 @@ def dispatch_model(
 ) -> nn.Module:
     """Spread a model over devices as a map says, and let inputs and offloaded weights come to where they are needed.
 
-    Modules mapped to an accelerator stay there. Those mapped to "cpu", beside accelerators, and to "disk" visit the main device
-    for each forward; the next ones are fetched while one is computed.
+    Modules mapped to an accelerator stay there. Those mapped to "cpu", beside accelerators, and to "disk" visit the
+    main device for each forward; the next ones are fetched while one is computed.
 
     Args:
         model: the model; it is changed.
@@ -155,8 +157,8 @@ def dispatch_model(
         The model, with the map as ``hf_device_map``.
 
     Raises:
-        ConfigurationError: a map that leaves something out or names what is not there; weights for the disk, and neither folder nor
-            index to find them by; tensors that have no values.
+        ConfigurationError: a map that leaves something out or names what is not there; weights for the disk, and
+            neither folder nor index to find them by; tensors that have no values.
     """
     check_device_map(model, device_map)
     _undo_dispatch(model)
@@ -182,7 +184,9 @@ def _undo_dispatch(model: nn.Module) -> None:
 
 
 def _give_encoder_a_hook(model: nn.Module) -> None:
-    """``generate`` of transformers adds one to the encoder of a model that has a device map, with code of the reference."""
+    """``generate`` of transformers adds one to the encoder of a model that has a device map, with code of the
+    reference.
+    """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
         find: Any = model.get_encoder
         encoder = find()
@@ -259,7 +263,8 @@ class _Dispatch:
             )
         if not found and place is None:
             raise ConfigurationError(
-                f"{len(on_disk)} modules are mapped to the disk, and nothing says where their weights are: give offload_dir= or "
+                f"{len(on_disk)} modules are mapped to the disk, and nothing says where their weights are: give "
+                "offload_dir= or "
                 "offload_index=, or load the model with load_checkpoint_and_dispatch"
             )
         has_folder = place is not None and (Path(place) / OFFLOAD_INDEX_NAME).is_file()
@@ -279,7 +284,8 @@ class _Dispatch:
         if empty:
             raise ConfigurationError(
                 f"{len(empty)} tensors of {type(self.model).__name__} have no values, and nothing says where they are: "
-                f"{', '.join(empty[:8])}. Load the model's weights first; buffers that no checkpoint holds keep their values in "
+                f"{', '.join(empty[:8])}. Load the model's weights first; buffers that no checkpoint holds keep their "
+                "values in "
                 "init_empty_weights(include_buffers=False)."
             )
 
@@ -303,7 +309,9 @@ class _Dispatch:
         add_read_ahead(self.model)
 
     def _place_tensors(self, names: Sequence[str], preload_module_classes: Sequence[str]) -> None:
-        """Place tensors that are in the map by their own names: those that a module whose parts go to several places reads itself."""
+        """Place tensors that are in the map by their own names: those that a module whose parts go to several places
+        reads itself.
+        """
         offloaded: dict[tuple[str, str], list[str]] = {}
         # A module may be in the model under several names; it has one hook for them.
         held = {name for path, module in self.model.named_modules() for name, _ in parts(path, module)}
@@ -394,10 +402,12 @@ def load_checkpoint_and_dispatch(
     Args:
         model: the model, best on the meta device (:func:`init_empty_weights`).
         checkpoint: as in :func:`load_checkpoint_in_model`.
-        device_map: devices of modules by name; or "auto" and "balanced" (spread over all accelerators evenly), "balanced_low_0"
-            (likewise, the first one as empty as possible), "sequential" (fill one after the other). None: load, and do not dispatch.
+        device_map: devices of modules by name; or "auto" and "balanced" (spread over all accelerators evenly),
+            "balanced_low_0" (likewise, the first one as empty as possible), "sequential" (fill one after the other).
+            None: load, and do not dispatch.
         max_memory: as in :func:`get_max_memory`, for the named maps.
-        no_split_module_classes: classes whose modules must stay whole, for the named maps. None: the model's ``_no_split_modules``.
+        no_split_module_classes: classes whose modules must stay whole, for the named maps. None: the model's
+            ``_no_split_modules``.
         offload_folder: as in :func:`load_checkpoint_in_model`.
         offload_buffers: as in :func:`dispatch_model`.
         dtype: as in :func:`load_checkpoint_in_model`.
@@ -413,7 +423,8 @@ def load_checkpoint_and_dispatch(
         The model.
 
     Raises:
-        ConfigurationError: a map of an unknown name; and what :func:`load_checkpoint_in_model` and :func:`dispatch_model` refuse.
+        ConfigurationError: a map of an unknown name; and what :func:`load_checkpoint_in_model` and
+            :func:`dispatch_model` refuse.
     """
     if isinstance(device_map, str):
         device_map = named_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)

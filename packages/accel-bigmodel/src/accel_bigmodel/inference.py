@@ -1,4 +1,6 @@
-"""Pipelined inference: each process holds a part of the model, and the chunks of a batch follow each other through them."""
+"""Pipelined inference: each process holds a part of the model, and the chunks of a batch follow each other through
+them.
+"""
 
 from __future__ import annotations
 
@@ -46,26 +48,27 @@ def prepare_pippy(
 ) -> nn.Module:
     """Share a model among all processes of this run, as the stages of a pipeline, for inference.
 
-    The model's forward may be any Python code. It is run once on rank 0, on the example, to see which modules are called in which order
-    and which results they exchange. Afterwards every rank keeps the weights of its stage, on its device; ``model(...)`` cuts the batch of
-    rank 0 into chunks and sends them through. All ranks must call the model; what the others pass is not looked at. Gradients are not
-    computed.
+    The model's forward may be any Python code. It is run once on rank 0, on the example, to see which modules are
+    called in which order and which results they exchange. Afterwards every rank keeps the weights of its stage, on its
+    device; ``model(...)`` cuts the batch of rank 0 into chunks and sends them through. All ranks must call the model;
+    what the others pass is not looked at. Gradients are not computed.
 
     Args:
-        model: the whole model, with its weights, on every rank. It is changed in place: its forward becomes that of the pipeline, and
-            weights of other stages are let go.
-        split_points: "auto" makes the stages as equal in bytes as the order of the calls allows. A list names the modules at which the
-            stages after the first begin, one fewer than there are processes.
-        no_split_module_classes: names of classes whose instances stay on one rank. None takes those that a transformers model declares,
-            or the classes of repeated layers.
+        model: the whole model, with its weights, on every rank. It is changed in place: its forward becomes that of the
+            pipeline, and weights of other stages are let go.
+        split_points: "auto" makes the stages as equal in bytes as the order of the calls allows. A list names the
+            modules at which the stages after the first begin, one fewer than there are processes.
+        no_split_module_classes: names of classes whose instances stay on one rank. None takes those that a transformers
+            model declares, or the classes of repeated layers.
         example_args: positional inputs to try the model with, of the kind that it will be called with.
         example_kwargs: keyword inputs to try it with.
-        num_chunks: number of chunks, by default the number of processes. A batch that they do not divide is filled up with copies of its
-            last sample, which are dropped again.
+        num_chunks: number of chunks, by default the number of processes. A batch that they do not divide is filled up
+            with copies of its last sample, which are dropped again.
         gather_output: give the output to every rank. Otherwise the last one has it, and the others get None.
 
     Returns:
-        The model. Its attribute ``hf_split_points`` names the modules at which the stages begin, ``hf_pipeline`` is the :class:`Pipeline`.
+        The model. Its attribute ``hf_split_points`` names the modules at which the stages begin, ``hf_pipeline`` is the
+        :class:`Pipeline`.
 
     Raises:
         ConfigurationError: the model cannot be split so; the message says why. On every rank.
@@ -133,7 +136,8 @@ def build_pipeline(
     num_chunks: int,
     no_split_module_classes: Sequence[str] | None = None,
 ) -> Pipeline:
-    """Split a model and keep the part of this rank. :func:`prepare_pippy` does this, and makes the model call the pipeline.
+    """Split a model and keep the part of this rank. :func:`prepare_pippy` does this, and makes the model call the
+    pipeline.
 
     Raises:
         ConfigurationError: as :func:`prepare_pippy`.
@@ -167,7 +171,8 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
 
     Args:
         forward: what runs a batch, such as a :class:`Pipeline`.
-        num_chunks: the batch is filled up to a multiple of it, by copies of the last sample, which are dropped from the output.
+        num_chunks: the batch is filled up to a multiple of it, by copies of the last sample, which are dropped from the
+            output.
         gather_output: give the output to every rank.
         *args: positional inputs of the model.
         **kwargs: keyword inputs of the model.
@@ -196,7 +201,8 @@ def _run(forward: Callable[..., Any], inputs: _Inputs) -> Any:
 def _share_inputs(num_chunks: int, args: Any, kwargs: Any) -> tuple[_Inputs, list[Any]]:
     """The inputs of rank 0 on every rank; and what must be waited for before they may be let go.
 
-    Rank 0 does not wait until the others have them: these may still be busy with the batch before, and it can begin with this one.
+    Rank 0 does not wait until the others have them: these may still be busy with the batch before, and it can begin
+    with this one.
     """
     device = PartialState().device
     if PartialState().process_index:
@@ -221,14 +227,16 @@ def _prepare_inputs(num_chunks: int, args: Any, kwargs: Any) -> _Inputs:
     """The inputs, filled up to a multiple of the chunks; with the batch sizes before and after."""
     if kwargs.get("use_cache"):
         raise ConfigurationError(
-            "use_cache=True: the cache of each layer would live on its own rank. Call the pipeline with use_cache=False."
+            "use_cache=True: the cache of each layer would live on its own rank. Call the pipeline with "
+            "use_cache=False."
         )
     batch_size = find_pippy_batch_size(args, kwargs)
     if num_chunks == 1:
         return None, 0, args, kwargs
     if batch_size is None:
         raise ConfigurationError(
-            "no batch size can be found: none of the inputs is a tensor with at least one dimension, so there is nothing to cut into "
+            "no batch size can be found: none of the inputs is a tensor with at least one dimension, so there is "
+            "nothing to cut into "
             f"{num_chunks} chunks. Pass the batch on rank 0, or prepare the model with num_chunks=1."
         )
     pad = functools.partial(pad_input_tensors, batch_size=batch_size, num_processes=num_chunks)
@@ -258,7 +266,8 @@ def generate_device_map(
     no_split_module_classes: Sequence[str] | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
 ) -> dict[str, Location]:
-    """A device map that spreads a model evenly over as many devices as there are processes, in the order of its modules.
+    """A device map that spreads a model evenly over as many devices as there are processes, in the order of its
+    modules.
 
     Args:
         model: the model, on the meta device too.

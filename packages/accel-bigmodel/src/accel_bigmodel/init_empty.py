@@ -21,11 +21,12 @@ _LARGE, _HUGE = 1 << 17, 1 << 30
 
 @contextlib.contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Models that are built in this context have shapes and types, and no values: they take no memory, whatever their size.
+    """Models that are built in this context have shapes and types, and no values: they take no memory, whatever their
+    size.
 
     Args:
-        include_buffers: buffers too. By default they keep their values: buffers that no checkpoint holds (tables of positions, say)
-            could not be found again. None: what ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else False.
+        include_buffers: buffers too. By default they keep their values: buffers that no checkpoint holds (tables of
+            positions, say) could not be found again. None: what ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else False.
     """
     with init_on_device(torch.device("meta"), include_buffers=include_buffers):
         yield
@@ -75,8 +76,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 class _Passing(TorchFunctionMode):
     """Uninitialised tensors that only pass through memory: a layer may be larger than it, and many layers together are.
 
-    The C library does not hand the space of tensors back that are smaller than 32 MB, if anything small has been put behind them.
-    So large ones get a mapping of their own, and huge ones are made on the device at once.
+    The C library does not hand the space of tensors back that are smaller than 32 MB, if anything small has been put
+    behind them. So large ones get a mapping of their own, and huge ones are made on the device at once.
 
     Args:
         device: where parameters go.

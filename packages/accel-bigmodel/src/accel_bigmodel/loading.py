@@ -55,7 +55,8 @@ def load_state_dict(
 
     Args:
         checkpoint_file: a safetensors file, or one of ``torch.save``; code in it is never run.
-        device_map: where each goes, by the name of its module or its own. What goes to the disk comes to the CPU. None: the CPU.
+        device_map: where each goes, by the name of its module or its own. What goes to the disk comes to the CPU. None:
+            the CPU.
 
     Raises:
         ConfigurationError: a file that is not whole, or holds anything but tensors by name.
@@ -87,10 +88,11 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model, each weight directly to its device.
 
-    Weights for the CPU are mapped from safetensors files, not copied; as long as they live, such a file must not be written in
-    place (replacing it by a renamed one is fine). Weights for the disk stay in their safetensors files, and are written to
-    ``offload_folder`` only where the file has another format or, given a folder, another type. Names, shapes and the device map
-    are checked before anything is changed. To run a model with weights on the disk call :func:`dispatch_model` next.
+    Weights for the CPU are mapped from safetensors files, not copied; as long as they live, such a file must not be
+    written in place (replacing it by a renamed one is fine). Weights for the disk stay in their safetensors files, and
+    are written to ``offload_folder`` only where the file has another format or, given a folder, another type. Names,
+    shapes and the device map are checked before anything is changed. To run a model with weights on the disk call
+    :func:`dispatch_model` next.
 
     Args:
         model: the model; on the meta device, or with values, which are replaced.
@@ -98,18 +100,20 @@ def load_checkpoint_in_model(
         device_map: where modules go. None: weights stay on their devices; those on the meta device come to the CPU.
         offload_folder: where weights are written that cannot be read where they are.
         dtype: the type of all floating point weights. None: the types that the model has.
-        offload_state_dict: accepted for callers that spare memory in this way; weights never pass through memory as a whole here.
+        offload_state_dict: accepted for callers that spare memory in this way; weights never pass through memory as a
+            whole here.
         offload_buffers: buffers of modules on the disk stay there too.
         keep_in_fp32_modules: parts of names; weights of such modules get float32 instead of ``dtype``.
-        offload_8bit_bnb: quantized weights of modules on the CPU or the disk are offloaded as they are in the checkpoint.
+        offload_8bit_bnb: quantized weights of modules on the CPU or the disk are offloaded as they are in the
+            checkpoint.
         strict: refuse missing or unexpected names even if every tensor has values without them.
         full_state_dict: for sharded models and no device map: the checkpoint holds whole tensors.
         broadcast_from_rank0: for sharded models and no device map: only rank 0 reads, and sends each rank its shards.
 
     Raises:
-        ConfigurationError: no such checkpoint or a damaged one; names or shapes that do not fit, all of them listed; a device map
-            that leaves something out; weights for the disk that must be written, and no ``offload_folder``; a model that is dispatched
-            with offloaded weights.
+        ConfigurationError: no such checkpoint or a damaged one; names or shapes that do not fit, all of them listed; a
+            device map that leaves something out; weights for the disk that must be written, and no ``offload_folder``;
+            a model that is dispatched with offloaded weights.
     """
     if any(hook.offload for module in model.modules() for hook in align_hooks(module)):
         raise ConfigurationError(
@@ -223,7 +227,8 @@ class _Loading:
         ]
         if unreadable:
             raise ConfigurationError(
-                f"{len(unreadable)} weights for the disk are in {self.file_of[unreadable[0]].path.name}, which is not a safetensors file: "
+                f"{len(unreadable)} weights for the disk are in {self.file_of[unreadable[0]].path.name}, which is not "
+                "a safetensors file: "
                 "give offload_folder=, where they are written, or save the checkpoint as safetensors"
             )
 

@@ -87,8 +87,8 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """The size of the largest layer, and the names of the layers of that size.
 
-    A layer is a module that must stay together (its class is in ``no_split_module_classes``), one without submodules, or a tensor
-    that a larger module holds directly.
+    A layer is a module that must stay together (its class is in ``no_split_module_classes``), one without submodules,
+    or a tensor that a larger module holds directly.
 
     Args:
         modules: full names and modules (or tensors) to look into.

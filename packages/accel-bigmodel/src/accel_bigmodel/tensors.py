@@ -12,7 +12,8 @@ from accel_state import clear_device_cache, devices
 from accel_state.errors import ConfigurationError
 
 Location = int | str | torch.device
-"""Where a tensor is or should be: the index of an accelerator, a torch device or its text; in device maps also "disk"."""
+"""Where a tensor is or should be: the index of an accelerator, a torch device or its text; in device maps also "disk".
+"""
 
 TiedParamsMap = dict[int, dict[torch.device, torch.Tensor]]
 """For the address of a shared weight: the copies of it that lie on devices at the moment."""
@@ -67,7 +68,8 @@ def as_device(location: Location) -> torch.device:
         kind = devices.detect()
         if kind.name == "cpu":
             raise ConfigurationError(
-                f"device {location} is the number of an accelerator, and this machine has none. Use 'cpu' or 'disk' in its place."
+                f"device {location} is the number of an accelerator, and this machine has none. Use 'cpu' or 'disk' "
+                "in its place."
             )
         return torch.device(kind.name, location)
     try:
@@ -105,8 +107,8 @@ def set_module_tensor_to_device(
 ) -> None:
     """Move a parameter or buffer of a module to a device, or give it a value there.
 
-    A parameter becomes a new object where its device, type or memory changes; one that shares its value with others keeps doing so
-    only through ``tied_params_map`` or :func:`retie_parameters`.
+    A parameter becomes a new object where its device, type or memory changes; one that shares its value with others
+    keeps doing so only through ``tied_params_map`` or :func:`retie_parameters`.
 
     Args:
         module: what holds it, itself or in a submodule.
@@ -115,7 +117,8 @@ def set_module_tensor_to_device(
         value: new values, of the same shape; needed to leave the meta device.
         dtype: the type to convert to. None: values get the type that the tensor has now, unless they are integers.
         fp16_statistics: scales of a weight in 8 bits, set on the new parameter as ``SCB``.
-        tied_params_map: copies of shared weights on devices, by address; a copy that is there is used, a new one is added.
+        tied_params_map: copies of shared weights on devices, by address; a copy that is there is used, a new one is
+            added.
         non_blocking: let a copy from pinned memory overlap with computation.
         clear_cache: hand the memory of an accelerator's old tensor back to it.
 

@@ -56,7 +56,8 @@ def warn_about_lost_iteration(dataloader: DataLoader[Any]) -> None:
     if overridden is DataLoader.__iter__ or overridden.__module__.startswith("torchdata."):
         return
     warnings.warn(
-        f"{type(dataloader).__name__} overrides __iter__, and a prepared loader does not call it: loaders are rebuilt around the data set, "
+        f"{type(dataloader).__name__} overrides __iter__, and a prepared loader does not call it: loaders are rebuilt "
+        "around the data set, "
         "the sampler and the collate function. Move what it does there.",
         stacklevel=3,
     )
@@ -84,7 +85,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
-        # DataLoader.__init__ is not called: this object is a DataLoader to isinstance, and base_dataloader to everything else.
+        # DataLoader.__init__ is not called: this object is a DataLoader to isinstance, and base_dataloader to
+        # everything else.
         loader_class = stateful_dataloader_class() if use_stateful_dataloader else DataLoader
         self.use_stateful_dataloader = use_stateful_dataloader
         self.base_dataloader = loader_class(dataset, batch_sampler=batch_sampler, **kwargs)
@@ -126,7 +128,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     def _stateful_base(self) -> Any:
         if not self.use_stateful_dataloader:
             raise ConfigurationError(
-                "a torch DataLoader keeps no position. Pass use_stateful_dataloader=True, or use prepare_data_loader: every prepared "
+                "a torch DataLoader keeps no position. Pass use_stateful_dataloader=True, or use prepare_data_loader: "
+                "every prepared "
                 "loader can be resumed."
             )
         return self.base_dataloader

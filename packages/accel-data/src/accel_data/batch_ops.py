@@ -21,7 +21,9 @@ def _is_sample_list(value: Any) -> bool:
 
 
 def count_rows(batch: Any) -> int | None:
-    """Samples in a batch: the length of its first array that has a dimension, or of its first list without arrays; None without either."""
+    """Samples in a batch: the length of its first array that has a dimension, or of its first list without arrays; None
+    without either.
+    """
     for array in leaves(batch, _is_array):
         if array.ndim:
             return int(array.shape[0])

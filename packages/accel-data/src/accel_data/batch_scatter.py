@@ -25,13 +25,15 @@ class Round:
     """What the ranks get in one step.
 
     Attributes:
-        parts: a batch for each rank; the batches themselves on the rank that read them, only their structure on its way.
+        parts: a batch for each rank; the batches themselves on the rank that read them, only their structure on its
+            way.
         real: for each rank, samples of its batch that are no padding; None where all are.
         last: whether no step follows.
         remainder: samples of all ranks that are no padding; -1 if there is nothing to leave out after a gather.
         ragged: whether the ranks' batches differ in size.
         position: position in the stream after this step.
-        random: what reading left the generators at, for ranks that share the reader's batches and must draw the same numbers as it does.
+        random: what reading left the generators at, for ranks that share the reader's batches and must draw the same
+            numbers as it does.
     """
 
     parts: list[Any] = field(default_factory=list)
@@ -52,10 +54,10 @@ class Dealer:
         split_batches: one batch is read for a round, and sliced; otherwise one for each rank.
         batch_size: samples in a batch as it is read; None where batches have no fixed size.
         drop_last: leave out a last round that is not full.
-        even_batches: complete a last round that is not full with samples from the start of the epoch, up to a multiple of the number of
-            ranks, so that all get batches of one size.
-        slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts the batch of a rank out of the joined batches; None means
-            along the first dimension.
+        even_batches: complete a last round that is not full with samples from the start of the epoch, up to a multiple
+            of the number of ranks, so that all get batches of one size.
+        slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts the batch of a rank out of the joined
+            batches; None means along the first dimension.
     """
 
     num_processes: int
@@ -71,7 +73,9 @@ class Dealer:
         return 1 if self.split_batches else self.num_processes
 
     def rounds(self, steps: Iterator[Step]) -> Iterator[tuple[list[Any], int, bool]]:
-        """Batches in rounds, each with the number of samples at its end that are padding, and whether it is the last one."""
+        """Batches in rounds, each with the number of samples at its end that are padding, and whether it is the last
+        one.
+        """
         current = list(islice(steps, self.batches_a_round))
         while current:
             *_, (final, last, real, _) = current

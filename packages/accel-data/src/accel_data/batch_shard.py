@@ -28,7 +28,9 @@ def stream_arguments(
     split_batches: bool = False,
     even_batches: bool = False,
 ) -> dict[str, Any]:
-    """The arguments that make a loader of map-style data read this rank's share: a batch sampler, or a sampler and no batching."""
+    """The arguments that make a loader of map-style data read this rank's share: a batch sampler, or a sampler and no
+    batching.
+    """
     if dataloader.batch_sampler is None:
         return {
             "batch_size": None,
@@ -49,7 +51,8 @@ class EpochStart:
     """Where an epoch begins other than at its first sample.
 
     Attributes:
-        position: units of the stream (samples, batches or items; see ``unit`` of the sharded sampler) that are left out.
+        position: units of the stream (samples, batches or items; see ``unit`` of the sharded sampler) that are left
+            out.
         origin: the randomness that the epoch's order was drawn from; None draws a new order.
     """
 
@@ -61,7 +64,8 @@ class EpochStart:
 class EpochProgress:
     """What is known of an epoch while its batches are drawn.
 
-    A loader with workers draws ahead of what it hands out, so everything here is by step, or about the epoch as a whole.
+    A loader with workers draws ahead of what it hands out, so everything here is by step, or about the epoch as a
+    whole.
 
     Attributes:
         start: position at which the epoch began.
@@ -136,7 +140,8 @@ class ShardedStream:
         self._next_start = start
 
     def __iter__(self) -> Iterator[Any]:
-        # torch's loader with workers calls this twice and draws from the second iterator only, so an epoch begins when it is drawn from.
+        # torch's loader with workers calls this twice and draws from the second iterator only, so an epoch begins when
+        # it is drawn from.
         self.progress = EpochProgress(start=self._next_start.position, step_size=self.step_size)
         return self._begun(self.progress, self._next_start)
 
@@ -167,14 +172,15 @@ class ShardedStream:
 class BatchSamplerShard(ShardedStream, BatchSampler):
     """The batches of ``batch_sampler`` that one rank gets.
 
-    Without ``split_batches`` rank r gets every ``num_processes``-th batch, from the r-th on; with it, the r-th slice of each batch. If the
-    last step is not full, it is dropped when the batch sampler drops incomplete batches; otherwise it is completed with samples from
-    the start of the epoch (``even_batches``), or left as it is, with some ranks short of samples or of a whole batch.
+    Without ``split_batches`` rank r gets every ``num_processes``-th batch, from the r-th on; with it, the r-th slice of
+    each batch. If the last step is not full, it is dropped when the batch sampler drops incomplete batches; otherwise
+    it is completed with samples from the start of the epoch (``even_batches``), or left as it is, with some ranks short
+    of samples or of a whole batch.
 
-    A :class:`torch.utils.data.BatchSampler` over a sequential or random sampler is sharded by arithmetic: other ranks' indices are never
-    drawn. A batch sampler of another kind may yield batches of any size; if it has no ``batch_size`` to complete batches to,
-    ``even_batches`` deals the samples of the last, incomplete round evenly to the ranks, so that all have the same number of
-    steps and nothing is lost.
+    A :class:`torch.utils.data.BatchSampler` over a sequential or random sampler is sharded by arithmetic: other ranks'
+    indices are never drawn. A batch sampler of another kind may yield batches of any size; if it has no ``batch_size``
+    to complete batches to, ``even_batches`` deals the samples of the last, incomplete round evenly to the ranks, so
+    that all have the same number of steps and nothing is lost.
 
     Args:
         batch_sampler: batch sampler to share, with the same batches on every rank.
@@ -184,11 +190,12 @@ class BatchSamplerShard(ShardedStream, BatchSampler):
         even_batches: give every rank the same number of batches.
 
     Attributes:
-        complete_to: the last batch is completed from the start of the epoch until the number of samples is a multiple of this. Of use
-            where one rank reads for several.
+        complete_to: the last batch is completed from the start of the epoch until the number of samples is a multiple
+            of this. Of use where one rank reads for several.
 
     Raises:
-        ConfigurationError: with ``split_batches``, the batch size is not a multiple of ``num_processes``; or there is no such rank.
+        ConfigurationError: with ``split_batches``, the batch size is not a multiple of ``num_processes``; or there is
+            no such rank.
     """
 
     def __init__(
@@ -412,8 +419,8 @@ def _repeated(head: list[Any], offset: int, count: int) -> list[Any]:
 class ItemShard(ShardedStream):
     """A rank's share of a sampler whose items are fetched one by one, without batching (``batch_size=None``).
 
-    Rank r gets every ``num_processes``-th item, from the r-th on. With ``even_batches`` the ranks that have none left in the last round get
-    an item from the start again, which counts as padding altogether.
+    Rank r gets every ``num_processes``-th item, from the r-th on. With ``even_batches`` the ranks that have none left
+    in the last round get an item from the start again, which counts as padding altogether.
 
     Args:
         sampler: sampler to share, with the same items on every rank. An item may be an index, or a list of them.

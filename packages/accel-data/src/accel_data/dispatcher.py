@@ -18,11 +18,12 @@ from .resume_state import Iteration
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """A loader that reads on rank 0 only and sends every rank its batch: for data that cannot be read in several processes.
+    """A loader that reads on rank 0 only and sends every rank its batch: for data that cannot be read in several
+    processes.
 
-    :func:`accel_data.prepare_data_loader` makes one with ``dispatch_batches=True``. Without ``split_batches`` rank 0 reads a batch for each
-    rank in a step; with it one batch, which is sliced. Batches may hold tensors, arrays, strings and any picklable object.
-    An error on rank 0 is raised on every rank.
+    :func:`accel_data.prepare_data_loader` makes one with ``dispatch_batches=True``. Without ``split_batches`` rank 0
+    reads a batch for each rank in a step; with it one batch, which is sliced. Batches may hold tensors, arrays, strings
+    and any picklable object. An error on rank 0 is raised on every rank.
 
     Args:
         dataset: data set to load; read on rank 0 only.
@@ -31,9 +32,10 @@ class DataLoaderDispatcher(PreparedLoader):
         use_stateful_dataloader: build on torchdata's StatefulDataLoader.
         _drop_last: leave out a last step that is not full.
         _non_blocking: move batches without waiting for the copy.
-        slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts the batch of a rank out of the batches of a step, joined;
-            None means along the first dimension.
-        torch_device_mesh: the mesh that the ranks are arranged in; ranks that differ along tp, cp, sp or pp only get the same batch.
+        slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts the batch of a rank out of the batches
+            of a step, joined; None means along the first dimension.
+        torch_device_mesh: the mesh that the ranks are arranged in; ranks that differ along tp, cp, sp or pp only get
+            the same batch.
         iteration: epoch of the first iteration.
         **kwargs: arguments of the torch loader.
     """
@@ -84,7 +86,9 @@ class DataLoaderDispatcher(PreparedLoader):
         return self.base_dataloader.batch_size
 
     def set_even_batches(self, even_batches: bool) -> None:
-        """Choose whether the last step is completed with samples from the start of the epoch, so that all ranks get batches of one size."""
+        """Choose whether the last step is completed with samples from the start of the epoch, so that all ranks get
+        batches of one size.
+        """
         self.dealer.even_batches = even_batches
         if isinstance(self._stream, BatchSamplerShard) and self._stream.is_plain:
             self._stream.complete_to = self.layout.num_processes if even_batches and not self._drop_last else 1
@@ -107,7 +111,9 @@ class DataLoaderDispatcher(PreparedLoader):
         return max(0, steps - self.skip_batches)
 
     def set_rng_types(self, rng_types: list[str | RNGType]) -> None:
-        """Choose the generators that are made equal to rank 0's at the start of an iteration. That of the sampler stays rank 0's own."""
+        """Choose the generators that are made equal to rank 0's at the start of an iteration. That of the sampler stays
+        rank 0's own.
+        """
         self.rng_types = [str(kind) for kind in rng_types]
 
     def _position(self, current: Iteration) -> int:

@@ -105,10 +105,10 @@ def broadcast_generator(generator: torch.Generator) -> None:
 class EpochOrder:
     """The randomness behind one sampler, at the start of each epoch.
 
-    A sampler draws its order from a ``generator`` attribute: its own, or that of a sampler inside of it. A random sampler of torch that
-    has none is given one in the first epoch, seeded with what the sampler itself would have drawn, so that in one process the first
-    epoch has the order that plain PyTorch gives it. A sampler of another kind may draw from the process's own generators; then these
-    are what an epoch's order can be had again from.
+    A sampler draws its order from a ``generator`` attribute: its own, or that of a sampler inside of it. A random
+    sampler of torch that has none is given one in the first epoch, seeded with what the sampler itself would have
+    drawn, so that in one process the first epoch has the order that plain PyTorch gives it. A sampler of another kind
+    may draw from the process's own generators; then these are what an epoch's order can be had again from.
 
     Args:
         sampler: sampler or batch sampler.

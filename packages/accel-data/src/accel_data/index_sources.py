@@ -1,4 +1,6 @@
-"""The stream of data set indices behind a sampler: by position where the sampler allows it, one after the other where it does not."""
+"""The stream of data set indices behind a sampler: by position where the sampler allows it, one after the other where
+it does not.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class SequentialSource:
         return list(range(first, last))
 
     def batches(self, first: int, size: int, stride: int, count: int) -> Iterator[list[Any]]:
-        """``count`` batches of ``size`` indices, the first one from position ``first`` on, each ``stride`` positions after the last."""
+        """``count`` batches of ``size`` indices, the first one from position ``first`` on, each ``stride`` positions
+        after the last.
+        """
         for begin in range(first, first + count * stride, stride):
             yield list(range(begin, begin + size))
 
@@ -39,8 +43,8 @@ class PermutationSource(SequentialSource):
 
     Args:
         permutation: tensor of shape (length,).
-        generator: drawn from once more at the end of the stream, as :class:`torch.utils.data.RandomSampler` does. The orders of later
-            epochs are then those of plain PyTorch.
+        generator: drawn from once more at the end of the stream, as :class:`torch.utils.data.RandomSampler` does. The
+            orders of later epochs are then those of plain PyTorch.
     """
 
     def __init__(self, permutation: torch.Tensor, generator: torch.Generator | None = None) -> None:

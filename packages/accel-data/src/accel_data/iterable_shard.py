@@ -35,8 +35,9 @@ class TailSample:
 class IterableDatasetShard(IterableDataset[Any]):
     """The samples of ``dataset`` that one rank gets, for a loader that makes batches of ``batch_size`` of them.
 
-    Every rank reads the whole stream and keeps its part: of each run of ``num_processes * batch_size`` samples the r-th slice of
-    ``batch_size``. The last run is dropped (``drop_last``) or completed with samples from the start of the stream.
+    Every rank reads the whole stream and keeps its part: of each run of ``num_processes * batch_size`` samples the r-th
+    slice of ``batch_size``. The last run is dropped (``drop_last``) or completed with samples from the start of the
+    stream.
 
     Args:
         dataset: data set to share, with the same samples in the same order on every rank.
@@ -51,7 +52,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         mark_tail: wrap the samples of a completed last run in :class:`TailSample`.
 
     Raises:
-        ConfigurationError: with ``split_batches``, the batch size is not a multiple of ``num_processes``; or there is no such rank.
+        ConfigurationError: with ``split_batches``, the batch size is not a multiple of ``num_processes``; or there is
+            no such rank.
     """
 
     even_batches: bool = True
@@ -89,7 +91,9 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def begin_at(self, position: int) -> None:
-        """Leave out the first ``position`` samples of the stream, in the next iteration only. They are read and dropped."""
+        """Leave out the first ``position`` samples of the stream, in the next iteration only. They are read and
+        dropped.
+        """
         self._skip_samples = position
 
     def __len__(self) -> int:
@@ -107,13 +111,16 @@ class IterableDatasetShard(IterableDataset[Any]):
         return plan.full_steps * plan.batch_size + plan.real_samples(self.process_index, plan.full_steps)
 
     def __iter__(self) -> Iterator[Any]:
-        # Not a generator itself: the data set's own __iter__, and a skip, run when the loader begins and not with its first batch.
+        # Not a generator itself: the data set's own __iter__, and a skip, run when the loader begins and not with its
+        # first batch.
         skip, self._skip_samples = self._skip_samples, 0
         samples = iter(self.dataset)
         return self._share(samples) if skip == 0 else self._share_from(samples, skip)
 
     def _share_from(self, samples: Iterator[Any], skip: int) -> Iterator[Any]:
-        """The share of what follows the first ``skip`` samples, which are read here: a stream cannot be entered in the middle."""
+        """The share of what follows the first ``skip`` samples, which are read here: a stream cannot be entered in the
+        middle.
+        """
         head = list(islice(samples, self.step_size))
         for _ in islice(samples, max(0, skip - len(head))):
             pass
@@ -132,7 +139,9 @@ class IterableDatasetShard(IterableDataset[Any]):
                 yield from chunk[first:last]
 
     def _completed(self, chunk: list[Any], head: list[Any], first: int, last: int) -> Iterator[Any]:
-        """Positions [first, last) of a last run that is too short, followed by the start of the stream as often as it takes."""
+        """Positions [first, last) of a last run that is too short, followed by the start of the stream as often as it
+        takes.
+        """
         tail = len(chunk)
         padding = wrapped_ranges(max(0, first - tail), max(0, last - tail), len(head))
         for sample in chunk[first:last]:
@@ -144,7 +153,8 @@ class IterableDatasetShard(IterableDataset[Any]):
 class StatefulIterableDatasetShard(IterableDatasetShard):
     """The share of a data set that can save and load its own position (``state_dict`` and ``load_state_dict``).
 
-    Between two batches of the loader the data set stands exactly at the end of a global step, so its state is the state of the shard.
+    Between two batches of the loader the data set stands exactly at the end of a global step, so its state is the state
+    of the shard.
     """
 
     _pending: dict[str, Any] | None = None
@@ -221,7 +231,8 @@ def wants_epoch(dataset: Any) -> bool:
 def can_shard_at_source(dataset: Any, num_processes: int) -> bool:
     """Whether an iterable data set can give each of ``num_processes`` ranks sources of its own to read.
 
-    It offers ``shard(num_shards, index)``, and says in ``num_shards`` (or ``n_shards``) that it has at least one source a rank.
+    It offers ``shard(num_shards, index)``, and says in ``num_shards`` (or ``n_shards``) that it has at least one source
+    a rank.
     """
     return callable(getattr(dataset, "shard", None)) and (source_count(dataset) or 0) >= num_processes
 
@@ -243,8 +254,10 @@ def shard_at_source(dataset: Any, num_processes: int, process_index: int) -> Any
     accepted = inspect.signature(dataset.shard).parameters
     if not {"num_shards", "index"} <= set(accepted) and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         raise ConfigurationError(
-            f"{type(dataset).__name__}.shard takes ({', '.join(accepted)}), but a data set that is split at the source must offer "
-            "shard(num_shards, index). Rename the arguments, or remove num_shards so that each rank reads the stream and keeps its part."
+            f"{type(dataset).__name__}.shard takes ({', '.join(accepted)}), but a data set that is split at the "
+            "source must offer "
+            "shard(num_shards, index). Rename the arguments, or remove num_shards so that each rank reads the stream "
+            "and keeps its part."
         )
     return dataset.shard(num_shards=num_processes, index=process_index)
 
@@ -252,8 +265,8 @@ def shard_at_source(dataset: Any, num_processes: int, process_index: int) -> Any
 def is_already_split(dataset: Any) -> bool:
     """Whether the data set says that it holds this rank's part only.
 
-    It says so with an attribute ``already_sharded = True``. A Hugging Face data set that went through ``split_dataset_by_node`` is
-    recognised too.
+    It says so with an attribute ``already_sharded = True``. A Hugging Face data set that went through
+    ``split_dataset_by_node`` is recognised too.
     """
     if getattr(dataset, "already_sharded", False):
         return True

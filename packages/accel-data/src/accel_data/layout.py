@@ -24,8 +24,10 @@ class LoaderLayout:
     Attributes:
         num_processes: number of ranks that get different data.
         process_index: this rank among them.
-        ragged: whether batch sizes may differ between ranks in one step, for a reason that the sampler does not know of.
-        synchronize_steps: the ranks read sources of their own, and have to agree on every step whether there is another one.
+        ragged: whether batch sizes may differ between ranks in one step, for a reason that the sampler does not know
+            of.
+        synchronize_steps: the ranks read sources of their own, and have to agree on every step whether there is another
+            one.
         elastic: positions mean the same on another number of ranks.
         position_scale: units of the whole stream that one unit of this rank's own sampler stands for.
         padding_at_end: samples at the end of this rank's data that stand in for missing ones.
@@ -80,8 +82,10 @@ def layout_of_distributed_sampler(
     """
     if (sampler.num_replicas, sampler.rank) != (num_processes, process_index):
         raise ConfigurationError(
-            f"the loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this process is rank "
-            f"{process_index} of {num_processes}. Leave the sampler out (preparing the loader shards it), or build it with "
+            f"the loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this process "
+            "is rank "
+            f"{process_index} of {num_processes}. Leave the sampler out (preparing the loader shards it), or build it "
+            "with "
             f"num_replicas={num_processes}, rank={process_index}."
         )
     length = len(sampler.dataset)  # type: ignore[arg-type]

@@ -40,7 +40,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
     Args:
         dataset: data set to load.
         device: where batches are moved; None leaves them where they are.
-        rng_types: generators that are made equal to rank 0's at the start of an iteration; None means that of the sampler.
+        rng_types: generators that are made equal to rank 0's at the start of an iteration; None means that of the
+            sampler.
         synchronized_generator: a generator besides that of the sampler to make equal.
         skip_batches: batches to leave out in the first iteration.
         use_stateful_dataloader: build on torchdata's StatefulDataLoader.
@@ -109,7 +110,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         if wants_epoch(self.dataset):
             self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
             if self.num_workers > 0 and self.persistent_workers:
-                # Workers that live on have a copy of the data set from when they were started, and would never see the epoch.
+                # Workers that live on have a copy of the data set from when they were started, and would never see the
+                # epoch.
                 self.base_dataloader._iterator = None
 
     @property
@@ -144,7 +146,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
             stream.batch_sampler.sampler = sampler
         else:
             raise ConfigurationError(
-                f"the sampler of this loader cannot be replaced: its data set is a {type(self.dataset).__name__} and its batches come from "
+                f"the sampler of this loader cannot be replaced: its data set is a {type(self.dataset).__name__} and "
+                "its batches come from "
                 f"{type(getattr(stream, 'batch_sampler', stream)).__name__}. Build another loader."
             )
         assert stream is not None
@@ -203,11 +206,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         return "samples" if self._counts_samples() else "steps"
 
     def _counts_samples(self) -> bool:
-        """Whether the position in an iterable data set is known in samples: one stream, which is read in this process from its start."""
+        """Whether the position in an iterable data set is known in samples: one stream, which is read in this process
+        from its start.
+        """
         return not (self.layout.synchronize_steps or self.num_workers > 0 or self.use_stateful_dataloader)
 
     def _units_a_batch(self) -> int:
-        """Units of the stream that a batch of the torch loader stands for, with an iterable data set that ``_readers`` ranks read."""
+        """Units of the stream that a batch of the torch loader stands for, with an iterable data set that ``_readers``
+        ranks read.
+        """
         return (self.base_dataloader.batch_size or 1) * self._readers() if self._counts_samples() else 1
 
     def _readers(self) -> int:
@@ -215,9 +222,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         return self.layout.num_processes
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data after the batches handed out: numbers, strings, tuples and tensors, the same on every rank.
+        """The position in the data after the batches handed out: numbers, strings, tuples and tensors, the same on
+        every rank.
 
-        A loader that is not being iterated is at the start of its next epoch, also if its latest iteration was abandoned.
+        A loader that is not being iterated is at the start of its next epoch, also if its latest iteration was
+        abandoned.
         """
         clock = self._clock
         if clock.pending is not None:
@@ -270,7 +279,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         order_generator = None if self._stream is None else self._stream.order.generator
         if isinstance(generator, torch.Generator):
             point.begin = {"generator": generator.get_state()}
-        # Where one generator serves both, torch draws the seed of the workers from it first; persistent workers have theirs already.
+        # Where one generator serves both, torch draws the seed of the workers from it first; persistent workers have
+        # theirs already.
         if order_generator is not None and (order_generator is not generator or self._keeps_workers()):
             point.order = {"generator": order_generator.get_state()}
         if self._keeps_workers() and self._workers is not None:
@@ -281,13 +291,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         return kept and self.base_dataloader._iterator is not None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue in the next iteration where the state was saved: same order, same position, then the epochs after it.
+        """Continue in the next iteration where the state was saved: same order, same position, then the epochs after
+        it.
 
-        On map-style data nothing that was handed out is read again. The number of ranks may be another one, where the state says so.
+        On map-style data nothing that was handed out is read again. The number of ranks may be another one, where the
+        state says so.
 
         Raises:
-            ConfigurationError: this is no state of a loader of this kind (or of torchdata, for a loader whose order is fixed), or its
-                position cannot be kept on this number of ranks.
+            ConfigurationError: this is no state of a loader of this kind (or of torchdata, for a loader whose order is
+                fixed), or its position cannot be kept on this number of ranks.
         """
         steps = steps_of_torchdata(state_dict)
         point = ResumePoint.from_state(state_dict) if steps is None else self._point_after(steps)
@@ -298,14 +310,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
             and (point.unit == "steps" or not self.layout.elastic)
         ):
             raise ConfigurationError(
-                f"the state is from {point.num_processes} processes in the middle of an epoch, and cannot be continued on "
-                f"{self.layout.num_processes}: each rank of this loader reads data of its own, in steps. Continue on {point.num_processes} "
+                f"the state is from {point.num_processes} processes in the middle of an epoch, and cannot be "
+                "continued on "
+                f"{self.layout.num_processes}: each rank of this loader reads data of its own, in steps. Continue on "
+                f"{point.num_processes} "
                 "processes, or save at the end of an epoch."
             )
         if point.position and point.unit == "steps" and point.num_workers != self.num_workers:
             raise ConfigurationError(
-                f"the state is from a loader with num_workers={point.num_workers} in the middle of an epoch, and this one has num_workers="
-                f"{self.num_workers}: the workers of an iterable data set decide on the order of its batches. Use the same number."
+                f"the state is from a loader with num_workers={point.num_workers} in the middle of an epoch, and this "
+                "one has num_workers="
+                f"{self.num_workers}: the workers of an iterable data set decide on the order of its batches. Use the "
+                "same number."
             )
         if point.num_processes != self.layout.num_processes or point.num_workers != self.num_workers:
             point = self._without_generators_of_ranks(point)
@@ -316,7 +332,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         if self._stream is None or not self._stream.order.is_deterministic:
             raise ConfigurationError(
                 f"the state is one of torchdata, after {steps} batches, and says nothing of how the "
-                f"{type(self.sampler).__name__} shuffled. It can be continued with a sampler whose order is fixed: a sequential one, or "
+                f"{type(self.sampler).__name__} shuffled. It can be continued with a sampler whose order is fixed: a "
+                "sequential one, or "
                 "use_seedable_sampler=True. Otherwise load the rest of the state, and use skip_first_batches."
             )
         position = steps * self._stream.step_size * self.layout.position_scale * self._batches_a_step
@@ -328,12 +345,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         return 1
 
     def _without_generators_of_ranks(self, point: ResumePoint) -> ResumePoint:
-        """A state of other processes: those that read here draw random numbers of their own, in the same order of the samples."""
+        """A state of other processes: those that read here draw random numbers of their own, in the same order of the
+        samples.
+        """
         begin = {} if self._stream is not None and "torch" in point.begin else point.begin
         return replace(point, begin=begin, read_ahead={}, workers={})
 
     def skipping(self: Loader, num_batches: int) -> Loader:
-        """This loader without the first ``num_batches`` of its next epoch; the same in everything else, epochs included."""
+        """This loader without the first ``num_batches`` of its next epoch; the same in everything else, epochs
+        included.
+        """
         skipped = copy.copy(self)
         skipped.skip_batches = num_batches
         return skipped
@@ -352,7 +373,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         try:
             self._pass_on_epoch(iteration.epoch)
             place, activate = placement(self.device, self._non_blocking), self.gradient_state._activate
-            # Attributes are set through __dict__: torch's loaders check every assignment, which costs more than the rest of this loop.
+            # Attributes are set through __dict__: torch's loaders check every assignment, which costs more than the
+            # rest of this loop.
             for batch, last, real, remainder in self._steps(iteration, skip):
                 iteration.steps += 1
                 self_state["end_of_dataloader"] = last
@@ -404,7 +426,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         return self._synchronized(steps)
 
     def _open(self, iteration: Iteration, *, torch_only: bool = True) -> Iterator[Any]:
-        """Begin the torch loader's iteration, which draws the seed of its workers, as the epoch once did if it is resumed."""
+        """Begin the torch loader's iteration, which draws the seed of its workers, as the epoch once did if it is
+        resumed.
+        """
         generator = self.base_dataloader.generator
         resume = iteration.resume
         if isinstance(generator, torch.Generator):

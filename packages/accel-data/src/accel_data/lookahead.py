@@ -35,9 +35,10 @@ def announced_steps(batches: Iterator[Any], progress: EpochProgress) -> Iterator
 class ReadAheadWatch:
     """Keeps what is needed to read the batches again that are read ahead.
 
-    A data set that draws random numbers draws those of the next batches before the loop has worked on the current one. To read them
-    again after a restart, with the same numbers, takes the generators as they stood before the first of them. Copying the states of numpy
-    and python is slow, so whether the data set uses them at all is looked at in the 1st, 32nd, 1024th... batch.
+    A data set that draws random numbers draws those of the next batches before the loop has worked on the current one.
+    To read them again after a restart, with the same numbers, takes the generators as they stood before the first of
+    them. Copying the states of numpy and python is slow, so whether the data set uses them at all is looked at in the
+    1st, 32nd, 1024th... batch.
 
     Args:
         handed_out: tells how many batches of this iteration were handed out.
@@ -54,7 +55,8 @@ class ReadAheadWatch:
         self._handed_out = handed_out
         self._random_numbers = random_numbers
         self._snapshot = snapshot
-        # What stood before each batch that is not handed out yet, the number of the first of them, and those that were read to resume.
+        # What stood before each batch that is not handed out yet, the number of the first of them, and those that were
+        # read to resume.
         self._before: deque[tuple[GlobalRandomState | torch.Tensor | None, dict[str, Any]]] = deque()
         self._first = 0
         self._already_read: deque[Any] = deque()
@@ -149,8 +151,8 @@ def read_ahead_steps(batches: Iterator[Any], watch: ReadAheadWatch | None) -> It
 def synchronized_steps(steps: Iterator[Step], collectives: Collectives, latest: Any = None) -> Iterator[Step]:
     """The steps of ranks that read sources of their own, made equal in number: one small all-reduce a step.
 
-    A rank that has no batch left gets its latest one again, all of it padding, until every rank is through. A rank that never had one is
-    given one of another rank's.
+    A rank that has no batch left gets its latest one again, all of it padding, until every rank is through. A rank that
+    never had one is given one of another rank's.
 
     Args:
         steps: those of this rank.

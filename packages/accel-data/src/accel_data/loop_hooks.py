@@ -1,6 +1,7 @@
 """A watch over the loops of prepared loaders: something that is to happen between two steps, whatever loop is running.
 
-There is one at most in a process, because it acts on the process: :mod:`accel` saves the training when the process is told to end.
+There is one at most in a process, because it acts on the process: :mod:`accel` saves the training when the process is
+told to end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class LoopWatch(Protocol):
         ...
 
     def step(self, loader: PreparedLoader) -> None:
-        """The loop has worked on a batch and asks for the next one. Not called for loops whose ranks may have different steps."""
+        """The loop has worked on a batch and asks for the next one. Not called for loops whose ranks may have different
+        steps.
+        """
         ...
 
 

@@ -98,11 +98,12 @@ def prepare_data_loader(
 ) -> DataLoader[Any]:
     """A loader like this one that reads this process's share of the data.
 
-    Map-style data is shared by its sampler. Of iterable data each rank is given sources of its own if the data set offers
-    ``shard(num_shards, index)`` and has at least as many ``num_shards`` as there are processes; otherwise one rank reads and sends
-    (``dispatch_batches``), or each rank reads all of it and keeps its part.
+    Map-style data is shared by its sampler. Of iterable data each rank is given sources of its own if the data set
+    offers ``shard(num_shards, index)`` and has at least as many ``num_shards`` as there are processes; otherwise one
+    rank reads and sends (``dispatch_batches``), or each rank reads all of it and keeps its part.
 
-    Every loader knows its last batch, counts its epochs, and has ``state_dict`` and ``load_state_dict`` that resume it exactly.
+    Every loader knows its last batch, counts its epochs, and has ``state_dict`` and ``load_state_dict`` that resume it
+    exactly.
 
     Args:
         dataloader: any torch loader. A prepared one is returned as it is.
@@ -111,19 +112,23 @@ def prepare_data_loader(
         process_index: this rank among them; None takes the run's.
         split_batches: the loader's batch size is that of all processes together. Otherwise it is that of each process.
         put_on_device: move batches to the device.
-        rng_types: generators that are made equal to rank 0's at the start of an iteration: "generator" (that of the sampler; the default),
-            "torch", "cuda", "numpy", "python", ...
-        dispatch_batches: read on rank 0 only and send the batches to the others. None does so for iterable data that cannot be split at
-            its source, if ``put_on_device`` is set.
-        even_batches: give every rank the same number of full batches, by repeating samples from the start at the end of an epoch.
-        slice_fn_for_dispatch: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts a rank's batch when dispatching.
+        rng_types: generators that are made equal to rank 0's at the start of an iteration: "generator" (that of the
+            sampler; the default), "torch", "cuda", "numpy", "python", ...
+        dispatch_batches: read on rank 0 only and send the batches to the others. None does so for iterable data that
+            cannot be split at its source, if ``put_on_device`` is set.
+        even_batches: give every rank the same number of full batches, by repeating samples from the start at the end of
+            an epoch.
+        slice_fn_for_dispatch: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts a rank's batch when
+            dispatching.
         use_seedable_sampler: let the order of a shuffled loader depend on a seed and the epoch only.
         data_seed: that seed; None takes torch's initial seed of rank 0.
         non_blocking: move batches without waiting for the copy.
         use_stateful_dataloader: build on torchdata's StatefulDataLoader.
-        torch_device_mesh: the mesh that the ranks are arranged in; ranks that differ along tp, cp, sp or pp only get the same data.
+        torch_device_mesh: the mesh that the ranks are arranged in; ranks that differ along tp, cp, sp or pp only get
+            the same data.
         already_sharded: this loader holds the rank's part of the data already. A loader or data set with an attribute
-            ``already_sharded = True``, or with a :class:`torch.utils.data.DistributedSampler`, is recognised without it.
+            ``already_sharded = True``, or with a :class:`torch.utils.data.DistributedSampler`, is recognised without
+            it.
 
     Raises:
         ConfigurationError: the arguments contradict each other; the message says which, and what is allowed.
@@ -161,7 +166,8 @@ def prepare_data_loader(
 def _resolve_dispatch(request: _Request, dispatch_batches: bool | None, put_on_device: bool, declared: bool) -> bool:
     if dispatch_batches and declared:
         raise ConfigurationError(
-            "dispatch_batches=True reads on rank 0 only, but the loader is declared to hold a part of the data on each rank "
+            "dispatch_batches=True reads on rank 0 only, but the loader is declared to hold a part of the data on "
+            "each rank "
             "(already_sharded). Choose one of them."
         )
     if dispatch_batches is not None:
@@ -176,7 +182,9 @@ def _resolve_dispatch(request: _Request, dispatch_batches: bool | None, put_on_d
 
 
 def _seedable(dataloader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
-    """The loader with a sampler that depends on seed and epoch only, if it had a random one. The given loader stays as it is."""
+    """The loader with a sampler that depends on seed and epoch only, if it had a random one. The given loader stays as
+    it is.
+    """
     if isinstance(dataloader.dataset, IterableDataset):
         return dataloader
     holder: Any = dataloader.batch_sampler
@@ -188,7 +196,8 @@ def _seedable(dataloader: DataLoader[Any], data_seed: int | None) -> DataLoader[
     random: Any = sampler
     seedable = SeedableRandomSampler(random.data_source, random.replacement, random._num_samples, data_seed=data_seed)
     copied = copy.copy(dataloader)
-    # torch guards these attributes of a loader, because a running iteration would not see the change; this copy has none.
+    # torch guards these attributes of a loader, because a running iteration would not see the change; this copy has
+    # none.
     if holder is None:
         object.__setattr__(copied, "sampler", seedable)
     else:
@@ -264,7 +273,8 @@ def _stream_shard(request: _Request) -> DataLoaderShard:
     )
     shard.even_batches = request.even_batches
     shard.mark_tail = True
-    # Each worker completes the end of its own stream, so padding may come in the middle, and batches with it may be of any rank.
+    # Each worker completes the end of its own stream, so padding may come in the middle, and batches with it may be of
+    # any rank.
     uneven = not request.even_batches or dataloader.num_workers > 1 or dataloader.batch_size is None
     layout = LoaderLayout(request.num_processes, request.process_index, ragged=uneven)
     collate = CountingCollate(dataloader.collate_fn, batched=dataloader.batch_size is not None)
@@ -280,8 +290,10 @@ def _dispatcher(request: _Request, slice_fn: Callable[..., Any] | None) -> DataL
     state = PartialState()
     if data_ranks(None, None, request.mesh) != (request.num_processes, request.process_index):
         raise ConfigurationError(
-            f"dispatching sends batches between the processes of the run, of which this is rank {state.process_index} of "
-            f"{state.num_processes}; it cannot serve rank {request.process_index} of {request.num_processes}. Leave out num_processes and "
+            f"dispatching sends batches between the processes of the run, of which this is rank {state.process_index} "
+            "of "
+            f"{state.num_processes}; it cannot serve rank {request.process_index} of {request.num_processes}. Leave "
+            "out num_processes and "
             "process_index, or use dispatch_batches=False."
         )
     if request.iterable:

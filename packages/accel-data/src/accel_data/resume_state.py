@@ -15,7 +15,8 @@ STATE_FORMAT = 1
 
 
 def steps_of_torchdata(state: dict[str, Any]) -> int | None:
-    """Batches handed out in the epoch that a state of torchdata's StatefulDataLoader is in; None for a state of another kind.
+    """Batches handed out in the epoch that a state of torchdata's StatefulDataLoader is in; None for a state of another
+    kind.
 
     Other libraries save such states for their loaders too.
     """
@@ -31,8 +32,9 @@ def steps_of_torchdata(state: dict[str, Any]) -> int | None:
 def knows_position(source: dict[str, Any]) -> bool:
     """Whether in a state of torchdata's StatefulDataLoader the data set, or its iterator, says where it is.
 
-    Otherwise torchdata reads on from the start by a count that is wrong in the second restart of an epoch. Of a worker that is through
-    while others are not, the data set says where the next epoch begins; torchdata would begin it at once.
+    Otherwise torchdata reads on from the start by a count that is wrong in the second restart of an epoch. Of a worker
+    that is through while others are not, the data set says where the next epoch begins; torchdata would begin it at
+    once.
     """
     workers = source.get("_snapshot", {}).get("_worker_snapshots", {}).values()
     known = False
@@ -49,11 +51,13 @@ def knows_position(source: dict[str, Any]) -> bool:
 
 @dataclass
 class ResumePoint:
-    """Where an iteration begins, and what its order and random numbers can be had again from: what a state dictionary holds.
+    """Where an iteration begins, and what its order and random numbers can be had again from: what a state dictionary
+    holds.
 
     Attributes:
         epoch: epoch that the iteration belongs to.
-        unit: what positions count: samples, batches or items of the whole stream, or steps of a loader of which only steps are known.
+        unit: what positions count: samples, batches or items of the whole stream, or steps of a loader of which only
+            steps are known.
         position: units handed out since the start of the epoch, on all ranks together.
         num_processes: number of ranks that the state is from.
         num_workers: worker processes of the loader that the state is from.
@@ -61,7 +65,8 @@ class ResumePoint:
         begin: generators as they stood when the epoch began; empty if they are left alone.
         read_ahead: generators as they stood before each batch that was read but not handed out.
         source: state of a loader that keeps its own (torchdata).
-        workers: generators of the worker processes, as of the batches handed out; see :class:`accel_data.worker_rng.WorkerStates`.
+        workers: generators of the worker processes, as of the batches handed out; see
+            :class:`accel_data.worker_rng.WorkerStates`.
     """
 
     epoch: int
@@ -89,7 +94,8 @@ class ResumePoint:
         names = list(cls.__dataclass_fields__)
         if state.get("format") != STATE_FORMAT or not set(names) <= set(state):
             raise ConfigurationError(
-                f"this is not the state of a prepared loader in format {STATE_FORMAT}: it has format={state.get('format')!r} and the keys "
+                f"this is not the state of a prepared loader in format {STATE_FORMAT}: it has "
+                f"format={state.get('format')!r} and the keys "
                 f"{sorted(state)}. "
                 f"Expected the keys format, {', '.join(names)}, as state_dict() of a prepared loader returns them."
             )
@@ -99,8 +105,10 @@ class ResumePoint:
         """Raise ConfigurationError if positions of this state mean nothing to a loader that counts in ``unit``."""
         if self.unit != unit:
             raise ConfigurationError(
-                f"the state counts {self.unit}, and this loader counts {unit}: it was saved by a loader of another kind. Build the loader "
-                "as it was when the state was saved (map-style or iterable data, batch sampler, batch_size=None, dispatch_batches)."
+                f"the state counts {self.unit}, and this loader counts {unit}: it was saved by a loader of another "
+                "kind. Build the loader "
+                "as it was when the state was saved (map-style or iterable data, batch sampler, batch_size=None, "
+                "dispatch_batches)."
             )
 
 
@@ -137,14 +145,16 @@ class Iteration:
     def close(self) -> None:
         """It ended, or was abandoned."""
         self.open = False
-        # Both ask this object how far it is; such a circle would keep a loader's workers alive until the next garbage collection.
+        # Both ask this object how far it is; such a circle would keep a loader's workers alive until the next garbage
+        # collection.
         self.watch = self.workers = None
 
 
 class EpochClock:
     """The epochs of a loader; a loader with batches skipped shares it with the loader it was made from.
 
-    An iteration is an epoch, also one that is abandoned, so that all ranks agree on the number whoever saw the end of the data.
+    An iteration is an epoch, also one that is abandoned, so that all ranks agree on the number whoever saw the end of
+    the data.
 
     Attributes:
         upcoming: epoch of the next iteration.

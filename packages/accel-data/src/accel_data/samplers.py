@@ -1,4 +1,6 @@
-"""Samplers: a shuffle that depends on seed and epoch alone, a skip that reads nothing, and finding the sampler of a loader."""
+"""Samplers: a shuffle that depends on seed and epoch alone, a skip that reads nothing, and finding the sampler of a
+loader.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from accel_state.errors import ConfigurationError
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order depends on its seed and epoch alone, whatever else draws random numbers in the process.
+    """A random sampler whose order depends on its seed and epoch alone, whatever else draws random numbers in the
+    process.
 
     Epoch e is drawn from a generator seeded with ``data_seed + e``. Iterating it advances the epoch by one.
 
@@ -99,7 +102,9 @@ class SkipBatchSampler(BatchSampler):
 
 
 def is_plain_batch_sampler(batch_sampler: Any) -> bool:
-    """Whether batches are consecutive runs of ``batch_size`` samples of ``batch_sampler.sampler``, the last one perhaps short."""
+    """Whether batches are consecutive runs of ``batch_size`` samples of ``batch_sampler.sampler``, the last one perhaps
+    short.
+    """
     kind = type(batch_sampler)
     return kind is BatchSampler or (
         isinstance(batch_sampler, BatchSampler) and kind.__module__.startswith("torchdata.")

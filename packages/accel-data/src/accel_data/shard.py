@@ -15,15 +15,16 @@ from .resume_state import Iteration
 
 
 class DataLoaderShard(PreparedLoader):
-    """A loader that reads this rank's share of the data, in an order that all ranks agree on, and moves the batches to the device.
+    """A loader that reads this rank's share of the data, in an order that all ranks agree on, and moves the batches to
+    the device.
 
     :func:`accel_data.prepare_data_loader` makes one from any loader.
 
     Args:
         dataset: data set to load; an iterable one holds this rank's share already.
         device: where batches are moved; None leaves them where they are.
-        rng_types: generators that are made equal to rank 0's at the start of an iteration: "generator" (that of the sampler; the default),
-            "torch", "cuda", "numpy", "python", ... An empty list leaves all of them alone.
+        rng_types: generators that are made equal to rank 0's at the start of an iteration: "generator" (that of the
+            sampler; the default), "torch", "cuda", "numpy", "python", ... An empty list leaves all of them alone.
         synchronized_generator: a generator besides that of the sampler that "generator" stands for.
         skip_batches: batches to leave out in the first iteration.
         use_stateful_dataloader: build on torchdata's StatefulDataLoader.
@@ -31,7 +32,8 @@ class DataLoaderShard(PreparedLoader):
         _non_blocking: move batches without waiting for the copy.
         torch_device_mesh: the mesh that the ranks are arranged in.
         iteration: epoch of the first iteration.
-        **kwargs: arguments of the torch loader. A ``batch_sampler`` that is a BatchSamplerShard makes the share of map-style data.
+        **kwargs: arguments of the torch loader. A ``batch_sampler`` that is a BatchSamplerShard makes the share of
+            map-style data.
     """
 
     def __init__(

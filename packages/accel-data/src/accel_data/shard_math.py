@@ -1,8 +1,9 @@
 """Which samples does rank r get in step s? Pure functions of a few integers, on which every sharded loader rests.
 
-A global step takes ``num_processes * batch_size`` consecutive samples of the stream (the data set in the order of its sampler), and
-rank r gets the r-th run of ``batch_size`` of them. So gathering a step in the order of ranks gives back the stream, and a rank
-computes its share without looking at anybody else's: the cost does not depend on the number of processes, nor on the data's length.
+A global step takes ``num_processes * batch_size`` consecutive samples of the stream (the data set in the order of its
+sampler), and rank r gets the r-th run of ``batch_size`` of them. So gathering a step in the order of ranks gives back
+the stream, and a rank computes its share without looking at anybody else's: the cost does not depend on the number of
+processes, nor on the data's length.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from accel_state.errors import ConfigurationError
 class ShardPlan:
     """How ``length`` samples are dealt to ``num_processes`` ranks, ``batch_size`` samples a rank and step.
 
-    Positions count samples of the stream from its start. An epoch may begin at a later position (``start``), when it is resumed.
+    Positions count samples of the stream from its start. An epoch may begin at a later position (``start``), when it is
+    resumed.
 
     Attributes:
         length: samples in the stream.
         batch_size: samples a rank gets in a step.
         num_processes: number of ranks.
         drop_last: leave out the last step if it would not be full on every rank.
-        even_batches: complete the last step with samples from the start of the stream, so that every rank has a full batch. Otherwise
-            the last batches are short, and some ranks may have one step fewer.
+        even_batches: complete the last step with samples from the start of the stream, so that every rank has a full
+            batch. Otherwise the last batches are short, and some ranks may have one step fewer.
         start: position of the first sample that is still to come.
     """
 
@@ -82,8 +84,8 @@ class ShardPlan:
     def ranges(self, rank: int, step: int) -> list[range]:
         """Positions that make up the rank's batch in that step, as runs of consecutive positions.
 
-        One run, except in the last step of uneven data, where the padding wraps around to the start of the stream (as often as it
-        takes, when the whole data set is smaller than a step).
+        One run, except in the last step of uneven data, where the padding wraps around to the start of the stream (as
+        often as it takes, when the whole data set is smaller than a step).
         """
         first = self.start + step * self.step_size + rank * self.batch_size
         last = first + self.batch_size
@@ -125,8 +127,10 @@ def per_process_batch_size(batch_size: int, num_processes: int) -> int:
     below = batch_size // num_processes * num_processes
     nearest = f"{below} or {below + num_processes}" if below else f"{num_processes}"
     raise ConfigurationError(
-        f"split_batches=True divides each batch among the processes, and a batch size of {batch_size} cannot be divided among "
-        f"{num_processes} processes. Use a batch size of {nearest}, or split_batches=False with the batch size of one process."
+        f"split_batches=True divides each batch among the processes, and a batch size of {batch_size} cannot be "
+        "divided among "
+        f"{num_processes} processes. Use a batch size of {nearest}, or split_batches=False with the batch size of one "
+        "process."
     )
 
 
@@ -136,5 +140,6 @@ def check_rank(num_processes: int, process_index: int) -> None:
         raise ConfigurationError(f"num_processes={num_processes} is not a number of processes; it must be at least 1")
     if not 0 <= process_index < num_processes:
         raise ConfigurationError(
-            f"process_index={process_index} is not a rank of {num_processes} processes; it must be in [0, {num_processes - 1}]"
+            f"process_index={process_index} is not a rank of {num_processes} processes; it must be in [0, "
+            f"{num_processes - 1}]"
         )

@@ -40,13 +40,15 @@ class SkipDataLoader(PreparedLoader):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader like this one whose first iteration leaves out the first batches. Every setting stays; later iterations are whole.
+    """A loader like this one whose first iteration leaves out the first batches. Every setting stays; later iterations
+    are whole.
 
-    On map-style data nothing is read for the batches that are left out; an iterable data set has to be read up to there.
+    On map-style data nothing is read for the batches that are left out; an iterable data set has to be read up to
+    there.
 
     Args:
-        dataloader: a prepared loader, or any torch loader. The epochs of a prepared loader and of what is made from it count on together:
-            iterate the result first and then ``dataloader`` itself, for the epochs that follow.
+        dataloader: a prepared loader, or any torch loader. The epochs of a prepared loader and of what is made from it
+            count on together: iterate the result first and then ``dataloader`` itself, for the epochs that follow.
         num_batches: batches of this process to leave out, counted from the start of the epoch.
 
     Raises:

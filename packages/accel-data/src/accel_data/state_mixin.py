@@ -10,7 +10,8 @@ class DataLoaderStateMixin:
 
     Attributes:
         end_of_dataloader: whether the batch handed out last is the last one.
-        remainder: samples in the last global step that are no padding; -1 where there is nothing to leave out after a gather.
+        remainder: samples in the last global step that are no padding; -1 where there is nothing to leave out after a
+            gather.
         ragged: whether batch sizes may differ between ranks in one step; the same on all ranks.
         real_samples: samples of the batch handed out last that are no padding; None if it holds none.
     """

@@ -1,9 +1,11 @@
-"""The random numbers of worker processes, so that a resumed epoch draws those that the uninterrupted one would have drawn.
+"""The random numbers of worker processes, so that a resumed epoch draws those that the uninterrupted one would have
+drawn.
 
-A worker is seeded when it starts, and then draws on for as long as it lives. So with every batch it sends along the state of each
-generator that moved since its last one; the process that trains keeps the states as of the batches it handed out. Workers started
-for a resumed epoch are given them. The k-th batch of an epoch is the work of worker k modulo their number, but torch always deals
-the first batch it asks for to worker 0: where an epoch is entered in the middle, the workers therefore change places.
+A worker is seeded when it starts, and then draws on for as long as it lives. So with every batch it sends along the
+state of each generator that moved since its last one; the process that trains keeps the states as of the batches it
+handed out. Workers started for a resumed epoch are given them. The k-th batch of an epoch is the work of worker k
+modulo their number, but torch always deals the first batch it asks for to worker 0: where an epoch is entered in the
+middle, the workers therefore change places.
 """
 
 from __future__ import annotations
@@ -111,7 +113,8 @@ class WorkerSide:
         self._place = (worker_id + self.shift) % info.num_workers
         base_seed = drawn if self.base_seed is None else self.base_seed
         if (self._place, base_seed) != (worker_id, drawn):
-            # torch has no way to start a worker in another's place. The object itself refuses assignments, which would be mistakes.
+            # torch has no way to start a worker in another's place. The object itself refuses assignments, which would
+            # be mistakes.
             object.__setattr__(info, "id", self._place)
             object.__setattr__(info, "seed", base_seed + self._place)
             seed_as_torch_does(base_seed, self._place)
@@ -134,7 +137,8 @@ class WorkerSide:
 def seed_as_torch_does(base_seed: int, worker: int) -> None:
     """Seed the generators of this process like torch those of the worker in that place.
 
-    numpy's seed is that of ``numpy.random.SeedSequence`` over worker and base seed, of which torch has a copy that needs no numpy.
+    numpy's seed is that of ``numpy.random.SeedSequence`` over worker and base seed, of which torch has a copy that
+    needs no numpy.
     """
     seed = base_seed + worker
     random.seed(seed)
@@ -194,7 +198,8 @@ class WorkerStates:
     def for_next_epoch(self) -> WorkerStates:
         """Where workers that live on begin the next epoch."""
         following = WorkerStates(0, self.base_seed, True, self._after(None))
-        # A place is dealt by the position in the epoch, so workers that moved for the rest of one cannot go on with the next.
+        # A place is dealt by the position in the epoch, so workers that moved for the rest of one cannot go on with the
+        # next.
         following.moved_places = self.moved_places
         return following
 

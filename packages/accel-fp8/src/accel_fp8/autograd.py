@@ -34,8 +34,8 @@ class Plan(NamedTuple):
 class TensorwiseLinear(torch.autograd.Function):
     """``x @ weight.T`` with one scale a tensor.
 
-    What is kept for the backward pass is the input in 8 bits and the weight itself, which is quantized again: a copy of it would
-    keep FSDP from freeing the gathered weights.
+    What is kept for the backward pass is the input in 8 bits and the weight itself, which is quantized again: a copy of
+    it would keep FSDP from freeing the gathered weights.
     """
 
     @staticmethod
@@ -100,7 +100,9 @@ class TensorwiseLinear(torch.autograd.Function):
 
 
 class RowwiseLinear(torch.autograd.Function):
-    """``x @ weight.T`` with a scale for each row of both; so each matrix is quantized along the dimension that is summed over."""
+    """``x @ weight.T`` with a scale for each row of both; so each matrix is quantized along the dimension that is
+    summed over.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:

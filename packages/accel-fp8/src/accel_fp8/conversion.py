@@ -1,4 +1,6 @@
-"""The whole of it in two calls, for a model without an Accelerator: :func:`convert`, and :func:`autocast` around its forward."""
+"""The whole of it in two calls, for a model without an Accelerator: :func:`convert`, and :func:`autocast` around its
+forward.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,11 @@ def convert(
     process_group: Any = None,
     sharded: bool = False,
 ) -> nn.Module:
-    """Let layers of a model compute in 8-bit floating point, in place. Which back end does so, and why, goes to the log.
+    """Let layers of a model compute in 8-bit floating point, in place. Which back end does so, and why, goes to the
+    log.
 
-    Convert before wrapping (DDP, FSDP) and compiling. The parameters stay the same objects, so an optimizer may exist already;
-    MS-AMP alone needs it: ``create_backend(recipe, device)[0].initialize(model, optimizer)``.
+    Convert before wrapping (DDP, FSDP) and compiling. The parameters stay the same objects, so an optimizer may exist
+    already; MS-AMP alone needs it: ``create_backend(recipe, device)[0].initialize(model, optimizer)``.
 
     Args:
         model: the whole model.
@@ -69,7 +72,8 @@ def convert(
 
 @contextmanager
 def autocast(model: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """A block for the forward pass of a model that :func:`convert` converted: bfloat16 around the layers that compute in 8 bits.
+    """A block for the forward pass of a model that :func:`convert` converted: bfloat16 around the layers that compute
+    in 8 bits.
 
     Args:
         model: the converted model, or a wrapper (DDP, torch.compile) around it.

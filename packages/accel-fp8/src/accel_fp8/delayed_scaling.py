@@ -41,7 +41,8 @@ class AmaxGroup:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.group is not None:
             raise ConfigurationError(
-                "a model that was converted with a process_group of its own cannot be pickled, because the group cannot. Save its "
+                "a model that was converted with a process_group of its own cannot be pickled, because the group "
+                "cannot. Save its "
                 "state_dict()."
             )
         return AmaxGroup, (None, self.enabled)
@@ -126,8 +127,8 @@ def updates_of(model: nn.Module) -> Iterator[ScaleUpdate]:
 def synchronize(model: nn.Module) -> None:
     """Give every process the largest values that any of them has seen since the last forward pass.
 
-    The next forward pass does so by itself. Call it on every process before the state dict of one of them is saved for all:
-    training that is resumed from it is then bit for bit that of the run without an interruption.
+    The next forward pass does so by itself. Call it on every process before the state dict of one of them is saved for
+    all: training that is resumed from it is then bit for bit that of the run without an interruption.
 
     Args:
         model: a model converted by the native back end; any other has nothing to synchronise.

@@ -39,8 +39,9 @@ BY_DTYPE = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
 def rounding_error_bound(x: Tensor, scale: Tensor | float, fmt: Float8Format) -> Tensor:
     """How far each element may be from what is left of it after quantization with a scale, in units of ``x``.
 
-    ``|x - q(x)| <= max(u |x|, d / s)``, with u the unit roundoff and d the underflow of the format and s the scale, for all
-    ``|x| s`` up to the largest value. Multiplying by the scale in float32 rounds once more, by 2**-23 at most relative to the result.
+    ``|x - q(x)| <= max(u |x|, d / s)``, with u the unit roundoff and d the underflow of the format and s the scale, for
+    all ``|x| s`` up to the largest value. Multiplying by the scale in float32 rounds once more, by 2**-23 at most
+    relative to the result.
 
     Args:
         x: the exact values.
@@ -64,8 +65,9 @@ def matmul_error_bound(
 
     With the elementwise bounds e_a and e_b of :func:`rounding_error_bound`, the triangle inequality gives
     ``|q(a) q(b) - a b| <= e_a |b| + |a| e_b + e_a e_b``, all products of matrices. Adding K products in float32 adds
-    ``K 2**-22 (|a| + e_a)(|b| + e_b)`` at most (Higham, Accuracy and Stability of Numerical Algorithms, section 3.5, with room for
-    hardware that does not add in order), and rounding the result to ``out_dtype`` half a unit in the last place of it.
+    ``K 2**-22 (|a| + e_a)(|b| + e_b)`` at most (Higham, Accuracy and Stability of Numerical Algorithms, section 3.5,
+    with room for hardware that does not add in order), and rounding the result to ``out_dtype`` half a unit in the last
+    place of it.
 
     Args:
         a: of shape (M, K).

@@ -19,7 +19,9 @@ INPUT, WEIGHT, GRADIENT = 0, 1, 2
 
 
 class _Switch:
-    """Whether converted layers compute in 8 bits. A plain attribute: torch.compile guards on it, and compiles each side once."""
+    """Whether converted layers compute in 8 bits. A plain attribute: torch.compile guards on it, and compiles each side
+    once.
+    """
 
     on: ClassVar[bool] = True
 
@@ -46,9 +48,10 @@ class NativeLinear(nn.Linear):
 
     Attributes:
         recipe: what is computed, and how.
-        fp8_amax_history: with delayed scaling, float32 of shape (3, amax_history_len): the largest absolute values of inputs, weight
-            and output gradients in the last forward passes, the newest first.
-        fp8_scale: float32 of shape (3,): what the three are multiplied by before they are rounded; 0 where none is known yet.
+        fp8_amax_history: with delayed scaling, float32 of shape (3, amax_history_len): the largest absolute values of
+            inputs, weight and output gradients in the last forward passes, the newest first.
+        fp8_scale: float32 of shape (3,): what the three are multiplied by before they are rounded; 0 where none is
+            known yet.
         fp8_forward_amax: float32 of shape (2,): the largest values since the history was last written.
         fp8_gradient_amax: float32 scalar, likewise.
         fp8_updates: int64 scalar: how often the history was written.
@@ -74,13 +77,17 @@ class NativeLinear(nn.Linear):
         return product if self.bias is None else product + self.bias.to(dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise the weights, and forget the histories: both hold nothing yet where a model comes from the meta device."""
+        """Initialise the weights, and forget the histories: both hold nothing yet where a model comes from the meta
+        device.
+        """
         super().reset_parameters()
         for name in self._scaling_buffers():
             getattr(self, name).zero_()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move, or change the type of the weights; histories and scales stay float32, which has the range that they need."""
+        """Move, or change the type of the weights; histories and scales stay float32, which has the range that they
+        need.
+        """
         before = {name: getattr(self, name) for name in self._scaling_buffers()}
         super()._apply(fn, recurse)
         for name, tensor in before.items():

@@ -25,8 +25,8 @@ def has_instruction(device: str, left: torch.dtype, right: torch.dtype, out_dtyp
     return _try_instruction(device, left, right, out_dtype, rowwise)
 
 
-# What torch.compiler.assume_constant_result does: the compiler calls it while it traces, and takes the answer as a constant. That
-# function imports the compiler, which importing this module must not.
+# What torch.compiler.assume_constant_result does: the compiler calls it while it traces, and takes the answer as a
+# constant. That # function imports the compiler, which importing this module must not.
 has_instruction._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

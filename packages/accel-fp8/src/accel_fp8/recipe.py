@@ -20,18 +20,19 @@ class FP8Recipe:
 
     Args:
         backend: "native", "ao" (torchao), "te" (Transformer Engine) or "msamp" (MS-AMP); None takes the best one here.
-        fp8_format: "HYBRID" is E4M3 forward and E5M2 for gradients, "E4M3" is that one throughout (native, te). No back end
-            trains in "E5M2" alone; the name is known because configurations hold it, and refused where it would be used.
+        fp8_format: "HYBRID" is E4M3 forward and E5M2 for gradients, "E4M3" is that one throughout (native, te). No back
+            end trains in "E5M2" alone; the name is known because configurations hold it, and refused where it would be
+            used.
         margin: powers of two of room that scales leave above the largest value (native with delayed scaling, te).
         interval: forward passes between two computations of the scales (native with delayed scaling, te).
         amax_history_len: how many of the last largest values a delayed scale remembers (native, te).
         amax_compute_algo: which of them it follows: the "max" or the "most_recent" one (native, te).
         override_linear_precision: whether (fprop, dgrad, wgrad) compute in higher precision (native, te).
         use_autocast_during_eval: compute in 8 bits in evaluation mode too (native, te).
-        scaling: "delayed" (scales from a history, kept in the state dict), "dynamic" (from the tensor itself) or "rowwise"
-            (dynamic, one for each row) (native).
-        module_filter_func: called with a layer and its name; False keeps it in high precision. By default the first and the
-            last linear layer are kept, and those with a dimension that is no multiple of 16 (native, ao).
+        scaling: "delayed" (scales from a history, kept in the state dict), "dynamic" (from the tensor itself) or
+            "rowwise" (dynamic, one for each row) (native).
+        module_filter_func: called with a layer and its name; False keeps it in high precision. By default the first and
+            the last linear layer are kept, and those with a dimension that is no multiple of 16 (native, ao).
         config: a ``torchao.float8.Float8LinearConfig``, which says all that torchao can be told (ao).
         ao_recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp", where there is no ``config`` (ao).
         pad_inner_dim: pad the inner dimension of products to a multiple of 16 (ao).
@@ -67,7 +68,8 @@ class FP8Recipe:
                 object.__setattr__(self, field.name, checked(field.name, value))
         if self.module_filter_func is not None and not callable(self.module_filter_func):
             raise ConfigurationError(
-                f"module_filter_func={self.module_filter_func!r} cannot be called. Give a function of a layer and its name."
+                f"module_filter_func={self.module_filter_func!r} cannot be called. Give a function of a layer and its "
+                "name."
             )
 
     @classmethod

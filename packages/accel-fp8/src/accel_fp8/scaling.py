@@ -8,7 +8,9 @@ from torch import Tensor
 from .formats import BY_DTYPE
 
 SMALLEST_AMAX = 2.0**-100
-"""Tensors whose largest value is below this are scaled as if it were this: the scale and its inverse stay normal float32 numbers."""
+"""Tensors whose largest value is below this are scaled as if it were this: the scale and its inverse stay normal
+float32 numbers.
+"""
 
 
 def largest_value(x: Tensor) -> Tensor:
@@ -24,8 +26,8 @@ def largest_of_rows(x: Tensor) -> Tensor:
 def scale_for(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
     """What brings the largest value to the end of a format: ``largest / amax / 2**margin``.
 
-    A largest value that is not finite gives a scale of 0 or NaN. Everything computed with it is NaN, so that an overflow shows in
-    the result as it does in any other precision.
+    A largest value that is not finite gives a scale of 0 or NaN. Everything computed with it is NaN, so that an
+    overflow shows in the result as it does in any other precision.
 
     Args:
         amax: largest absolute values, float32.
@@ -42,6 +44,8 @@ def delayed_scale(stored: Tensor, amax: Tensor, dtype: torch.dtype, margin: int)
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * scale`` in 8 bits, rounded to nearest even. What is beyond the format becomes its largest value, and NaN stays NaN."""
+    """``x * scale`` in 8 bits, rounded to nearest even. What is beyond the format becomes its largest value, and NaN
+    stays NaN.
+    """
     largest = BY_DTYPE[dtype].largest
     return (x.float() * scale).clamp(-largest, largest).to(dtype)

@@ -30,8 +30,8 @@ def launch(
         **options: any option of ``accel launch``, by its name: ``num_processes=2, mixed_precision="bf16", cpu=True``.
 
     Returns:
-        The exit code of ``accel launch``: 0, or that of the process that failed first (128 + N where it died of signal N),
-        or 2 where the script cannot be started.
+        The exit code of ``accel launch``: 0, or that of the process that failed first (128 + N where it died of signal
+        N), or 2 where the script cannot be started.
 
     Raises:
         ConfigurationError: an option does not exist, or its value is not allowed.

@@ -64,7 +64,9 @@ def run_command(name: str, arguments: list[str]) -> int:
 
 
 def _leave(code: int) -> int:
-    """End this process after a launch, without taking torch apart piece by piece: that is a quarter of the time of a short one."""
+    """End this process after a launch, without taking torch apart piece by piece: that is a quarter of the time of a
+    short one.
+    """
     if "torch" in sys.modules:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -94,14 +96,18 @@ def _guarded(program: str, action: Callable[[], int]) -> int:
 
 
 def _accept_any_text() -> None:
-    """Show what the terminal has no letters for as numbers, and read bytes that are no text, rather than end over either."""
+    """Show what the terminal has no letters for as numbers, and read bytes that are no text, rather than end over
+    either.
+    """
     for stream, how in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=how)
 
 
 def _drop_output() -> None:
-    """What cannot be written (the reader has left, as in `accel env | head`, or the disk is full) must not fail again at the end."""
+    """What cannot be written (the reader has left, as in `accel env | head`, or the disk is full) must not fail again
+    at the end.
+    """
     try:
         sys.stdout.flush()
     except OSError:
@@ -132,7 +138,8 @@ def help_text() -> str:
     width = max(len(name) for name in names)
     lines = "\n".join(f"  {name:<{width}}  {_summary(name)}" for name in names)
     return (
-        f"usage: {PROGRAM} COMMAND [options]\n\nStart PyTorch scripts on one or many processes, on one or many machines.\n\n"
+        f"usage: {PROGRAM} COMMAND [options]\n\nStart PyTorch scripts on one or many processes, on one or many "
+        "machines.\n\n"
         f"commands:\n{lines}\n\n"
         "options:\n  -h, --help     show this text, or with a command its options\n  -V, --version  show the version\n"
     )

@@ -25,7 +25,8 @@ def read_pool(settings: Resolution) -> Pool:
     path = settings["deepspeed_hostfile"] or DEFAULT_HOSTFILE
     if not settings["deepspeed_hostfile"] and not Path(path).is_file():
         raise ConfigurationError(
-            f"DeepSpeed's launchers for several machines need a hostfile ({settings.where('num_machines')}). Give one with "
+            f"DeepSpeed's launchers for several machines need a hostfile ({settings.where('num_machines')}). Give one "
+            "with "
             "--deepspeed_hostfile, "
             "with a line such as `worker-0 slots=8` for each machine, or use --deepspeed_multinode_launcher standard."
         )
@@ -92,7 +93,8 @@ def _cut(settings: Resolution, pool: Pool) -> Pool:
         return kept
     if processes % machines:
         raise ConfigurationError(
-            f"{settings.where('num_processes')} cannot be divided evenly over {machines} machines. Give a multiple of it."
+            f"{settings.where('num_processes')} cannot be divided evenly over {machines} machines. Give a multiple of "
+            "it."
         )
     local = processes // machines
     for host, slots in kept.items():
@@ -107,5 +109,6 @@ def _check_total(settings: Resolution, pool: Pool) -> None:
     total = sum(map(len, pool.values()))
     if settings["num_processes"] not in (None, total):
         raise ConfigurationError(
-            f"{settings.where('num_processes')}, but the filters leave {total} slots. Leave num_processes out, or give {total}."
+            f"{settings.where('num_processes')}, but the filters leave {total} slots. Leave num_processes out, or "
+            f"give {total}."
         )

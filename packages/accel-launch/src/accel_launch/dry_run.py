@@ -12,7 +12,9 @@ from .launchers.base import Start
 
 
 def render(starts: Sequence[Start], as_json: bool) -> str:
-    """The text for the screen; as JSON, a list of objects with the fields of :class:`Start`. Secrets are hidden in both."""
+    """The text for the screen; as JSON, a list of objects with the fields of :class:`Start`. Secrets are hidden in
+    both.
+    """
     if not as_json:
         return "\n\n".join("\n".join(_lines(start)) for start in starts)
     return json.dumps([_fields(start) for start in starts], indent=2)

@@ -127,7 +127,9 @@ def _is_module(name: str) -> bool:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """Find a module without importing anything, its parent packages included: they may import torch, or initialise a device."""
+    """Find a module without importing anything, its parent packages included: they may import torch, or initialise a
+    device.
+    """
     top, *rest = name.split(".")
     with _current_folder_first():
         spec = importlib.util.find_spec(top)

@@ -1,7 +1,8 @@
 """Runs the program that starts the ranks (mpirun, srun, deepspeed) and shows, last, which rank failed first.
 
-Such programs mix the output of all ranks. A rank that fails says so in one marked line on stderr, which comes through here from
-every machine; the lines are taken out, and the earliest failure is described when everything has ended. Imports no torch.
+Such programs mix the output of all ranks. A rank that fails says so in one marked line on stderr, which comes through
+here from every machine; the lines are taken out, and the earliest failure is described when everything has ended.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def announce(failure: RankFailure, world_size: int) -> None:
 
 
 End = Callable[["subprocess.Popen[bytes]", Mapping[str, str]], bool]
-"""Ends a run after a signal, given the program and its variables; False leaves it to the program, which gets a SIGTERM."""
+"""Ends a run after a signal, given the program and its variables; False leaves it to the program, which gets a SIGTERM.
+"""
 
 
 def run_relayed(command: Sequence[str], environment: Mapping[str, str], end: End | None = None) -> int:
@@ -52,7 +54,8 @@ def run_relayed(command: Sequence[str], environment: Mapping[str, str], end: End
         end: for a program that does not end its ranks by itself.
 
     Returns:
-        The exit code: that of the rank that failed first; 128 + N after a signal N to this process; else the program's own.
+        The exit code: that of the rank that failed first; 128 + N after a signal N to this process; else the program's
+        own.
 
     Raises:
         ConfigurationError: the program cannot be started.
@@ -132,7 +135,8 @@ class _Relay:
             self._end()
             return
         self._received = number
-        # What the programs make of an interrupt differs (srun only shows its state); all of them end their ranks on SIGTERM.
+        # What the programs make of an interrupt differs (srun only shows its state); all of them end their ranks on
+        # SIGTERM.
         if self._end_run is None or not self._end_run(self._process, self._environment):
             self._process.send_signal(signal.SIGTERM)
         timer = threading.Timer(_GRACE_SECONDS, self._end)

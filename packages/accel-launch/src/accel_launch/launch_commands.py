@@ -1,4 +1,6 @@
-"""What the launcher would start, for programs that start it themselves: commands and environments from parsed arguments."""
+"""What the launcher would start, for programs that start it themselves: commands and environments from parsed
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,19 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     """The command that starts a script on one process, or under mpirun, and its whole environment.
 
     Args:
-        args: options of ``accel launch`` by name, as far as they are given, with ``training_script`` and ``training_script_args``.
+        args: options of ``accel launch`` by name, as far as they are given, with ``training_script`` and
+            ``training_script_args``.
 
     Raises:
-        ConfigurationError: a value is wrong, there is no script, or the options ask for several processes that this launcher starts itself.
+        ConfigurationError: a value is wrong, there is no script, or the options ask for several processes that this
+            launcher starts itself.
     """
     plan = plan_of(args)
     start = choose_launcher(plan).starts(plan)[0]
     if start.ranks:
         raise ConfigurationError(
-            f"num_processes={plan.num_processes} has no single command: the launcher starts and watches the processes. Use "
+            f"num_processes={plan.num_processes} has no single command: the launcher starts and watches the "
+            "processes. Use "
             "accel_launch.launch(script, num_processes=...), or prepare_multi_gpu_env for a launcher of your own."
         )
     return list(start.command), {**plan.full_environment(), **start.environment}
@@ -67,8 +72,10 @@ class PrepareForLaunch:
 
     Args:
         launcher: the function.
-        distributed_type: what trains; with one of the kinds MULTI_... the process gets its rank, and others know it already.
-        debug: meet through the file of ACCELERATE_DEBUG_RDV_FILE, with the world size of the variable WORLD_SIZE, before the call.
+        distributed_type: what trains; with one of the kinds MULTI_... the process gets its rank, and others know it
+            already.
+        debug: meet through the file of ACCELERATE_DEBUG_RDV_FILE, with the world size of the variable WORLD_SIZE,
+            before the call.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: Any = "NO", debug: bool = False) -> None:

@@ -1,7 +1,8 @@
-"""Where this launcher itself runs: alone, once on each node of a job, as one of the ranks, or in a batch script of a cluster.
+"""Where this launcher itself runs: alone, once on each node of a job, as one of the ranks, or in a batch script of a
+cluster.
 
-A launcher of launchers (srun, mpirun) has said so in the environment. Its word counts as any environment variable does: more than
-the configuration file, less than a variable that names the option itself or the command line.
+A launcher of launchers (srun, mpirun) has said so in the environment. Its word counts as any environment variable does:
+more than the configuration file, less than a variable that names the option itself or the command line.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from accel_state.options import Resolution, Source
 # Who starts launchers. torchrun's variables are not among them: ranks and their launchers inherit them all the time.
 _STARTERS = ("openmpi", "mvapich", "hydra", "slurm")
 TASKS_VARIABLE = "ACCEL_LAUNCH_TASKS_PER_NODE"
-"""Set by the launcher of a batch script for those that it starts with srun, where SLURM_TASKS_PER_NODE no longer says what was asked."""
+"""Set by the launcher of a batch script for those that it starts with srun, where SLURM_TASKS_PER_NODE no longer says
+what was asked.
+"""
 
 _EXPLICIT = (Source.COMMAND_LINE, Source.ENVIRONMENT)
 
@@ -62,7 +65,8 @@ def find_place(settings: Resolution, environ: Mapping[str, str]) -> Place:
     """This launcher's place.
 
     Raises:
-        ConfigurationError: variables of the starter contradict each other, or ``num_processes`` contradicts the number of ranks started.
+        ConfigurationError: variables of the starter contradict each other, or ``num_processes`` contradicts the number
+            of ranks started.
     """
     variables = Variables(environ)
     found = next((place for name in _STARTERS if (place := ENVIRONMENTS.load(name).read(variables)) is not None), None)
@@ -93,15 +97,19 @@ def _check_count(settings: Resolution, found: Environment) -> None:
     asked = settings["num_processes"]
     if asked is not None and asked != found.world_size:
         raise ConfigurationError(
-            f"{settings.where('num_processes')}, but {found.name} has started {found.world_size} launchers, {found.local_world_size} on "
+            f"{settings.where('num_processes')}, but {found.name} has started {found.world_size} launchers, "
+            f"{found.local_world_size} on "
             "this "
-            "node, each of which becomes one process. Start one launcher on each node (srun --ntasks-per-node=1, mpirun -ppn 1), or leave "
+            "node, each of which becomes one process. Start one launcher on each node (srun --ntasks-per-node=1, "
+            "mpirun -ppn 1), or leave "
             "num_processes out."
         )
 
 
 def _spans_nodes(settings: Resolution, allocation: Allocation) -> bool:
-    """Whether a batch script, or the shell of salloc, is to start launchers on the nodes rather than processes where it runs."""
+    """Whether a batch script, or the shell of salloc, is to start launchers on the nodes rather than processes where it
+    runs.
+    """
     if any(is_explicit(settings, name) for name in ("machine_rank", "main_process_ip")):
         return False
     if is_explicit(settings, "num_machines"):
@@ -110,7 +118,9 @@ def _spans_nodes(settings: Resolution, allocation: Allocation) -> bool:
 
 
 def rendezvous_of(place: Place, settings: Resolution) -> dict[str, Any]:
-    """What the starter of a launcher on each node decides: the number of machines, this one's rank, and where they meet."""
+    """What the starter of a launcher on each node decides: the number of machines, this one's rank, and where they
+    meet.
+    """
     node = place.rank
     if place.role is not Role.NODE or node is None:
         return {}

@@ -39,7 +39,9 @@ STANDARD = "standard"
 
 
 def choose_kind(settings: Resolution, place: Place) -> Kind:
-    """The way that the settings ask for, the innermost starter first: a launcher that is already one of the ranks starts nothing more."""
+    """The way that the settings ask for, the innermost starter first: a launcher that is already one of the ranks
+    starts nothing more.
+    """
     if place.role is Role.RANK:
         return Kind.RANK
     if ask(settings, "compute_environment") == "AMAZON_SAGEMAKER":

@@ -62,7 +62,8 @@ class OpenMpi(Mpi):
     def words(self, job: MpiJob) -> list[str]:
         """See the base class."""
         root = ["--allow-run-as-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-        # A file of bare addresses counts one slot for each; how many run where is given here. Bound to a core, threads would share it.
+        # A file of bare addresses counts one slot for each; how many run where is given here. Bound to a core, threads
+        # would share it.
         places = [
             "--hostfile",
             job.hostfile,

@@ -1,9 +1,10 @@
 """Start a function, rather than a script, on several processes: from a notebook, or in a test.
 
-Processes are forked, so that functions of a notebook, closures and what they hold are there without being pickled; where the
-system has no safe fork (Windows, macOS) they are spawned, and the function must be importable from a module.
+Processes are forked, so that functions of a notebook, closures and what they hold are there without being pickled;
+where the system has no safe fork (Windows, macOS) they are spawned, and the function must be importable from a module.
 
-A forked process keeps to one CPU thread: OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
+A forked process keeps to one CPU thread: OpenMP's threads do not survive a fork, and the next parallel loop would wait
+for them.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def notebook_launcher(
     Args:
         function: what each process calls. Create the Accelerator, and put things on a GPU, inside it.
         args: its arguments.
-        num_processes: processes on this machine. None: one for each visible GPU, or for each core of a TPU; without either the function
-            runs in this process.
+        num_processes: processes on this machine. None: one for each visible GPU, or for each core of a TPU; without
+            either the function runs in this process.
         mixed_precision: no, fp16 or bf16.
         use_port: port of the machine of rank 0. On a single machine the default means any free port.
         master_addr: address of the machine of rank 0.
@@ -81,11 +82,12 @@ def notebook_launcher(
         rdzv_id: what the machines call this job.
         max_restarts: how often all processes are started again after a failure.
         monitor_interval: seconds between two looks at the processes.
-        log_line_prefix_template: what stands before each line that goes to a log file, with ${role_name}, ${local_rank}, ${rank}.
+        log_line_prefix_template: what stands before each line that goes to a log file, with ${role_name},
+            ${local_rank}, ${rank}.
 
     Raises:
-        ConfigurationError: an argument is not allowed, CUDA or an Accelerator is in use in this process already, or this
-            process is itself one of several.
+        ConfigurationError: an argument is not allowed, CUDA or an Accelerator is in use in this process already, or
+            this process is itself one of several.
         LaunchError: the function raised in one of the processes, or one died; the message ends with its traceback.
     """
     _check_call(function, args)
@@ -186,8 +188,8 @@ class Rank:
 
         print_by_line()
         if self.forked:
-            # What the launching process left to its collector (sockets of a kernel, stores of a former launch) has threads that do not
-            # exist here: to collect it would crash.
+            # What the launching process left to its collector (sockets of a kernel, stores of a former launch) has
+            # threads that do not # exist here: to collect it would crash.
             gc.freeze()
             torch.set_num_threads(1)
         try:
@@ -212,14 +214,18 @@ class Rank:
 
 
 def _end_silently() -> None:
-    """End a rank whose function coped with an interrupt: torch would keep it until it hears of the others; the launcher waits for it."""
+    """End a rank whose function coped with an interrupt: torch would keep it until it hears of the others; the launcher
+    waits for it.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _end_by_interrupt() -> None:
-    """End as Python does that nobody keeps from it: torch takes the exception for a success, and waits for a result that never comes."""
+    """End as Python does that nobody keeps from it: torch takes the exception for a success, and waits for a result
+    that never comes.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -229,10 +235,10 @@ def _end_by_interrupt() -> None:
 class _Forks:
     """Has every process that is forked while ranks are started begin with the signal handlers of a fresh one.
 
-    A fork has the launching process's handlers, and the pipe that wakes its event loop: neither is meant for it. This must come before
-    all else there: torch's handler, which it would have, makes an exception of the SIGTERM for a rank that has just been forked, and
-    what torch does first in it swallows the exception, so that the launcher would wait half a minute for that rank. What comes earlier
-    still has been held back, by the launching process, until here.
+    A fork has the launching process's handlers, and the pipe that wakes its event loop: neither is meant for it. This
+    must come before all else there: torch's handler, which it would have, makes an exception of the SIGTERM for a rank
+    that has just been forked, and what torch does first in it swallows the exception, so that the launcher would wait
+    half a minute for that rank. What comes earlier still has been held back, by the launching process, until here.
     """
 
     def __init__(self) -> None:
@@ -279,7 +285,8 @@ _FORKS = _Forks()
 
 
 def _leave_process_group() -> None:
-    # gloo's threads crash the interpreter when they outlive it, now and then; a function that ended has no more use for them.
+    # gloo's threads crash the interpreter when they outlive it, now and then; a function that ended has no more use for
+    # them.
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -389,7 +396,8 @@ def _refuse_nested(name: str) -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         raise ConfigurationError(
-            f"{name} is called in a process that already is rank {distributed.get_rank()} of {distributed.get_world_size()}. "
+            f"{name} is called in a process that already is rank {distributed.get_rank()} of "
+            f"{distributed.get_world_size()}. "
             "Call it in a process that belongs to no process group, or call the function itself."
         )
 
@@ -399,7 +407,8 @@ def _refuse_used_state() -> None:
 
     if current().process:
         raise ConfigurationError(
-            "an Accelerator (or PartialState) exists already in this session, for a single process. Create it only inside the function "
+            "an Accelerator (or PartialState) exists already in this session, for a single process. Create it only "
+            "inside the function "
             "that is launched, and restart the session before launching again."
         )
 
@@ -410,7 +419,8 @@ def _refuse_cuda() -> None:
         return
     raise ConfigurationError(
         "CUDA is initialised in this session already, so processes forked from it could not use it. "
-        f"{_culprits(vars(sys.modules['__main__']))} Restart the session, and use the GPU only inside the function that is launched."
+        f"{_culprits(vars(sys.modules['__main__']))} Restart the session, and use the GPU only inside the function "
+        "that is launched."
     )
 
 

@@ -29,7 +29,8 @@ class CommandLine:
     """A command line, taken apart.
 
     Attributes:
-        options: text by option name, only of what was given; a list of texts where an option may be given several times.
+        options: text by option name, only of what was given; a list of texts where an option may be given several
+            times.
         script: the script, module or executable; None with ``--help``.
         script_args: its arguments, untouched.
     """

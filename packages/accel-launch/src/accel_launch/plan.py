@@ -59,7 +59,9 @@ class Plan:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody must stay beside the processes: they are several, or are to be started again, or their output is kept."""
+        """Whether somebody must stay beside the processes: they are several, or are to be started again, or their
+        output is kept.
+        """
         options = self.rendezvous
         return self.num_processes > 1 or options.max_restarts > 0 or options.tee != "0" or options.log_dir is not None
 
@@ -116,7 +118,9 @@ def make_plan(
 
 
 def _check_effect(settings: Resolution, kind: Kind, place: Place) -> None:
-    """Refuse what a user typed for the agent that watches over processes, where another program starts them. A file may be for all ways."""
+    """Refuse what a user typed for the agent that watches over processes, where another program starts them. A file may
+    be for all ways.
+    """
     if kind not in (Kind.RANK, Kind.MPIRUN, Kind.DEEPSPEED):
         return
     starter = place.starter if kind is Kind.RANK else kind.value
@@ -124,7 +128,8 @@ def _check_effect(settings: Resolution, kind: Kind, place: Place) -> None:
         setting = settings.settings[name]
         if setting.source is Source.COMMAND_LINE and setting.value != setting.option.default:
             raise ConfigurationError(
-                f"{setting.where} has no effect on ranks that {starter} starts. Leave it out, or start one launcher on each machine, which "
+                f"{setting.where} has no effect on ranks that {starter} starts. Leave it out, or start one launcher "
+                "on each machine, which "
                 "starts the ranks there itself."
             )
 
@@ -156,7 +161,9 @@ def _count(
 
 
 def stronger(settings: Resolution, first: str, second: str) -> Setting | None:
-    """Which of two contradicting options counts: the one set closer to the command line; None where both were set in the same way."""
+    """Which of two contradicting options counts: the one set closer to the command line; None where both were set in
+    the same way.
+    """
     one, other = settings.settings[first], settings.settings[second]
     if one.source is other.source:
         return None
@@ -187,7 +194,8 @@ def _choose_devices(settings: Resolution, variables: Mapping[str, str], exported
     visible = find_visible({**hidden, installed.variable: ids})
     if visible.count < wanted:
         raise ConfigurationError(
-            f"{settings.where('gpu_ids')}: this machine has {installed.count} GPU(s), with the ids 0 to {installed.count - 1}."
+            f"{settings.where('gpu_ids')}: this machine has {installed.count} GPU(s), with the ids 0 to "
+            f"{installed.count - 1}."
         )
     exported[installed.variable] = ids
     return visible
@@ -216,7 +224,9 @@ def _reason(place: Place, on_cpu: bool, visible: Visible) -> str:
 
 
 def _machines(settings: Resolution, place: Place) -> int:
-    """Machines that take part: in a batch script of SLURM the nodes of the allocation, with a hostfile those that it lists."""
+    """Machines that take part: in a batch script of SLURM the nodes of the allocation, with a hostfile those that it
+    lists.
+    """
     hostfile = ask(settings, "mpirun_hostfile")
     if hostfile and place.role in (Role.ALONE, Role.BATCH):
         hosts = read_hostfile(hostfile, settings.where("mpirun_hostfile"))
@@ -224,7 +234,8 @@ def _machines(settings: Resolution, place: Place) -> int:
             return len(hosts)
         if settings["num_machines"] > len(hosts):
             raise ConfigurationError(
-                f"{settings.where('num_machines')}, but the hostfile lists {len(hosts)}: {', '.join(host.name for host in hosts)} "
+                f"{settings.where('num_machines')}, but the hostfile lists {len(hosts)}: "
+                f"{', '.join(host.name for host in hosts)} "
                 f"({settings.where('mpirun_hostfile')}). Add the others to it, or leave num_machines out."
             )
     if place.role is Role.BATCH and settings["num_machines"] == 1:
@@ -256,7 +267,8 @@ def _check_devices(settings: Resolution, on_cpu: bool, local: int, visible: Visi
         )
     if local > visible.count:
         raise ConfigurationError(
-            f"{settings.where('multi_gpu')}: {local} processes on this machine need as many GPUs, and {visible.count} can be seen. "
+            f"{settings.where('multi_gpu')}: {local} processes on this machine need as many GPUs, and {visible.count} "
+            "can be seen. "
             f"Give --num_processes {visible.count * settings['num_machines']}, or make more GPUs visible."
         )
 
@@ -274,11 +286,13 @@ def _check_rendezvous(settings: Resolution, local: int) -> None:
         )
     if machines > 1 and options.rdzv_backend == "static" and not settings.is_set("machine_rank"):
         raise ConfigurationError(
-            f"{settings.where('num_machines')} needs --machine_rank on every machine: 0 on the first, 1 on the next, ..."
+            f"{settings.where('num_machines')} needs --machine_rank on every machine: 0 on the first, 1 on the next, "
+            "..."
         )
     if machines > 1 and options.main_process_port == 0:
         raise ConfigurationError(
-            f"{settings.where('main_process_port')}: machines must agree on a port. Give a free port of {options.main_process_ip}."
+            f"{settings.where('main_process_port')}: machines must agree on a port. Give a free port of "
+            f"{options.main_process_ip}."
         )
     for entry in options.tee.split(",") if ":" in options.tee else ():
         if int(entry.partition(":")[0]) >= local:

@@ -6,9 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from accel_launch.config.read import load_settings
-
 from accel_launch.commands.base import Command
+from accel_launch.config.read import load_settings
 from accel_launch.parser import ConfigParser, parse_options
 from accel_state.errors import ConfigurationError
 from accel_state.options import load_groups
@@ -84,7 +83,8 @@ def _parser() -> ConfigParser:
     parser = ConfigParser(
         prog="accel plan",
         usage="accel plan CONFIG --model MODEL --num_processes N [options]",
-        description="Check a configuration for thousands of ranks, in one process, and print what one of them holds, sends and reads.",
+        description="Check a configuration for thousands of ranks, in one process, and print what one of them holds, "
+        "sends and reads.",
         epilog=_EPILOG,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,

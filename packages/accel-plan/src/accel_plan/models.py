@@ -84,13 +84,15 @@ def _config_path(name: str) -> Path:
             f"--model {name}: there is no config.json in it. Give a folder or repository that has one."
         )
     raise ConfigurationError(
-        f"--model {name}: neither a file or folder of this machine nor a shape known by name. Allowed: {', '.join(SHAPES)}, a config.json, "
+        f"--model {name}: neither a file or folder of this machine nor a shape known by name. Allowed: "
+        f"{', '.join(SHAPES)}, a config.json, "
         "a folder that has one, or a repository on the Hub (owner/name)."
     )
 
 
 def build_model(config: Any, trust_remote_code: bool = False) -> Any:
-    """The model of a configuration on the meta device, of the class that its ``architectures`` name, ready to be trained.
+    """The model of a configuration on the meta device, of the class that its ``architectures`` name, ready to be
+    trained.
 
     Raises:
         ConfigurationError: Transformers cannot build it.

@@ -105,7 +105,8 @@ def pipeline_of(settings: Resolution, **given: Any) -> PipelineParallelConfig | 
         return PipelineParallelConfig(**named)
     if named:
         raise ConfigurationError(
-            f"--pp_{next(iter(named))}: there is no pipeline. Give --use_parallelism_config and --parallelism_config_pp_size 2 or more, or "
+            f"--pp_{next(iter(named))}: there is no pipeline. Give --use_parallelism_config and "
+            "--parallelism_config_pp_size 2 or more, or "
             "leave the option out."
         )
     return None
@@ -114,8 +115,9 @@ def pipeline_of(settings: Resolution, **given: Any) -> PipelineParallelConfig | 
 def trace_pipeline(task: Task, settings: PipelineParallelConfig, whole: bool = False) -> tuple[Traced, Batch]:
     """Trace the ranks of a pipeline that differ, and say what the others hold.
 
-    The first stage, the last one and those in between differ, and have different numbers of blocks; all numbers of a rank grow by the same
-    amount with every further block, so stages of two and three blocks say what one of ten needs. Interleaved stages are all traced.
+    The first stage, the last one and those in between differ, and have different numbers of blocks; all numbers of a
+    rank grow by the same amount with every further block, so stages of two and three blocks say what one of ten needs.
+    Interleaved stages are all traced.
 
     Args:
         task: what to trace.
@@ -179,7 +181,9 @@ def _by_few(
 
 
 def _earlier_back(measured: Measured, settings: PipelineParallelConfig, stages: int) -> Measured:
-    """A rank further back in the pipeline, with so many stages from its own to the last: with 1F1B that many are in flight there."""
+    """A rank further back in the pipeline, with so many stages from its own to the last: with 1F1B that many are in
+    flight there.
+    """
     assert measured.stages is not None
     alive = measured.stages.alive[:stages] if settings.schedule == "1f1b" else measured.stages.alive
     return replace(measured, activations=max(alive), stages=replace(measured.stages, alive=alive))

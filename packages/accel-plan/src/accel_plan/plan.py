@@ -33,7 +33,8 @@ class Request:
         split_batches: the loader's batch is that of all ranks together.
         all_blocks: take every one of many equal blocks, rather than three.
         trust_remote_code: run model code that comes with the model.
-        schedule: of a pipeline, one of ``accel.parallel.pipeline.SCHEDULES``; None: as PipelineParallelConfig has it, like the next two.
+        schedule: of a pipeline, one of ``accel.parallel.pipeline.SCHEDULES``; None: as PipelineParallelConfig has it,
+            like the next two.
         num_microbatches: parts that a pipeline divides each rank's batch into.
         stages_per_rank: stages of a pipeline on each of its ranks.
     """
@@ -54,7 +55,8 @@ class Request:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank of a run holds, sends and reads; bytes, but for ``parameters`` and the numbers of samples and tokens.
+    """What one rank of a run holds, sends and reads; bytes, but for ``parameters`` and the numbers of samples and
+    tokens.
 
     Attributes:
         model: the model's name.
@@ -106,7 +108,8 @@ def plan(request: Request) -> RankPlan:
     """Check a configuration, and say what it means for one rank.
 
     Raises:
-        ConfigurationError: it cannot train the model on so many processes; the message names the value and what is allowed.
+        ConfigurationError: it cannot train the model on so many processes; the message names the value and what is
+            allowed.
         MissingDependencyError: transformers is not installed.
     """
     settings = request.settings
@@ -192,7 +195,8 @@ def _check_kind(settings: Resolution) -> None:
         )
     if settings["mixed_precision"] == "fp8":
         raise ConfigurationError(
-            f"{settings.where('mixed_precision')}: layers in 8 bits cannot be traced without values. Plan with --mixed_precision bf16, "
+            f"{settings.where('mixed_precision')}: layers in 8 bits cannot be traced without values. Plan with "
+            "--mixed_precision bf16, "
             "which has the same parameters, gradients and optimizer state."
         )
 
@@ -203,7 +207,8 @@ def _processes(settings: Resolution, rank: int) -> int:
         raise ConfigurationError("there is no number of processes in the configuration. Give --num_processes.")
     if processes % machines:
         raise ConfigurationError(
-            f"num_processes={processes} cannot be spread evenly over num_machines={machines}. Choose a multiple of {machines}, or another "
+            f"num_processes={processes} cannot be spread evenly over num_machines={machines}. Choose a multiple of "
+            f"{machines}, or another "
             "--num_machines."
         )
     if not 0 <= rank < processes:
@@ -216,7 +221,8 @@ def _length(asked: int | None, config: Any) -> int:
     most = getattr(text, "max_position_embeddings", None)
     if asked is not None and isinstance(most, int) and asked > most:
         raise ConfigurationError(
-            f"--seq_length {asked}: the model takes at most max_position_embeddings={most} tokens. Give fewer, or another configuration."
+            f"--seq_length {asked}: the model takes at most max_position_embeddings={most} tokens. Give fewer, or "
+            "another configuration."
         )
     return asked if asked is not None else min(DEFAULT_LENGTH, most) if isinstance(most, int) else DEFAULT_LENGTH
 
@@ -227,7 +233,8 @@ def _check_batch(request: Request, layout: Layout) -> None:
         ranks *= size if name.startswith("dp") else 1
     if request.split_batches and request.batch_size % ranks:
         raise ConfigurationError(
-            f"--split_batches: a batch of {request.batch_size} samples cannot be shared by {ranks} ranks that get different data. Allowed: "
+            f"--split_batches: a batch of {request.batch_size} samples cannot be shared by {ranks} ranks that get "
+            "different data. Allowed: "
             f"multiples of {ranks}, or --batch_size samples for each rank, without --split_batches."
         )
 
@@ -270,7 +277,8 @@ def layout_of(settings: Resolution, processes: int) -> Layout:
 def _memory(measured: Measured, strategy: str, layout: Layout, optimizer: str, precision: str) -> TrainingMemory:
     """What was traced, and for what was not the arithmetic of the estimate.
 
-    The optimizer's state is a multiple of the parameters that this rank updates; what is gathered follows from the largest unit.
+    The optimizer's state is a multiple of the parameters that this rank updates; what is gathered follows from the
+    largest unit.
     """
     sizes = dict(layout)
     shards = sizes.get("dp_shard", 1) * sizes.get("cp", 1) * sizes.get("sp", 1)

@@ -22,8 +22,9 @@ class Collective:
     """Collectives of one kind over one axis, in one step of one rank.
 
     Attributes:
-        kind: "all-gather", "reduce-scatter", "all-reduce", "broadcast" or "all-to-all"; or what goes from one rank to one other: in a
-            pipeline "activations" to the next stage, "gradients" of them to the one before, and "tied gradients" between the ends.
+        kind: "all-gather", "reduce-scatter", "all-reduce", "broadcast" or "all-to-all"; or what goes from one rank to
+            one other: in a pipeline "activations" to the next stage, "gradients" of them to the one before, and "tied
+            gradients" between the ends.
         axis: the axis of the mesh; several that were made one are joined by "+".
         ranks: how many take part.
         calls: how often.
@@ -42,9 +43,9 @@ class Collective:
 def sent_bytes(kind: str, payload: int, ranks: int) -> int:
     """Bytes that one rank sends in a collective that works round a ring, the least that is possible for large messages.
 
-    With S the bytes of the whole and n ranks: an all-gather (S: the result) and a reduce-scatter (S: the input) send S (n-1)/n each; an
-    all-reduce is both, 2 S (n-1)/n; an all-to-all keeps its own part, S (n-1)/n; a broadcast passes everything on once, S, and so does what
-    goes to one other rank.
+    With S the bytes of the whole and n ranks: an all-gather (S: the result) and a reduce-scatter (S: the input) send S
+    (n-1)/n each; an all-reduce is both, 2 S (n-1)/n; an all-to-all keeps its own part, S (n-1)/n; a broadcast passes
+    everything on once, S, and so does what goes to one other rank.
     Source: Patarasu and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69 (2009).
     """
     if ranks == 1:

@@ -20,7 +20,8 @@ def as_text(plan: RankPlan) -> str:
 def _head(plan: RankPlan) -> list[str]:
     place = ", ".join(f"{name} {one} of {size}" for name, (one, size) in plan.coordinates.items())
     lines = [
-        f"{plan.model}: {plan.parameters:,} parameters, {plan.strategy} on {plan.processes:,} processes, mixed precision: "
+        f"{plan.model}: {plan.parameters:,} parameters, {plan.strategy} on {plan.processes:,} processes, mixed "
+        "precision: "
         f"{plan.mixed_precision}",
         f"rank {plan.rank}: {place}",
     ]
@@ -28,7 +29,8 @@ def _head(plan: RankPlan) -> list[str]:
         own = next(stage for stage in plan.pipeline.stages if stage.rank == plan.rank)
         samples = len(plan.batch.samples) // plan.pipeline.micro_batches
         lines.append(
-            f"pipeline: {_named(own)} of {plan.pipeline.blocks}; {plan.pipeline.schedule}, {plan.pipeline.micro_batches} micro batches of "
+            f"pipeline: {_named(own)} of {plan.pipeline.blocks}; {plan.pipeline.schedule}, "
+            f"{plan.pipeline.micro_batches} micro batches of "
             f"{samples} sample(s), at most {plan.pipeline.in_flight} in flight on this rank"
         )
     return lines
@@ -109,7 +111,8 @@ def _batch(plan: RankPlan) -> list[str]:
         ", ..." if len(batch.samples) > _SHOWN_SAMPLES else ""
     )
     lines = [
-        f"reads: data rank {batch.rank} of {batch.ranks}; of the first {batch.global_size:,} samples (unshuffled) {shown}",
+        f"reads: data rank {batch.rank} of {batch.ranks}; of the first {batch.global_size:,} samples (unshuffled) "
+        f"{shown}",
     ]
     if plan.local_length != plan.seq_length:
         lines.append(f"  {plan.local_length:,} of each sample's {plan.seq_length:,} tokens")

@@ -1,4 +1,6 @@
-"""Pipelines in a plan: torch's own schedule runs the stages of one rank, and what the other ranks would send has a shape and no values."""
+"""Pipelines in a plan: torch's own schedule runs the stages of one rank, and what the other ranks would send has a
+shape and no values.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ def one_pass(model: nn.Module, recorder: Recorder) -> Iterator[Watch]:
 
 
 def make_schedule(model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
-    """Have the schedule for such inputs made before a pass, since finding out the shapes takes a forward pass of its own."""
+    """Have the schedule for such inputs made before a pass, since finding out the shapes takes a forward pass of its
+    own.
+    """
     pipeline: Pipeline = model.__dict__["_pipeline"]
     first, rest = pipeline._inputs((), {name: value for name, value in inputs.items() if name != "labels"})
     size = first.shape[0] // pipeline.settings.check_batch(first.shape[0], pipeline.size)
@@ -136,7 +140,9 @@ class _Agreed:
 
 
 class Watched:
-    """What makes torch's PipelineStage ask no other rank for shapes, and note what is alive before and after its backward passes."""
+    """What makes torch's PipelineStage ask no other rank for shapes, and note what is alive before and after its
+    backward passes.
+    """
 
     def __init__(
         self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device, group: Any = None
@@ -202,7 +208,9 @@ def _marked(ops: list[dist.P2POp], what: str) -> list[dist.P2POp]:
 
 
 def watched_stage() -> type:
-    """The PipelineStage of torch, watched. Importing it changes the environment, so it is imported where a plan is made."""
+    """The PipelineStage of torch, watched. Importing it changes the environment, so it is imported where a plan is
+    made.
+    """
     from torch.distributed.pipelining import PipelineStage
 
     return type("WatchedStage", (Watched, PipelineStage), {})
@@ -217,7 +225,8 @@ def share_loss(pipeline: Pipeline, tensor: torch.Tensor | None) -> torch.Tensor:
 
 def whole_memory(model: nn.Module) -> Iterator[torch.UntypedStorage]:
     """The memory of parameters that fully_shard has gathered, and of gradients that it has not divided yet."""
-    # What fully_shard knows of a stage's outermost module is on the part, of which the prepared model has the modules only.
+    # What fully_shard knows of a stage's outermost module is on the part, of which the prepared model has the modules
+    # only.
     parts: dict[int, nn.Module] = model.__dict__["_pipeline"].parts
     for module in (module for part in parts.values() for module in part.modules()):
         if not isinstance(module, FSDPModule):

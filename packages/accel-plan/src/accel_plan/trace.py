@@ -106,7 +106,8 @@ def trace(task: Task) -> tuple[Measured, Batch]:
     """Prepare the model as a script would, and take a step with it.
 
     Raises:
-        ConfigurationError: the configuration cannot train this model on so many ranks, or the model cannot run on tensors without values.
+        ConfigurationError: the configuration cannot train this model on so many ranks, or the model cannot run on
+            tensors without values.
     """
     from accel.accelerator import Accelerator
 
@@ -190,7 +191,8 @@ def _step(accelerator: Any, model: nn.Module, task: Task, samples: int) -> Measu
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(
-            f"{type(model).__name__} cannot take a step on tensors without values: {' '.join(str(error).split())[:300]}. "
+            f"{type(model).__name__} cannot take a step on tensors without values: "
+            f"{' '.join(str(error).split())[:300]}. "
             "`accel estimate-memory` says what its parameters take."
         ) from error
     gradients = stored(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
@@ -213,7 +215,8 @@ def _passes(accelerator: Any, model: nn.Module, task: Task, samples: int) -> Ite
 
 def _pass(accelerator: Any, model: nn.Module, task: Task, samples: int, synchronisation: Any) -> tuple[Recorder, int]:
     """Forward and backward; what was sent, and what was alive between them."""
-    # A script's loader would be read through the same: it gives this rank its part of sequences that are shared by heads.
+    # A script's loader would be read through the same: it gives this rank its part of sequences that are shared by
+    # heads.
     inputs = next(iter(accelerator.deepspeed_ulysses_dl_adapter([_inputs(model, task, samples)], model)))
     sequences = [tensor for tensor in inputs.values() if tensor.ndim > 1 and tensor.shape[1] == task.seq_length]
     with ExitStack() as stack:
@@ -305,8 +308,9 @@ def _added(parts: list[tuple[int, list[Collective]]]) -> list[Collective]:
 def trace_blocks(task: Task, whole: bool = False) -> tuple[Measured, Batch]:
     """The same as :func:`trace`, without taking every one of many equal blocks.
 
-    All numbers of a model grow by the same amount with every further block, so models of two and three blocks say what one of eighty needs.
-    The number of parameters that follows is compared with that of the whole model; where it is another, the whole model is traced.
+    All numbers of a model grow by the same amount with every further block, so models of two and three blocks say what
+    one of eighty needs. The number of parameters that follows is compared with that of the whole model; where it is
+    another, the whole model is traced.
 
     Args:
         task: what to trace.

@@ -61,8 +61,8 @@ class AloneCollectives(Collectives):
 class EqualParts(TorchFunctionMode):
     """Cuts tensors without memory into parts, of which equal ones are one object.
 
-    Sharding over 4,096 ranks cuts each parameter into as many parts and keeps one of them. Tensors without values differ by their shapes
-    only, so two are made, and not 4,096.
+    Sharding over 4,096 ranks cuts each parameter into as many parts and keeps one of them. Tensors without values
+    differ by their shapes only, so two are made, and not 4,096.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +153,9 @@ def _stand_ins() -> Iterator[None]:
 
 
 def _mask_stand_ins() -> list[tuple[Any, str, Any]]:
-    """Transformers looks at values to see that nothing is hidden, and makes a mask of all pairs of tokens where it cannot."""
+    """Transformers looks at values to see that nothing is hidden, and makes a mask of all pairs of tokens where it
+    cannot.
+    """
     if (
         importlib.util.find_spec("transformers") is None
         or importlib.util.find_spec("transformers.masking_utils") is None
@@ -202,5 +204,7 @@ def _real_meshes() -> Iterator[None]:
 
 
 def _ranks(value: Any) -> Any:
-    """``init_device_mesh`` counts the ranks in a tensor, here one without values; any other comes from outside and has them."""
+    """``init_device_mesh`` counts the ranks in a tensor, here one without values; any other comes from outside and has
+    them.
+    """
     return torch.arange(value.numel(), dtype=value.dtype).view(value.shape) if isinstance(value, FakeTensor) else value

@@ -46,10 +46,10 @@ def zero(
 ) -> tuple[TrainingMemory, tuple[Collective, ...]]:
     """What a rank holds and sends.
 
-    With S the bytes of the parameters in the type that the model computes in: stage 0 all-reduces the gradients once a step; stages 1 and
-    2 reduce-scatter them (stage 2 with every micro batch) and gather the new parameters; stage 3 gathers the parameters in each forward
-    and each backward, and reduce-scatters the gradients of every micro batch. Source: Rajbhandari et al., ZeRO, arXiv:1910.02054,
-    section 7.
+    With S the bytes of the parameters in the type that the model computes in: stage 0 all-reduces the gradients once a
+    step; stages 1 and 2 reduce-scatter them (stage 2 with every micro batch) and gather the new parameters; stage 3
+    gathers the parameters in each forward and each backward, and reduce-scatters the gradients of every micro batch.
+    Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.
 
     Args:
         task: what was traced.

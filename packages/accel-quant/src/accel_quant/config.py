@@ -18,19 +18,21 @@ _FOR_4BIT = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compu
 
 @dataclass
 class BnbQuantizationConfig:
-    """How bitsandbytes quantizes the linear layers of a model: in 8 bits (LLM.int8(), arXiv:2208.07339) or 4 (QLoRA, arXiv:2305.14314).
+    """How bitsandbytes quantizes the linear layers of a model: in 8 bits (LLM.int8(), arXiv:2208.07339) or 4 (QLoRA,
+    arXiv:2305.14314).
 
     Attributes:
         load_in_8bit: weights in 8 bits, with a scale for each row.
-        llm_int8_threshold: in 8 bits, columns of the input in which a value is larger than this are computed in half precision. 0 computes
-            all in 8 bits.
+        llm_int8_threshold: in 8 bits, columns of the input in which a value is larger than this are computed in half
+            precision. 0 computes all in 8 bits.
         load_in_4bit: weights in 4 bits, with a scale for each 64 values.
         bnb_4bit_quant_type: "fp4", or "nf4", whose 16 values suit weights that are normally distributed.
         bnb_4bit_use_double_quant: quantize the scales too: 0.4 bits less for each weight.
-        bnb_4bit_compute_dtype: the type to compute in: "fp32", "fp16", "bf16", or a torch type. Becomes a ``torch.dtype``.
+        bnb_4bit_compute_dtype: the type to compute in: "fp32", "fp16", "bf16", or a torch type. Becomes a
+            ``torch.dtype``.
         torch_dtype: the type of everything that is not quantized. None is float16.
-        skip_modules: modules that are not quantized, by name or a part of it ("lm_head"). None takes the output layer and layers that share
-            their weight.
+        skip_modules: modules that are not quantized, by name or a part of it ("lm_head"). None takes the output layer
+            and layers that share their weight.
         keep_in_fp32_modules: modules that are not quantized and kept in float32, by name or a part of it.
 
     Raises:
@@ -70,7 +72,8 @@ class BnbQuantizationConfig:
     def _check_bits(self) -> None:
         if self.load_in_8bit == self.load_in_4bit:
             raise ConfigurationError(
-                f"load_in_8bit={self.load_in_8bit} and load_in_4bit={self.load_in_4bit}: set exactly one of them to True."
+                f"load_in_8bit={self.load_in_8bit} and load_in_4bit={self.load_in_4bit}: set exactly one of them to "
+                "True."
             )
         idle = _FOR_4BIT if self.load_in_8bit else _FOR_8BIT
         given = [f"{name}={getattr(self, name)!r}" for name in idle if not _is_default(self, name)]
@@ -84,7 +87,8 @@ class BnbQuantizationConfig:
         threshold = self.llm_int8_threshold
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold >= 0:
             raise ConfigurationError(
-                f"llm_int8_threshold={threshold!r} must be a number, 0 or more (the paper takes 6.0, 0 switches it off)."
+                f"llm_int8_threshold={threshold!r} must be a number, 0 or more (the paper takes 6.0, 0 switches it "
+                "off)."
             )
         if self.bnb_4bit_quant_type not in _QUANT_TYPES:
             raise ConfigurationError(
@@ -109,7 +113,8 @@ def _dtype(name: str, value: Any) -> torch.dtype:
     dtype = _SHORT.get(value, getattr(torch, value.removeprefix("torch."), None)) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise ConfigurationError(
-            f"{name}={value!r} is not a type to compute in. Give 'fp32', 'fp16', 'bf16' or a torch type such as torch.bfloat16."
+            f"{name}={value!r} is not a type to compute in. Give 'fp32', 'fp16', 'bf16' or a torch type such as "
+            "torch.bfloat16."
         )
     return dtype
 

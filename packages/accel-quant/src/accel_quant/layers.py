@@ -20,7 +20,8 @@ from .quantizers.registry import QUANTIZERS
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Names of the modules that are better not quantized: those that share a weight, and the output layer.
 
-    The output layer is the last child, if it is a linear layer, or if the model is one of transformers with a head on top of its base.
+    The output layer is the last child, if it is a linear layer, or if the model is one of transformers with a head on
+    top of its base.
     """
     names = {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
     children = list(model.named_children())
@@ -63,7 +64,8 @@ def check_names(model: nn.Module, option: str, names: Sequence[str] | None) -> N
     unknown = [part for part in names or () if not any(is_inside(name, part) for name in modules)]
     if unknown:
         raise ConfigurationError(
-            f"{option}={list(names or ())!r}: {type(model).__name__} has no module named {', '.join(map(repr, unknown))}. Its modules "
+            f"{option}={list(names or ())!r}: {type(model).__name__} has no module named "
+            f"{', '.join(map(repr, unknown))}. Its modules "
             f"are {', '.join(modules[1:9])}, ...; print(model) shows all of them."
         )
 
@@ -74,7 +76,8 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Put layers of bitsandbytes in place of linear ones. Their weights are quantized when they are moved to a device (``model.to``).
+    """Put layers of bitsandbytes in place of linear ones. Their weights are quantized when they are moved to a device
+    (``model.to``).
 
     Args:
         model: the model, on the CPU or the meta device; it is changed.
@@ -117,7 +120,8 @@ def check_found(model: nn.Module, found: dict[str, nn.Linear]) -> None:
     """
     if not found:
         raise ConfigurationError(
-            f"{type(model).__name__} has no torch.nn.Linear layer that may be quantized: it has none, or skip_modules and "
+            f"{type(model).__name__} has no torch.nn.Linear layer that may be quantized: it has none, or skip_modules "
+            "and "
             "keep_in_fp32_modules name them all."
         )
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accel_bigmodel.checkpoint.checkpoint_mapping import check_match, match, places_of
 from safetensors.torch import save_file
 from torch import nn
 
@@ -22,6 +21,7 @@ from accel_bigmodel import (
     infer_auto_device_map,
     load_checkpoint_in_model,
 )
+from accel_bigmodel.checkpoint.checkpoint_mapping import check_match, match, places_of
 from accel_bigmodel.progress import progress
 from accel_bigmodel.tensors import Location, as_device
 from accel_bigmodel.tied_params import location_of
@@ -59,27 +59,30 @@ def load_and_quantize_model(
 ) -> nn.Module:
     """Quantize the linear layers of a model, and put it on its devices.
 
-    Weights are quantized one by one as they are read, so a model on the meta device never takes more memory than it has quantized. A
-    checkpoint that holds quantized weights is taken as it is. Layers on the disk are kept there quantized, in 8 bits and in 4.
+    Weights are quantized one by one as they are read, so a model on the meta device never takes more memory than it has
+    quantized. A checkpoint that holds quantized weights is taken as it is. Layers on the disk are kept there quantized,
+    in 8 bits and in 4.
 
     Args:
         model: the model: on the meta device (``init_empty_weights``), or with weights. It is changed.
         bnb_quantization_config: how to quantize; and the type of all that is not quantized.
-        weights_location: a file, an index of shards, a folder with one of them, or a repository on the Hub. None: the weights that the
-            model has.
-        device_map: the device of each module ("cpu", "disk", a number, a torch device), or "auto", "balanced", "balanced_low_0",
-            "sequential". None: the device of this process.
-        no_split_module_classes: classes whose instances stay on one device in a map that is found. None: what the model declares.
+        weights_location: a file, an index of shards, a folder with one of them, or a repository on the Hub. None: the
+            weights that the model has.
+        device_map: the device of each module ("cpu", "disk", a number, a torch device), or "auto", "balanced",
+            "balanced_low_0", "sequential". None: the device of this process.
+        no_split_module_classes: classes whose instances stay on one device in a map that is found. None: what the model
+            declares.
         max_memory: bytes to use on each device in a map that is found.
-        offload_folder: where weights on the disk are written. A checkpoint in safetensors that needs no change is read in place instead.
+        offload_folder: where weights on the disk are written. A checkpoint in safetensors that needs no change is read
+            in place instead.
         offload_state_dict: accepted for callers of other libraries; weights are never held twice here.
 
     Returns:
         The model, with ``is_loaded_in_8bit``, ``is_loaded_in_4bit``, ``quantization_config`` and ``hf_device_map``.
 
     Raises:
-        ConfigurationError: a checkpoint that does not fit, names that no module has, or a device map that leaves something out. The model
-            is unchanged then.
+        ConfigurationError: a checkpoint that does not fit, names that no module has, or a device map that leaves
+            something out. The model is unchanged then.
         MissingDependencyError: bitsandbytes is not installed.
     """
     config = bnb_quantization_config
@@ -111,7 +114,9 @@ def load_and_quantize_model(
 def _check_weights(
     model: nn.Module, found: Mapping[str, nn.Linear], weights: Weights, quantizer: Quantizer, location: Any
 ) -> dict[str, str]:
-    """The name in the checkpoint of the weight of every layer to quantize, after a check of all names, shapes and types."""
+    """The name in the checkpoint of the weight of every layer to quantize, after a check of all names, shapes and
+    types.
+    """
     if isinstance(weights, ModelWeights):
         return {name: f"{name}.weight" for name in found}
     places, lost = places_of(model)
@@ -152,12 +157,14 @@ def _check_type(
     dtype = weights.dtype(source)
     if quantized and not (is_weight and layer in found):
         raise ConfigurationError(
-            f"the checkpoint holds {name} quantized, and the configuration leaves {layer} as it is. Load it with the skip_modules and "
+            f"the checkpoint holds {name} quantized, and the configuration leaves {layer} as it is. Load it with the "
+            "skip_modules and "
             "keep_in_fp32_modules that it was saved with."
         )
     if is_weight and layer in found and not quantized and dtype in (torch.int8, torch.uint8):
         raise ConfigurationError(
-            f"the checkpoint holds {name} as {dtype}, quantized in another way than the configuration says. Load it with the "
+            f"the checkpoint holds {name} as {dtype}, quantized in another way than the configuration says. Load it "
+            "with the "
             "load_in_8bit or load_in_4bit that it was saved with."
         )
 
@@ -181,7 +188,8 @@ def _device_map(
         return dict(device_map)
     if device_map not in _NAMED_MAPS:
         raise ConfigurationError(
-            f"device_map={device_map!r} is not one of {', '.join(_NAMED_MAPS)}; or give a dictionary of modules and devices."
+            f"device_map={device_map!r} is not one of {', '.join(_NAMED_MAPS)}; or give a dictionary of modules and "
+            "devices."
         )
     whole = sorted(getattr(model, "_no_split_modules", None) or ()) if no_split is None else list(no_split)
     config = quantizer.config
@@ -203,7 +211,8 @@ def _check_folder(places: Mapping[str, Location], folder: str | os.PathLike[str]
     on_disk = [name for name, place in places.items() if str(place) == "disk"]
     if on_disk and folder is None:
         raise ConfigurationError(
-            f"the device map puts {', '.join(on_disk[:4])} on the disk, and nothing says where. Give offload_folder, or raise max_memory."
+            f"the device map puts {', '.join(on_disk[:4])} on the disk, and nothing says where. Give offload_folder, "
+            "or raise max_memory."
         )
 
 
@@ -258,7 +267,8 @@ class _Quantizing:
     def _quantize_weight(self, name: str, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
         if not is_float(weight):
             raise ConfigurationError(
-                f"the weight of {name} has the type {weight.dtype}; only float32, float16 and bfloat16 can be quantized."
+                f"the weight of {name} has the type {weight.dtype}; only float32, float16 and bfloat16 can be "
+                "quantized."
             )
         self.quantizer.quantize(layer, weight, device)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accel_bigmodel.checkpoint.files import CheckpointFile, checkpoint_files, open_file
 from torch import nn
 
+from accel_bigmodel.checkpoint.files import CheckpointFile, checkpoint_files, open_file
 from accel_state.errors import ConfigurationError
 
 
@@ -26,7 +26,8 @@ class ModelWeights:
         empty = [name for name, tensor in self._tensors.items() if tensor.is_meta]
         if empty:
             raise ConfigurationError(
-                f"{len(empty)} weights of the model have no values: they are on the meta device ({', '.join(empty[:3])}, ...). Say where "
+                f"{len(empty)} weights of the model have no values: they are on the meta device "
+                f"({', '.join(empty[:3])}, ...). Say where "
                 "the checkpoint is with weights_location, or load it first."
             )
 

@@ -82,8 +82,9 @@ class Job:
     def _import(self) -> Any:
         if self.file is None:
             return importlib.import_module(self.module)
-        # By its file and not by its name: pytest's importlib mode gives test modules names that cannot be imported, and two
-        # packages may both have a test_state. Classes of the module still pickle by the name that the caller knows them by.
+        # By its file and not by its name: pytest's importlib mode gives test modules names that cannot be imported, and
+        # two # packages may both have a test_state. Classes of the module still pickle by the name that the caller
+        # knows them by.
         spec = importlib.util.spec_from_file_location(self.module, self.file)
         if spec is None or spec.loader is None:
             return importlib.import_module(self.module)
@@ -111,7 +112,8 @@ def main(
 ) -> None:
     """Run the job, send what came of it, and leave without the interpreter's own exit.
 
-    gloo's threads race with the interpreter's shutdown and abort the process now and then; nothing is left to do there anyway.
+    gloo's threads race with the interpreter's shutdown and abort the process now and then; nothing is left to do there
+    anyway.
     """
     code = 1
     try:
@@ -140,7 +142,8 @@ def _prepare(environment: dict[str, str], dump: Descriptor, stdout: Descriptor, 
     import torch
 
     torch.set_num_threads(1)
-    # What the server has imported lives as long as the rank: collections need not look at it, nor copy the pages it is on.
+    # What the server has imported lives as long as the rank: collections need not look at it, nor copy the pages it is
+    # on.
     gc.freeze()
 
 
@@ -175,7 +178,8 @@ def _call(job: Job) -> Any:
 
 
 def _wait_until_all_have_finished(go: Connection) -> None:
-    # Rank 0 serves the store that the others may still use, and a closed connection would fail a collective in progress.
+    # Rank 0 serves the store that the others may still use, and a closed connection would fail a collective in
+    # progress.
     try:
         go.recv_bytes()
     except EOFError:
@@ -200,7 +204,9 @@ def _format(error: BaseException) -> str:
 
 
 def is_whole_dump(text: str) -> bool:
-    """Whether a report of faulthandler has come to its end: to the outermost frame of the main thread, which is its last."""
+    """Whether a report of faulthandler has come to its end: to the outermost frame of the main thread, which is its
+    last.
+    """
     last = text.rstrip("\n").rpartition("\n")[2]
     return text.endswith("\n") and (last.endswith(" in <module>") or last.strip() == "...")
 

@@ -14,8 +14,8 @@ class GradientAccumulationPlugin:
 
     Args:
         num_steps: micro batches an optimizer step. None leaves it to the launcher's setting, and 1 without that.
-        adjust_scheduler: count the calls of a prepared scheduler that come while gradients accumulate in its ``_step_count``. The
-            learning rate does not move in them, either way.
+        adjust_scheduler: count the calls of a prepared scheduler that come while gradients accumulate in its
+            ``_step_count``. The learning rate does not move in them, either way.
         sync_with_dataloader: end the accumulation window at the end of a data loader, even if it is short.
         sync_each_batch: synchronise gradients in every micro batch: more messages, but no second copy of the gradients,
             which sharded strategies would need while they do not synchronise.
@@ -34,7 +34,8 @@ class GradientAccumulationPlugin:
             isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1
         ):
             raise ConfigurationError(
-                f"gradient accumulation num_steps={self.num_steps!r} is not a positive integer. Use 1 for no accumulation."
+                f"gradient accumulation num_steps={self.num_steps!r} is not a positive integer. Use 1 for no "
+                "accumulation."
             )
 
     def to_kwargs(self) -> dict[str, Any]:

@@ -130,7 +130,8 @@ def is_fp16_available() -> bool:
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Whether Transformer Engine and the GPU have block-scaled 8-bit floating point (version 2, compute capability 10.0).
+    """Whether Transformer Engine and the GPU have block-scaled 8-bit floating point (version 2, compute capability
+    10.0).
 
     Initialises CUDA where Transformer Engine is new enough.
     """

@@ -1,6 +1,7 @@
 """Environment variables: the only module that reads or writes those that a launcher hands to its processes.
 
-Torch-free. Everybody else asks the readers here, or the option groups of :mod:`accel_state.options`, which are built on them.
+Torch-free. Everybody else asks the readers here, or the option groups of :mod:`accel_state.options`, which are built on
+them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any, TypeVar
 from .errors import ConfigurationError
 
 PREFIX = "ACCELERATE_"
-"""Variables with this prefix belong to the launcher and are the ones that :func:`purge_accelerate_environment` restores."""
+"""Variables with this prefix belong to the launcher and are the ones that :func:`purge_accelerate_environment`
+restores.
+"""
 
 TRUE_WORDS = ("y", "yes", "t", "true", "on", "1")
 FALSE_WORDS = ("n", "no", "f", "false", "off", "0")
@@ -49,7 +52,9 @@ def str_to_bool(value: Any, to_bool: bool = False) -> int | bool:
 
 
 def read_str(key: str, default: str | None = None, environ: Mapping[str, str] | None = None) -> str | None:
-    """The variable's text, or ``default`` where it is unset or empty (``KEY= command`` is how a shell unsets one for a command)."""
+    """The variable's text, or ``default`` where it is unset or empty (``KEY= command`` is how a shell unsets one for a
+    command).
+    """
     value = (os.environ if environ is None else environ).get(key, "")
     return value if value.strip() else default
 
@@ -174,7 +179,8 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
             lines.append(f"{key}={value}\n")
         else:
             warnings.warn(
-                f"environment variable {key}={str(value)!r} is left out: an empty one, or one with ; < > space or newline, "
+                f"environment variable {key}={str(value)!r} is left out: an empty one, or one with ; < > space or "
+                "newline, "
                 "cannot be written as KEY=value",
                 stacklevel=2,
             )

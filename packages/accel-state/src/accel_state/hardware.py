@@ -13,8 +13,8 @@ from . import devices
 from .errors import MissingDependencyError
 
 _LOWEST_KERNEL = Version("5.5.0")
-# Consumer cards (GeForce) of the RTX 40 series have neither peer-to-peer nor InfiniBand transfers; drivers before this one
-# claimed they had, and NCCL then hung or failed.
+# Consumer cards (GeForce) of the RTX 40 series have neither peer-to-peer nor InfiniBand transfers; drivers before this
+# one # claimed they had, and NCCL then hung or failed.
 _RTX_40_FIXED_DRIVER = Version("550.40.07")
 
 
@@ -30,7 +30,8 @@ def check_os_kernel() -> None:
         return  # a vendor's own numbering says nothing about its age
     if old:
         warnings.warn(
-            f"the Linux kernel {release} is older than {_LOWEST_KERNEL}, with which distributed processes have been seen to hang. "
+            f"the Linux kernel {release} is older than {_LOWEST_KERNEL}, with which distributed processes have been "
+            "seen to hang. "
             "Upgrade the kernel if that happens.",
             RuntimeWarning,
             stacklevel=2,
@@ -38,7 +39,9 @@ def check_os_kernel() -> None:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The torch device type that this machine computes on and the kind of a distributed run on it: ``("cuda", "MULTI_GPU")``."""
+    """The torch device type that this machine computes on and the kind of a distributed run on it: ``("cuda",
+    "MULTI_GPU")``.
+    """
     device = devices.detect()
     return device.name, str(device.distributed_type)
 
@@ -70,8 +73,8 @@ def get_driver_version() -> str:
 def check_cuda_p2p_ib_support() -> bool:
     """Whether NCCL may use peer-to-peer and InfiniBand transfers between this machine's GPUs.
 
-    False for several consumer GPUs of NVIDIA's RTX 40 series under a driver older than 550.40.07; then set NCCL_P2P_DISABLE=1 and
-    NCCL_IB_DISABLE=1. True where there is no nvidia-smi to ask.
+    False for several consumer GPUs of NVIDIA's RTX 40 series under a driver older than 550.40.07; then set
+    NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1. True where there is no nvidia-smi to ask.
     """
     if shutil.which("nvidia-smi") is None:
         return True

@@ -6,7 +6,8 @@ import re
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes in the largest unit that leaves at least one before the point: ``"1.21 GB"``; 1 KB is 1024 bytes.
+    """A number of bytes in the largest unit that leaves at least one before the point: ``"1.21 GB"``; 1 KB is 1024
+    bytes.
 
     Args:
         size: bytes; may be negative (a difference).

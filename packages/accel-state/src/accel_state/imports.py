@@ -1,7 +1,7 @@
 """Whether an optional package is installed. Torch-free; nothing is imported to find out, unless a docstring says so.
 
-A folder without ``__init__.py`` does not count: trackers write their runs into folders named ``wandb`` or ``mlflow``, and Python takes
-each of them for a package.
+A folder without ``__init__.py`` does not count: trackers write their runs into folders named ``wandb`` or ``mlflow``,
+and Python takes each of them for a package.
 """
 
 from __future__ import annotations

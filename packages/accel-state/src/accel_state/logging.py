@@ -33,7 +33,8 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             *args: values of the place holders.
             **kwargs: of :meth:`logging.Logger.log`, and
                 main_process_only (bool, True): only rank 0 writes.
-                in_order (bool, False): with main_process_only=False, the ranks write one after the other; all must call.
+                in_order (bool, False): with main_process_only=False, the ranks write one after the other; all must
+                    call.
 
         Raises:
             LoggingBeforeStateError: no PartialState or Accelerator exists yet.
@@ -83,8 +84,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Args:
         name: as in :func:`logging.getLogger`, usually ``__name__``.
-        log_level: DEBUG, INFO, WARNING, ERROR or CRITICAL; the variable ACCELERATE_LOG_LEVEL when None, and the level that
-            the logger has, or inherits, when that is not set either. The root logger is left alone.
+        log_level: DEBUG, INFO, WARNING, ERROR or CRITICAL; the variable ACCELERATE_LOG_LEVEL when None, and the level
+            that the logger has, or inherits, when that is not set either. The root logger is left alone.
 
     Raises:
         ConfigurationError: no such level.
@@ -106,7 +107,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 def _state() -> PartialState:
     if not PartialState._shared_state:
         raise LoggingBeforeStateError(
-            "this logger writes by rank, and no rank is known yet: make a PartialState() or an Accelerator() before you log, or use "
+            "this logger writes by rank, and no rank is known yet: make a PartialState() or an Accelerator() before "
+            "you log, or use "
             "logging.getLogger for messages from before that"
         )
     return PartialState()

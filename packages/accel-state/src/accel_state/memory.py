@@ -60,14 +60,15 @@ def find_executable_batch_size(
 ) -> Any:
     """Decorator: call a function with ever smaller batch sizes until it does not run out of memory.
 
-    The function takes the batch size as its first parameter; callers leave it out. What consumes device memory must be made
-    inside it, or it cannot be let go between attempts. A later call starts from the batch size that worked last. With several
-    processes, each decides for itself.
+    The function takes the batch size as its first parameter; callers leave it out. What consumes device memory must be
+    made inside it, or it cannot be let go between attempts. A later call starts from the batch size that worked last.
+    With several processes, each decides for itself.
 
     Args:
         function: what to decorate; None to give the other arguments first.
         starting_batch_size: the first attempt.
-        reduce_batch_size_fn: gives the next, smaller batch size; called with the last one if it has a parameter. None: half.
+        reduce_batch_size_fn: gives the next, smaller batch size; called with the last one if it has a parameter. None:
+            half.
 
     Returns:
         The decorated function; it returns what ``function`` returns, and lets every other exception through as it is.
@@ -108,7 +109,8 @@ def find_executable_batch_size(
             clear_device_cache(garbage_collection=True)
             batch_size = _next(reduce, batch_size)
         raise NoExecutableBatchSizeError(
-            f"No executable batch size found, reached zero: {function.__qualname__} ran out of memory at every batch size from "
+            f"No executable batch size found, reached zero: {function.__qualname__} ran out of memory at every batch "
+            "size from "
             f"{first_batch_size} down. Make the model or its inputs smaller. The last failure, {failure}"
         )
 
@@ -140,7 +142,8 @@ def _check_takes_batch_size(function: Callable[..., Any], signature: inspect.Sig
         signature.bind_partial(1)
     except TypeError:
         raise TypeError(
-            f"{function.__qualname__}{signature} has no parameter for the batch size: find_executable_batch_size passes it as the first "
+            f"{function.__qualname__}{signature} has no parameter for the batch size: find_executable_batch_size "
+            "passes it as the first "
             f"positional argument. Declare it as {function.__name__}(batch_size, ...)."
         ) from None
 

@@ -1,7 +1,7 @@
 """Binding a process to the cores that are near its device, so that host memory and the device stay on one NUMA node.
 
-Works from ``/sys`` and psutil, for any device: where the device has a place on the PCI bus, the kernel knows its NUMA node; where it
-has none, the NUMA nodes, and then their cores, are dealt out evenly to the processes of the machine.
+Works from ``/sys`` and psutil, for any device: where the device has a place on the PCI bus, the kernel knows its NUMA
+node; where it has none, the NUMA nodes, and then their cores, are dealt out evenly to the processes of the machine.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ def choose_cores(
 
 
 def _share(items: Sequence[T], index: int, count: int) -> list[T]:
-    """The index-th of ``count`` contiguous, nearly equal parts; with fewer items than parts, one item that others have too."""
+    """The index-th of ``count`` contiguous, nearly equal parts; with fewer items than parts, one item that others have
+    too.
+    """
     if len(items) < count:
         return [items[index % len(items)]]
     return list(items[index * len(items) // count : (index + 1) * len(items) // count])
@@ -146,7 +148,8 @@ def _cores_at_start() -> tuple[int, ...]:
     process = psutil.Process()
     if not hasattr(process, "cpu_affinity"):
         raise ConfigurationError(
-            "CPU affinity was asked for (--enable_cpu_affinity, ACCELERATE_CPU_AFFINITY), but this operating system cannot bind a process "
+            "CPU affinity was asked for (--enable_cpu_affinity, ACCELERATE_CPU_AFFINITY), but this operating system "
+            "cannot bind a process "
             "to cores. Leave it off here."
         )
     return tuple(process.cpu_affinity())

@@ -17,8 +17,8 @@ _LOWEST_PORT = 25000
 def get_free_port() -> int:
     """A TCP port that nothing on this machine listens on.
 
-    Taken from below the range that the kernel hands out for outgoing connections, where it has room: between this call and the
-    moment the caller listens, no connection of another process can take it.
+    Taken from below the range that the kernel hands out for outgoing connections, where it has room: between this call
+    and the moment the caller listens, no connection of another process can take it.
     """
     with _taken_port() as holder:
         return int(holder.getsockname()[1])
@@ -26,15 +26,17 @@ def get_free_port() -> int:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A free TCP port that :func:`get_free_port` gives to nobody else, in no process of this machine, until the context is left.
+    """A free TCP port that :func:`get_free_port` gives to nobody else, in no process of this machine, until the context
+    is left.
 
-    A server listens on it all the same, if it sets SO_REUSEADDR, as servers do (torch's stores among them). Only Linux shares a
-    port in this way: elsewhere it is merely free when the context is entered.
+    A server listens on it all the same, if it sets SO_REUSEADDR, as servers do (torch's stores among them). Only Linux
+    shares a port in this way: elsewhere it is merely free when the context is entered.
     """
     with _taken_port() as holder:
         port = int(holder.getsockname()[1])
         if sys.platform == "linux":
-            # Now and not before it was taken: whoever looks for a port is refused, and whoever was told of this one is not.
+            # Now and not before it was taken: whoever looks for a port is refused, and whoever was told of this one is
+            # not.
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         else:
             holder.close()
@@ -58,7 +60,8 @@ def _taken_port() -> socket.socket:
 def _bound(port: int) -> socket.socket | None:
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # Without SO_REUSEADDR: a port that somebody has reserved, or whose last connection is still closing, is not free.
+        # Without SO_REUSEADDR: a port that somebody has reserved, or whose last connection is still closing, is not
+        # free.
         holder.bind(("", port))
     except OSError:
         holder.close()

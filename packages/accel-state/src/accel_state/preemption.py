@@ -1,7 +1,8 @@
 """What a rank and its launcher tell each other about saving on a signal. Torch-free.
 
-A rank that saves its training on signals says so in a file beside the one that torch's elastic agent has it report errors to. The
-launcher then gives it the time it asks for, and takes its exit code for what it is: not a failure, but a run to be continued.
+A rank that saves its training on signals says so in a file beside the one that torch's elastic agent has it report
+errors to. The launcher then gives it the time it asks for, and takes its exit code for what it is: not a failure, but a
+run to be continued.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     """Give all processes the state that one generator has on rank 0. Every rank must call it.
 
     Args:
-        rng_type: which generator: "torch" (the CPU's), "cuda", "xla" and the other devices, "numpy", "python", or "generator",
-            the one given as ``generator``. None means "generator".
+        rng_type: which generator: "torch" (the CPU's), "cuda", "xla" and the other devices, "numpy", "python", or
+            "generator", the one given as ``generator``. None means "generator".
         generator: for "generator".
 
     Raises:
@@ -67,7 +67,8 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
-    """Call :func:`synchronize_rng_state` for each type, in the order given. Every rank must call it, with the same types.
+    """Call :func:`synchronize_rng_state` for each type, in the order given. Every rank must call it, with the same
+    types.
 
     Args:
         rng_types: see :func:`synchronize_rng_state`.

@@ -83,7 +83,8 @@ class Registry(Generic[T]):
         return value
 
     def _search_entry_points(self) -> None:
-        # Reading the metadata of every installed distribution costs milliseconds, so only when a built-in did not match.
+        # Reading the metadata of every installed distribution costs milliseconds, so only when a built-in did not
+        # match.
         if self._searched_entry_points or self.entry_point_group is None:
             return
         self._searched_entry_points = True

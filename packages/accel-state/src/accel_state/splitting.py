@@ -50,7 +50,8 @@ def _length(inputs: Any) -> int:
         return int(inputs.shape[0])
     if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
         raise TypeError(
-            f"split_between_processes cannot split a {type(inputs).__name__}. It takes lists, tuples, tensors, arrays, data sets "
+            f"split_between_processes cannot split a {type(inputs).__name__}. It takes lists, tuples, tensors, "
+            "arrays, data sets "
             "with a length, and dictionaries of those."
         )
     return len(inputs)

@@ -1,8 +1,10 @@
-"""Distributed tests without a launcher: ``run_world(fn, n)`` runs a function on n ranks of one gloo world and returns what they return.
+"""Distributed tests without a launcher: ``run_world(fn, n)`` runs a function on n ranks of one gloo world and returns
+what they return.
 
-Ranks are forked from a server process that has imported torch once, so a world of four is up in a fraction of a second. A rank that
-raises, dies or hangs makes :class:`WorldError`, which shows for every rank what happened to it, or where it stood. Nothing stays
-behind: each rank leads a process group of its own, which is killed when the call ends, however it ends.
+Ranks are forked from a server process that has imported torch once, so a world of four is up in a fraction of a second.
+A rank that raises, dies or hangs makes :class:`WorldError`, which shows for every rank what happened to it, or where it
+stood. Nothing stays behind: each rank leads a process group of its own, which is killed when the call ends, however it
+ends.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _PRELOAD = [
 ]
 _wanted: list[str] = []
 _server_has_started = False
-# After the first failure the others get this long to end by themselves: their own tracebacks say more than where they stood.
+# After the first failure the others get this long to end by themselves: their own tracebacks say more than where they
+# stood.
 _GRACE_SECONDS = 3.0
 # To leave the process group, when all have finished.
 _LEAVE_SECONDS = 30.0
@@ -42,7 +45,8 @@ _QUIET_SECONDS = 0.1
 
 
 def preload(*modules: str) -> None:
-    """Have the server that ranks are forked from import more modules, so that not every rank does: for a ``conftest.py``.
+    """Have the server that ranks are forked from import more modules, so that not every rank does: for a
+    ``conftest.py``.
 
     Args:
         *modules: names; those that are not installed are passed over.
@@ -53,7 +57,8 @@ def preload(*modules: str) -> None:
     late = [name for name in modules if name not in _wanted]
     if late and _server_has_started:
         raise ConfigurationError(
-            f"preload({late[0]!r}, ...) comes too late: ranks have been started already. Call it where pytest collects, in conftest.py."
+            f"preload({late[0]!r}, ...) comes too late: ranks have been started already. Call it where pytest "
+            "collects, in conftest.py."
         )
     _wanted.extend(late)
 
@@ -83,12 +88,14 @@ def run_world(
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``n`` ranks and return their results, by rank.
 
-    Every rank has one thread, the caller's environment and the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...), with ACCELERATE_USE_CPU=true. ``PartialState(cpu=True)`` is up when ``fn``
-    is called. When all ranks have finished, the process group is destroyed and the ranks exit.
+    Every rank has one thread, the caller's environment and the variables that torchrun sets (RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...), with ACCELERATE_USE_CPU=true.
+    ``PartialState(cpu=True)`` is up when ``fn`` is called. When all ranks have finished, the process group is destroyed
+    and the ranks exit.
 
     Args:
-        fn: a function at the top of its module. The module is loaded by its file, so a test module need not be importable by name.
+        fn: a function at the top of its module. The module is loaded by its file, so a test module need not be
+            importable by name.
         n: number of ranks.
         *args: handed to ``fn``; picklable.
         timeout: seconds until the ranks are killed and WorldError says where each one stood.
@@ -137,7 +144,8 @@ class _Rank:
         """Kill the rank and whatever it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        # The rank leads a group of its own only once it has got that far. What has ended may have left its number to a stranger.
+        # The rank leads a group of its own only once it has got that far. What has ended may have left its number to a
+        # stranger.
         if self.process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGKILL)
@@ -184,7 +192,8 @@ def _start_rank(context: Any, job: _test_worker.Job, environment: dict[str, str]
     results, results_in_rank = context.Pipe(duplex=False)
     go_in_rank, go = context.Pipe(duplex=False)
     dump, dump_in_rank = os.pipe()
-    # What a test prints belongs where the test's own output goes now; the server's descriptors may be those of an earlier test.
+    # What a test prints belongs where the test's own output goes now; the server's descriptors may be those of an
+    # earlier test.
     descriptors = [_test_worker.Descriptor(number) for number in (dump_in_rank, 1, 2)]
     process = context.Process(
         target=_test_worker.main, args=(job, environment, results_in_rank, go_in_rank, *descriptors), daemon=False
@@ -258,7 +267,9 @@ def _numbers(ranks: list[int]) -> str:
 
 
 def _note_positions(ranks: list[_Rank]) -> None:
-    """Have each rank write where its threads stand, by the signal that faulthandler answers to without the interpreter's help."""
+    """Have each rank write where its threads stand, by the signal that faulthandler answers to without the
+    interpreter's help.
+    """
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, _test_worker.DUMP_SIGNAL)

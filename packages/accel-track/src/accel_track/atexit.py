@@ -21,8 +21,9 @@ def remember(tracking: Any) -> None:
     _open[id(tracking)] = tracking
     if os.getpid() not in _registered_in:
         _registered_in.append(os.getpid())
-        # Before the interpreter joins its threads and calls what libraries have registered with atexit, which is when they close
-        # themselves. It is called in processes of multiprocessing too, where atexit is not. Without it, atexit comes nearest.
+        # Before the interpreter joins its threads and calls what libraries have registered with atexit, which is when
+        # they close # themselves. It is called in processes of multiprocessing too, where atexit is not. Without it,
+        # atexit comes nearest.
         getattr(threading, "_register_atexit", atexit.register)(_finish_all)
 
 

@@ -16,19 +16,20 @@ class TrackerError(AccelError, RuntimeError):
 class GeneralTracker:
     """Base class of trackers: of those in this package, and of your own.
 
-    A subclass has a ``name``, says whether it ``requires_logging_directory``, has a property ``tracker``, and overrides what it has a
-    use for of the methods below. One that can hold images, tables or files has ``log_images(values, step)``,
-    ``log_table(table_name, columns, data, dataframe, step)`` or ``log_artifact(local_path, artifact_path)`` as well.
+    A subclass has a ``name``, says whether it ``requires_logging_directory``, has a property ``tracker``, and overrides
+    what it has a use for of the methods below. One that can hold images, tables or files has ``log_images(values,
+    step)``, ``log_table(table_name, columns, data, dataframe, step)`` or ``log_artifact(local_path, artifact_path)`` as
+    well.
 
-    :class:`accel_track.Tracking` makes the object in the script's thread, and calls the methods in a thread of the tracker's own, in
-    the order of the script's calls and never two at a time.
+    :class:`accel_track.Tracking` makes the object in the script's thread, and calls the methods in a thread of the
+    tracker's own, in the order of the script's calls and never two at a time.
 
     Attributes:
         name: how ``log_with``, ``init_kwargs`` and ``get_tracker`` call it.
         requires_logging_directory: whether the constructor takes ``logging_dir``.
         main_process_only: False gives every rank a tracker of its own.
-        background: False has the methods called in the script's thread, for libraries that insist on one thread. A call then takes
-            as long as it takes.
+        background: False has the methods called in the script's thread, for libraries that insist on one thread. A call
+            then takes as long as it takes.
         failed: whether the script ended with an exception; set before ``finish``.
 
     Raises:
@@ -45,7 +46,8 @@ class GeneralTracker:
         missing = [] if _blank else [attribute for attribute in REQUIRED if not _has(self, attribute)]
         if missing:
             raise ConfigurationError(
-                f"the tracker class {type(self).__name__} lacks {', '.join(missing)}. Define name and requires_logging_directory in the "
+                f"the tracker class {type(self).__name__} lacks {', '.join(missing)}. Define name and "
+                "requires_logging_directory in the "
                 "class, and tracker as a property."
             )
 
@@ -91,7 +93,8 @@ class GeneralTracker:
         """Keep values of a step.
 
         Args:
-            values: names to numbers, texts, tensors (in host memory, as they were when the script logged them) or nested dictionaries.
+            values: names to numbers, texts, tensors (in host memory, as they were when the script logged them) or
+                nested dictionaries.
             step: the step they belong to.
             **kwargs: what the script gave as ``log_kwargs`` for this tracker.
         """

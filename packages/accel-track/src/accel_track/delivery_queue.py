@@ -27,10 +27,13 @@ class Delivery:
     """How values get from the loop to the trackers.
 
     Args:
-        strict: a tracker that fails raises TrackerError: when it starts, else at the next call. Otherwise it is set aside with a warning.
+        strict: a tracker that fails raises TrackerError: when it starts, else at the next call. Otherwise it is set
+            aside with a warning.
         queue_size: calls of ``log`` that may wait for one tracker. With more, the loop waits for the slowest tracker.
-        start_timeout: seconds that ``init_trackers`` waits for a tracker to start. A slower one goes on starting while the loop runs.
-        stall_timeout: seconds without any progress after which a full queue, or one that should be emptied, is given up.
+        start_timeout: seconds that ``init_trackers`` waits for a tracker to start. A slower one goes on starting while
+            the loop runs.
+        stall_timeout: seconds without any progress after which a full queue, or one that should be emptied, is given
+            up.
         finish_timeout: seconds that the end of the run waits for a tracker to finish, once its queue is empty.
 
     Raises:
@@ -52,8 +55,8 @@ class Delivery:
 class Channel:
     """Calls the methods of one tracker, one after the other in the order they were given, in a thread of its own.
 
-    The first call that raises, or that hangs when somebody has to wait for it, sets the tracker aside: a warning says so once, and
-    nothing reaches it any more. In strict mode the error is raised by the next call of the script instead.
+    The first call that raises, or that hangs when somebody has to wait for it, sets the tracker aside: a warning says
+    so once, and nothing reaches it any more. In strict mode the error is raised by the next call of the script instead.
 
     Args:
         tracker: what to call.
@@ -149,7 +152,8 @@ class Channel:
         self._hurry.set()
 
     def join(self) -> None:
-        """Wait for the end that :meth:`close` asked for: as long as there is progress, and ``finish_timeout`` for the last call.
+        """Wait for the end that :meth:`close` asked for: as long as there is progress, and ``finish_timeout`` for the
+        last call.
 
         Raises:
             TrackerError: in strict mode, if the tracker has failed.
@@ -173,13 +177,18 @@ class Channel:
 
     def _wait_for_room(self) -> None:
         if not self._wait_until(lambda: len(self._calls) < self._delivery.queue_size, None):
-            waited = f"{self._delivery.queue_size} calls wait, and there was no progress for {self._delivery.stall_timeout:g} s"
+            waited = (
+                f"{self._delivery.queue_size} calls wait, and there was no progress for "
+                f"{self._delivery.stall_timeout:g} s"
+            )
             self._give_up(waited)
 
     def _wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait, with the lock held, for a condition; False once the time is over, or nothing has moved for ``stall_timeout``.
+        """Wait, with the lock held, for a condition; False once the time is over, or nothing has moved for
+        ``stall_timeout``.
 
-        The time is that of short naps: while the whole process is stopped (Ctrl-Z, a suspended job), the tracker cannot move either.
+        The time is that of short naps: while the whole process is stopped (Ctrl-Z, a suspended job), the tracker cannot
+        move either.
         """
         waited, done = 0.0, self._done
         self._waiting += 1
@@ -217,8 +226,8 @@ class Channel:
     def _wait_for_calls(self) -> bool:
         """Return once there is something to do; False at the end.
 
-        While calls keep coming, nobody has to wake this thread, which would cost the loop more than the rest of its call. One busy moment
-        now and then also disturbs the loop less than many: both need the interpreter.
+        While calls keep coming, nobody has to wake this thread, which would cost the loop more than the rest of its
+        call. One busy moment now and then also disturbs the loop less than many: both need the interpreter.
         """
         for _ in range(_ROUNDS):
             self._hurry.wait(_GATHERING_SECONDS)

@@ -21,8 +21,9 @@ def as_images(value: Any) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
     """One image or several as arrays of bytes, shape (height, width, channels).
 
     Args:
-        value: an image of PIL; an array or a tensor with 2, 3 or 4 dimensions, of bytes or of numbers from 0 to 1; or a list of those.
-            Tensors have their channels first, arrays last, unless only the other reading gives 1, 3 or 4 channels.
+        value: an image of PIL; an array or a tensor with 2, 3 or 4 dimensions, of bytes or of numbers from 0 to 1; or a
+            list of those. Tensors have their channels first, arrays last, unless only the other reading gives 1, 3 or 4
+            channels.
 
     Raises:
         ConfigurationError: something else.
@@ -52,7 +53,8 @@ def _split(array: np.ndarray[Any, Any], channels_first: bool) -> list[np.ndarray
         array, channels_first = array[..., None], False
     if array.ndim not in (3, 4) or array.dtype.kind not in "buif":
         raise ConfigurationError(
-            f"an image cannot have shape {array.shape} and type {array.dtype}. Give (channels, height, width) for a tensor, "
+            f"an image cannot have shape {array.shape} and type {array.dtype}. Give (channels, height, width) for a "
+            "tensor, "
             "(height, width, channels) for an array, with one more dimension in front for several images."
         )
     first, last = array.shape[-3] in _CHANNELS, array.shape[-1] in _CHANNELS

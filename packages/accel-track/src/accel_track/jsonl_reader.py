@@ -42,7 +42,9 @@ class Run:
         return f"{self.facts.get('project', self.folder.parent.name)}/{self.facts.get('run_id', self.folder.name)}"
 
     def series(self) -> dict[str, list[tuple[float, float]]]:
-        """Points (step, value) of every metric that has numbers, by its name; rows without a step count on from the one before."""
+        """Points (step, value) of every metric that has numbers, by its name; rows without a step count on from the one
+        before.
+        """
         found: dict[str, dict[float, float]] = {}
         step = -1.0
         for row in self.rows:

@@ -21,7 +21,8 @@ _registered: dict[str, type[GeneralTracker]] = {}
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Make a tracker class of your own known by its ``name``, for ``log_with``; also "all" then takes it.
 
-    A package registers its classes for everybody who installs it through the entry point group ``accel.training.experiment_tracking`` instead.
+    A package registers its classes for everybody who installs it through the entry point group
+    ``accel.training.experiment_tracking`` instead.
 
     Args:
         tracker_class: a subclass of GeneralTracker.
@@ -54,14 +55,16 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     An object stands for its name: it wins over the class of that name.
 
     Args:
-        log_with: a name, a LoggerType, a tracker class or object, "all" for every tracker that is installed, or a list of those.
+        log_with: a name, a LoggerType, a tracker class or object, "all" for every tracker that is installed, or a list
+            of those.
         logging_dir: the folder for logs.
 
     Returns:
         Classes, in the order they were asked for, and objects.
 
     Raises:
-        ConfigurationError: a name that is not known, an object that is no tracker, or a tracker that needs ``logging_dir``.
+        ConfigurationError: a name that is not known, an object that is no tracker, or a tracker that needs
+            ``logging_dir``.
         MissingDependencyError: the library of a tracker that was named is not installed.
     """
     asked = list(log_with) if isinstance(log_with, (list, tuple, set)) else [] if log_with is None else [log_with]
@@ -99,7 +102,8 @@ def _load(name: str) -> Any:
     tracker = _class_of(name)
     if not getattr(tracker, "is_available", lambda: True)():
         raise MissingDependencyError(
-            f"the tracker {name!r} needs a library that is not installed. Install it with: pip install 'accel-track[{name}]'. Installed "
+            f"the tracker {name!r} needs a library that is not installed. Install it with: pip install "
+            f"'accel-track[{name}]'. Installed "
             f"trackers: {', '.join(get_available_trackers())}."
         )
     return tracker
@@ -112,11 +116,13 @@ def _check(tracker: Any, logging_dir: Any, needs_folder: bool = True) -> None:
     missing = [name for name in missing if isinstance(tracker, type) or name not in getattr(tracker, "__dict__", {})]
     if missing:
         raise ConfigurationError(
-            f"log_with={tracker!r} is no tracker: it lacks {', '.join(missing)}. Pass an object with these, or the name of one that is "
+            f"log_with={tracker!r} is no tracker: it lacks {', '.join(missing)}. Pass an object with these, or the "
+            "name of one that is "
             f"installed ({', '.join(get_available_trackers())})."
         )
     if needs_folder and isinstance(tracker, type) and tracker.requires_logging_directory and logging_dir is None:  # type: ignore[attr-defined]
         raise ConfigurationError(
             f"the tracker {tracker.name!r} needs a folder for its logs. "  # type: ignore[attr-defined]
-            "Pass project_dir=... or ProjectConfiguration(logging_dir=...) to the Accelerator, or logging_dir=... to Tracking."
+            "Pass project_dir=... or ProjectConfiguration(logging_dir=...) to the Accelerator, or logging_dir=... to "
+            "Tracking."
         )

@@ -29,7 +29,8 @@ def is_main_process() -> bool:
 
 
 def on_main_process(function: F) -> F:
-    """Decorate a method of a tracker so that it runs on rank 0 only, unless its class says ``main_process_only = False``.
+    """Decorate a method of a tracker so that it runs on rank 0 only, unless its class says ``main_process_only =
+    False``.
 
     Elsewhere the method returns None.
     """

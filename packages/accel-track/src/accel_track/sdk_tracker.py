@@ -79,7 +79,9 @@ class LibraryTracker(GeneralTracker):
         return numbers
 
     def _plain_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values as the library may have them: single numbers as such, small tensors as lists; objects of the library as they are."""
+        """Values as the library may have them: single numbers as such, small tensors as lists; objects of the library
+        as they are.
+        """
         return {name: self._plain_value(value) for name, value in values.items()}
 
     def _plain_value(self, value: Any) -> Any:
@@ -91,7 +93,9 @@ class LibraryTracker(GeneralTracker):
         return to_plain(value) if type(value).__module__ in ("torch", "numpy") else value
 
     def _require_server(self, url: str | None) -> None:
-        """Raise ServerUnreachableError where a server does not answer within seconds: the library itself may try for minutes."""
+        """Raise ServerUnreachableError where a server does not answer within seconds: the library itself may try for
+        minutes.
+        """
         if url and not answers(url, ANSWER_SECONDS):
             raise ServerUnreachableError(
                 f"the server {url} does not answer within {ANSWER_SECONDS:g} s. {self.offline}".strip()

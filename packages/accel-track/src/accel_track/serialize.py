@@ -20,7 +20,8 @@ LARGEST_LIST = 256
 LONGEST_TEXT = 10_000
 """Characters that are kept of the description of an object."""
 _LONGEST_INTEGER = 2**13
-"""Bits of an integer that is stored as such: Python refuses to write more than 4300 digits, and back ends read fewer."""
+"""Bits of an integer that is stored as such: Python refuses to write more than 4300 digits, and back ends read fewer.
+"""
 DEEPEST = 40
 """Levels of nesting; what lies deeper is stored as text."""
 
@@ -37,10 +38,10 @@ _CALLABLE = (
 def to_plain(value: Any) -> Any:
     """A value as dictionaries with texts as keys, lists, texts, numbers, booleans and None.
 
-    Enumerations of texts or numbers become these, others ``Class.MEMBER``; functions, classes and modules their full names; paths, dates
-    and torch's dtypes and devices texts; data classes, named tuples and namespaces dictionaries; sets sorted lists; tensors and arrays
-    numbers or nested lists while they are small. What contains itself is cut there with ``"<cycle>"``. Anything else becomes its
-    ``repr``. Never raises.
+    Enumerations of texts or numbers become these, others ``Class.MEMBER``; functions, classes and modules their full
+    names; paths, dates and torch's dtypes and devices texts; data classes, named tuples and namespaces dictionaries;
+    sets sorted lists; tensors and arrays numbers or nested lists while they are small. What contains itself is cut
+    there with ``"<cycle>"``. Anything else becomes its ``repr``. Never raises.
 
     Args:
         value: anything.
@@ -50,7 +51,10 @@ def to_plain(value: Any) -> Any:
 
 def _plain(value: Any, above: tuple[int, ...]) -> Any:
     if type(value) is int and value.bit_length() > _LONGEST_INTEGER:
-        return f"{hex(value)[:LONGEST_TEXT]}{'...' if value.bit_length() > 4 * LONGEST_TEXT else ''} ({value.bit_length()} bits)"
+        return (
+            f"{hex(value)[:LONGEST_TEXT]}{'...' if value.bit_length() > 4 * LONGEST_TEXT else ''} "
+            f"({value.bit_length()} bits)"
+        )
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Enum):
@@ -235,7 +239,9 @@ def as_number(value: Any) -> int | float | None:
 
 
 def to_json(value: Any) -> Any:
-    """Plain data as JSON can hold it in every reader: numbers that are not finite become "NaN", "Infinity" and "-Infinity"."""
+    """Plain data as JSON can hold it in every reader: numbers that are not finite become "NaN", "Infinity" and
+    "-Infinity".
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):

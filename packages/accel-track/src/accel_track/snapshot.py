@@ -1,8 +1,9 @@
 """Logged values as they are at the time of the call, at a cost that a training loop does not notice.
 
-Numbers and texts cannot change. A tensor can, right after the call: an optimizer or the next batch writes into it. So its value is kept:
-a single number in host memory is read, which takes less than a microsecond; all others of one device, type and shape are copied by one
-operation, where they are. A device only queues that operation. Whoever delivers the values waits for it later, in a thread of its own.
+Numbers and texts cannot change. A tensor can, right after the call: an optimizer or the next batch writes into it. So
+its value is kept: a single number in host memory is read, which takes less than a microsecond; all others of one
+device, type and shape are copied by one operation, where they are. A device only queues that operation. Whoever
+delivers the values waits for it later, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class _Scalar:
     __slots__ = ("dtype", "shape", "value")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Unlike item(), this keeps the interpreter's lock, which a delivering thread might hold for milliseconds before it is given back.
+        # Unlike item(), this keeps the interpreter's lock, which a delivering thread might hold for milliseconds before
+        # it is given back.
         value = tensor.tolist()
         while type(value) is list:
             value = value[0]
@@ -149,7 +151,9 @@ class Snapshot:
         return group.add(tensor.detach())
 
     def values(self) -> dict[str, Any]:
-        """The values, with every tensor in host memory; a dictionary of the caller's own. Any thread may ask, also several at once."""
+        """The values, with every tensor in host memory; a dictionary of the caller's own. Any thread may ask, also
+        several at once.
+        """
         if not self._fetched:
             with self._lock:
                 if not self._fetched:
@@ -166,7 +170,8 @@ def _whole(tensor: Any) -> torch.Tensor:
         local: torch.Tensor = tensor.to_local()
         return local
     raise ConfigurationError(
-        f"a tensor of shape {tuple(tensor.shape)} is spread over processes ({tensor.placements}), and log() is no collective operation. "
+        f"a tensor of shape {tuple(tensor.shape)} is spread over processes ({tensor.placements}), and log() is no "
+        "collective operation. "
         "Log tensor.full_tensor(), computed on every rank."
     )
 

@@ -29,8 +29,9 @@ Settings = Mapping[str, Mapping[str, Any]] | None
 class Tracking:
     """Logs a run to trackers, from the main process, without the training loop waiting for them.
 
-    Each tracker has a queue and a thread of its own. :meth:`log` takes the values as they are at that moment and returns; the threads
-    deliver them in order. :meth:`finish` empties the queues, and so does the end of the script, also by an exception.
+    Each tracker has a queue and a thread of its own. :meth:`log` takes the values as they are at that moment and
+    returns; the threads deliver them in order. :meth:`finish` empties the queues, and so does the end of the script,
+    also by an exception.
 
         with Tracking(["tensorboard", "jsonl"], logging_dir="runs") as tracking:
             tracking.init_trackers("digits", config={"lr": 0.1})
@@ -79,7 +80,8 @@ class Tracking:
 
         Args:
             project_name: name of the project or experiment.
-            config: hyperparameters to keep with the run: a dictionary, a namespace of argparse, or a data class; values of any kind.
+            config: hyperparameters to keep with the run: a dictionary, a namespace of argparse, or a data class; values
+                of any kind.
             init_kwargs: further arguments for a tracker's constructor, by the tracker's name.
 
         Raises:
@@ -101,7 +103,8 @@ class Tracking:
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Settings = None) -> None:
         """Log values to every tracker, as they are now.
 
-        Returns at once, unless the queue of a tracker is full: then when there is room, or the tracker has been set aside.
+        Returns at once, unless the queue of a tracker is full: then when there is room, or the tracker has been set
+        aside.
 
         Args:
             values: names to numbers, tensors (on any device), texts, or what else the trackers take.
@@ -131,8 +134,8 @@ class Tracking:
         """Log images to every tracker that keeps images.
 
         Args:
-            values: names to images or lists of them: tensors (channels first), arrays (channels last), or images of PIL. Bytes, or
-                numbers from 0 to 1.
+            values: names to images or lists of them: tensors (channels first), arrays (channels last), or images of
+                PIL. Bytes, or numbers from 0 to 1.
             step: the step they belong to.
             log_kwargs: further arguments for a tracker's ``log_images``, by the tracker's name.
         """
@@ -171,7 +174,8 @@ class Tracking:
     def log_artifact(
         self, local_path: str | os.PathLike[str], artifact_path: str | None = None, log_kwargs: Settings = None
     ) -> None:
-        """Keep a file with the run, in every tracker that keeps files. Returns when they have it, so that it may be deleted.
+        """Keep a file with the run, in every tracker that keeps files. Returns when they have it, so that it may be
+        deleted.
 
         Args:
             local_path: the file.
@@ -204,7 +208,8 @@ class Tracking:
                 channel.wait()
 
     def finish(self, failed: bool = False) -> None:
-        """Empty the queues and end the run in every tracker. Waits as long as there is progress; says what is lost, if anything.
+        """Empty the queues and end the run in every tracker. Waits as long as there is progress; says what is lost, if
+        anything.
 
         Args:
             failed: mark the run as failed, in trackers that have a mark for it.
@@ -244,7 +249,8 @@ class Tracking:
             unwrap: return the object of the tracker's own library.
 
         Returns:
-            The tracker; where it does not run (on ranks that do not log, and after it was set aside) an object whose methods do nothing.
+            The tracker; where it does not run (on ranks that do not log, and after it was set aside) an object whose
+            methods do nothing.
 
         Raises:
             ConfigurationError: no tracker of that name was started.
@@ -262,7 +268,8 @@ class Tracking:
             return Silence(str(name))
         started = ", ".join(channel.name for channel in self._channels) or "none"
         raise ConfigurationError(
-            f"no tracker {str(name)!r} was started; started: {started}. Name it in log_with and call init_trackers first."
+            f"no tracker {str(name)!r} was started; started: {started}. Name it in log_with and call init_trackers "
+            "first."
         )
 
     # -- going on with a run -----------------------------------------------------------------------------------------
@@ -280,8 +287,9 @@ class Tracking:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the runs of a :meth:`state_dict`.
 
-        Before :meth:`init_trackers`, that starts them where they stopped. After it, the runs that it began are ended (and deleted, where
-        the back end can, if nothing was logged to them), and the earlier ones are continued instead.
+        Before :meth:`init_trackers`, that starts them where they stopped. After it, the runs that it began are ended
+        (and deleted, where the back end can, if nothing was logged to them), and the earlier ones are continued
+        instead.
 
         Args:
             state: of :meth:`state_dict`.
@@ -338,7 +346,8 @@ class Tracking:
             left -= channel.waited
             if not started:
                 logger.warning(
-                    "The tracker %r has not started after %g s. The run goes on; what is logged waits for it (up to %d calls).",
+                    "The tracker %r has not started after %g s. The run goes on; what is logged waits for it (up to "
+                    "%d calls).",
                     channel.name,
                     self._delivery.start_timeout,
                     self._delivery.queue_size,

@@ -60,20 +60,24 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         fsdp_plugin: settings of fully sharded data parallelism.
         torch_tp_plugin: settings of tensor parallelism.
         megatron_lm_plugin: settings of Megatron-LM.
-        rng_types: generators that loaders synchronise over ranks at each epoch; by default the sampler's own ("generator").
-        log_with: experiment trackers: a name (LoggerType), a class or an object, "all" that are installed, or a list of those.
+        rng_types: generators that loaders synchronise over ranks at each epoch; by default the sampler's own
+            ("generator").
+        log_with: experiment trackers: a name (LoggerType), a class or an object, "all" that are installed, or a list of
+            those.
         project_dir: the folder of everything that is saved.
         project_config: folders and checkpoint naming.
         gradient_accumulation_plugin: all settings of gradient accumulation.
-        step_scheduler_with_optimizer: advance prepared schedulers when their optimizer steps, by as many steps as there are processes
-            (one, with ``split_batches``). Turn it off if the loop steps the scheduler at other times, for example once an epoch.
-        kwargs_handlers: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs,
-            TrackingKwargs.
+        step_scheduler_with_optimizer: advance prepared schedulers when their optimizer steps, by as many steps as there
+            are processes (one, with ``split_batches``). Turn it off if the loop steps the scheduler at other times, for
+            example once an epoch.
+        kwargs_handlers: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs,
+            ProfileKwargs, TrackingKwargs.
         dynamo_backend: back end of torch.compile.
         dynamo_plugin: all settings of torch.compile.
         deepspeed_plugins: several settings of DeepSpeed, by name.
         parallelism_config: sizes of the mesh axes.
-        save_on_signal: save and end when told to: True for SIGTERM and SIGUSR1, other signals, or SaveOnSignal. See :meth:`resume`.
+        save_on_signal: save and end when told to: True for SIGTERM and SIGUSR1, other signals, or SaveOnSignal. See
+            :meth:`resume`.
 
     Raises:
         ConfigurationError: an argument that is not known, contradicts another, or cannot run on this machine.
@@ -158,7 +162,8 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
             The prepared object, or a tuple of them in the order given.
 
         Raises:
-            ConfigurationError: ``device_placement`` is not of the length of ``args``, or a model cannot be trained here.
+            ConfigurationError: ``device_placement`` is not of the length of ``args``, or a model cannot be trained
+                here.
         """
         places: list[bool | None] = [None] * len(args) if device_placement is None else list(device_placement)
         if len(places) != len(args):
@@ -201,16 +206,20 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         Args:
             data_loader: the loader.
             device_placement: move batches to the device; by default as the Accelerator says.
-            slice_fn_for_dispatch: cuts a batch that one process reads for all; `accel_state.operations.slice_tensors` by default.
+            slice_fn_for_dispatch: cuts a batch that one process reads for all; `accel_state.operations.slice_tensors`
+                by default.
         """
         return self.prepared.data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader like the given one whose first epoch starts ``num_batches`` later; map-style data is not read to get there."""
+        """A loader like the given one whose first epoch starts ``num_batches`` later; map-style data is not read to get
+        there.
+        """
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """The loader that DeepSpeed's sequence parallelism (Ulysses) reads from; the given one where sequences are not shared.
+        """The loader that DeepSpeed's sequence parallelism (Ulysses) reads from; the given one where sequences are not
+        shared.
 
         Args:
             dl: a prepared loader.
@@ -250,11 +259,13 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
 
         Args:
             loss: the loss of this micro batch on this rank.
-            num_items: how many items (tokens, pixels, ...) the loss is made of. With it, gradients are those of the mean over all items
-                of the accumulation window on all ranks, however unevenly they are spread; without it every micro batch counts the same.
-            reduction: whether ``loss`` is the "mean" or the "sum" of the ``num_items`` items; use "sum" where a micro batch may
-                have none.
-            **kwargs: for ``torch.Tensor.backward``; or ``learning_rate``, for optimizers that update in the backward pass.
+            num_items: how many items (tokens, pixels, ...) the loss is made of. With it, gradients are those of the
+                mean over all items of the accumulation window on all ranks, however unevenly they are spread; without
+                it every micro batch counts the same.
+            reduction: whether ``loss`` is the "mean" or the "sum" of the ``num_items`` items; use "sum" where a micro
+                batch may have none.
+            **kwargs: for ``torch.Tensor.backward``; or ``learning_rate``, for optimizers that update in the backward
+                pass.
 
         Raises:
             ConfigurationError: only some losses of a window have ``num_items``.
@@ -288,7 +299,8 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """A block in which sequences are shared by the processes of the context-parallel axis; whole sequences without one.
+        """A block in which sequences are shared by the processes of the context-parallel axis; whole sequences without
+        one.
 
         Args:
             buffers: the tensors to split along their sequence dimension.
@@ -298,7 +310,9 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         return self.strategy.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block in which backward passes do not synchronise the model's gradients; nothing to skip in a single process."""
+        """A block in which backward passes do not synchronise the model's gradients; nothing to skip in a single
+        process.
+        """
         return no_sync_context(self.strategy, model)
 
     @staticmethod

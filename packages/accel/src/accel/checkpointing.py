@@ -31,7 +31,8 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write the state of a training run into a folder. Every rank must call it; each writes its own random number generators.
+    """Write the state of a training run into a folder. Every rank must call it; each writes its own random number
+    generators.
 
     Args:
         output_dir: the folder; files of an earlier state in it are replaced one by one.
@@ -100,8 +101,8 @@ def load_accelerator_state(
         ``{"step": micro batches in the accumulation window that was open}``.
 
     Raises:
-        CheckpointError: files are missing or damaged, there is another number of some kind of object, or the state of the random
-            number generators is missing or unusable.
+        CheckpointError: files are missing or damaged, there is another number of some kind of object, or the state of
+            the random number generators is missing or unusable.
     """
     reader = StateReader(Path(input_dir), process_index, map_location, load_kwargs)
     reader.verify()

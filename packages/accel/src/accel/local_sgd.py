@@ -40,7 +40,8 @@ class LocalSGD:
         strategy = accelerator.strategy
         if self.enabled and (not isinstance(strategy, SkipsGradientSync) or strategy.divides_models):
             raise ConfigurationError(
-                f"LocalSGD needs whole models with their own optimizer on each rank; {type(strategy).__name__} does not keep them so. "
+                f"LocalSGD needs whole models with their own optimizer on each rank; {type(strategy).__name__} does "
+                "not keep them so. "
                 "Pass enabled=False, or train with data parallelism."
             )
         self.accelerator = accelerator

@@ -29,7 +29,8 @@ class AcceleratedOptimizer(Optimizer):
     def __init__(
         self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
     ) -> None:
-        # Optimizer.__init__ is not called: this is an Optimizer for isinstance, and everything it holds is the wrapped one's.
+        # Optimizer.__init__ is not called: this is an Optimizer for isinstance, and everything it holds is the wrapped
+        # one's.
         self.optimizer = optimizer
         self.scaler = scaler
         self.gradient_state = GradientState()
@@ -132,7 +133,8 @@ class AcceleratedOptimizer(Optimizer):
         scaler = self.scaler
         assert scaler is not None
         self._step_called = False
-        # The scaler calls optimizer.step only if no gradient overflowed; that is how to know without waiting for the device.
+        # The scaler calls optimizer.step only if no gradient overflowed; that is how to know without waiting for the
+        # device.
         own = vars(self.optimizer).get("step")
         self.optimizer.step = patch_optimizer_step(self, self.optimizer.step)  # type: ignore[method-assign]
         try:

@@ -14,11 +14,11 @@ from .optimizer import AcceleratedOptimizer
 class AcceleratedScheduler:
     """A prepared scheduler.
 
-    With ``step_with_optimizer`` (the Accelerator's ``step_scheduler_with_optimizer``) the loop may call ``step`` for every micro
-    batch; the schedule advances only when the optimizers stepped. A schedule is usually written in batches of one process, and
-    n processes consume n of them at a time, so then it advances n steps at once, unless ``split_batches`` says that the
-    loader's batch size is already that of all processes. A scheduler that takes a metric (ReduceLROnPlateau) counts
-    evaluations, so it advances once a call.
+    With ``step_with_optimizer`` (the Accelerator's ``step_scheduler_with_optimizer``) the loop may call ``step`` for
+    every micro batch; the schedule advances only when the optimizers stepped. A schedule is usually written in batches
+    of one process, and n processes consume n of them at a time, so then it advances n steps at once, unless
+    ``split_batches`` says that the loader's batch size is already that of all processes. A scheduler that takes a
+    metric (ReduceLROnPlateau) counts evaluations, so it advances once a call.
 
     Args:
         scheduler: the scheduler to wrap; it is at ``.scheduler``.

@@ -1,4 +1,6 @@
-"""A small training, with DeepSpeed on some ranks and with plain PyTorch in one process, for the tests of both to compare."""
+"""A small training, with DeepSpeed on some ranks and with plain PyTorch in one process, for the tests of both to
+compare.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Kills training runs in the middle of a save, and sees what the next run finds.
 
-Every run is forked from a process that has torch loaded, so that it costs some hundredths of a second. A run loads the newest
-checkpoint, compares it with what the run that saved it had noted down, trains a step, notes down what it is about to save, and saves.
-It is killed by SIGKILL: by itself before its k-th operation on the file system, or by the harness after some time.
+Every run is forked from a process that has torch loaded, so that it costs some hundredths of a second. A run loads the
+newest checkpoint, compares it with what the run that saved it had noted down, trains a step, notes down what it is
+about to save, and saves. It is killed by SIGKILL: by itself before its k-th operation on the file system, or by the
+harness after some time.
 """
 
 from __future__ import annotations
@@ -355,7 +356,8 @@ def warm_up(folder: str) -> None:
 
 
 def kill_at_every_operation(plan: Plan, torn: bool, victim: int = 0, stride: int = 1) -> tuple[int, list[str]]:
-    """Kill a run before (or in the middle of) each operation of a save, one run an operation, until a save gets through.
+    """Kill a run before (or in the middle of) each operation of a save, one run an operation, until a save gets
+    through.
 
     Returns:
         The number of kills, and what is left lying about in the end.
@@ -372,7 +374,8 @@ def kill_at_random_times(plan: Plan, count: int, seed: int) -> tuple[int, int, l
     """Kill runs at random times from the beginning of a save to a little after its end.
 
     Returns:
-        The number of kills that came before the save had ended, and after that; and what is left lying about in the end.
+        The number of kills that came before the save had ended, and after that; and what is left lying about in the
+        end.
     """
     harness, dice = Harness(plan), random.Random(seed)
     taken = [harness.run().seconds for _ in range(5)]

@@ -1,4 +1,6 @@
-"""Small language models, their data, and their training in one process of plain PyTorch, which runs on any mesh must equal."""
+"""Small language models, their data, and their training in one process of plain PyTorch, which runs on any mesh must
+equal.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def build(kind: str, **settings: Any) -> nn.Module:
 
 
 def dataset(steps: int, batch: int = BATCH) -> list[dict[str, torch.Tensor]]:
-    """Samples in order: tokens, and labels that leave out what a real collator would, unevenly over samples and positions."""
+    """Samples in order: tokens, and labels that leave out what a real collator would, unevenly over samples and
+    positions.
+    """
     generator = torch.Generator().manual_seed(3)
     # Counting up from a random start, so that there is something to learn.
     starts = torch.randint(0, VOCABULARY, (steps * batch, 1), generator=generator)
@@ -125,7 +129,8 @@ def dataset(steps: int, batch: int = BATCH) -> list[dict[str, torch.Tensor]]:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # Gradients that are zero but for rounding (of the biases of attention's keys) must stay small beside eps, or Adam makes steps of them.
+    # Gradients that are zero but for rounding (of the biases of attention's keys) must stay small beside eps, or Adam
+    # makes steps of them.
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
 
 

@@ -17,7 +17,8 @@ from accel.parallel.config import ParallelismConfig, TorchTensorParallelConfig
 VOCABULARY, BATCH, LENGTH = 13, 8, 6
 # fp32 on several ranks adds the same numbers in another order.
 TOLERANCE = 1e-4
-# Weights that start 1e-7 apart already move the norms of one process (of the model with tied embeddings) by 4e-5 in 20 steps.
+# Weights that start 1e-7 apart already move the norms of one process (of the model with tied embeddings) by 4e-5 in 20
+# steps.
 NORM_TOLERANCE = 1e-3
 BLOCKS = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
 
@@ -197,7 +198,8 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, reduction: str = "mean") -> 
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # Gradients that are zero but for rounding (of the biases of attention's keys) must stay small beside eps, or Adam makes steps of them.
+    # Gradients that are zero but for rounding (of the biases of attention's keys) must stay small beside eps, or Adam
+    # makes steps of them.
     biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
     others = [parameter for name, parameter in model.named_parameters() if not name.endswith("bias")]
     # With eps=1e-6 weights that start 6e-8 apart end up to 7e-5 apart, and norms 7e-4; with 1e-4, 3e-6 and 4e-5.

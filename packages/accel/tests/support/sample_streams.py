@@ -1,8 +1,10 @@
-"""What a resumed run is handed: exactly the rest of what the uninterrupted run was, whatever the loader and wherever it stopped.
+"""What a resumed run is handed: exactly the rest of what the uninterrupted run was, whatever the loader and wherever it
+stopped.
 
-A case is a loader and a place to stop. The uninterrupted run saves there and goes on; the resumed one is a fresh Accelerator, with other
-random numbers before the load, that reads the state from the disk. Compared are the batches on every rank, every random number that the
-data set drew in them (in worker processes too), and those that the loop drew between them, as dropout does.
+A case is a loader and a place to stop. The uninterrupted run saves there and goes on; the resumed one is a fresh
+Accelerator, with other random numbers before the load, that reads the state from the disk. Compared are the batches on
+every rank, every random number that the data set drew in them (in worker processes too), and those that the loop drew
+between them, as dropout does.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ class Place:
 
 
 def places_of(model: nn.Module) -> tuple[list[Place], list[str]]:
-    """The tensors that a checkpoint of the model holds; and the names of the buffers on the meta device that none holds."""
+    """The tensors that a checkpoint of the model holds; and the names of the buffers on the meta device that none
+    holds.
+    """
     places: dict[int, Place] = {}
     lost: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -62,7 +64,8 @@ def places_of(model: nn.Module) -> tuple[list[Place], list[str]]:
 
 
 def apart(places: Iterable[Place], location: Callable[[str], Location | None]) -> tuple[list[Place], list[list[str]]]:
-    """The places again, where a shared tensor that goes to several locations has a place for each; and the names of those tensors.
+    """The places again, where a shared tensor that goes to several locations has a place for each; and the names of
+    those tensors.
 
     Args:
         places: the tensors of a model.
@@ -152,8 +155,10 @@ def check_match(model: nn.Module, checkpoint: str, found: Match, strict: bool) -
     buffers_only = found.lost and not found.misshapen and not (strict and (found.missing or found.unexpected))
     if buffers_only and not set(found.lost) & set(found.missing):
         raise ConfigurationError(
-            f"buffers of {type(model).__name__} are on the meta device, and no checkpoint holds them: {_some(found.lost)}. "
-            "Build the model with init_empty_weights(include_buffers=False), which keeps the values of buffers, or set them first."
+            f"buffers of {type(model).__name__} are on the meta device, and no checkpoint holds them: "
+            f"{_some(found.lost)}. "
+            "Build the model with init_empty_weights(include_buffers=False), which keeps the values of buffers, or "
+            "set them first."
         )
     faults = [
         f"misshapen ({len(found.misshapen)}): {_some([f'{name}: {what}' for name, what in found.misshapen.items()])}"

@@ -46,7 +46,8 @@ class TorchFile:
             if isinstance(error, (MemoryError, OSError)):
                 raise
             raise ConfigurationError(
-                f"{self.path} cannot be read as weights: {error}. Only tensors are loaded, never code; save it as safetensors."
+                f"{self.path} cannot be read as weights: {error}. Only tensors are loaded, never code; save it as "
+                "safetensors."
             ) from error
         if not isinstance(held, Mapping) or not all(isinstance(value, torch.Tensor) for value in held.values()):
             raise ConfigurationError(
@@ -89,11 +90,12 @@ def checkpoint_files(checkpoint: str | os.PathLike[str]) -> dict[Path, list[str]
     """The files of a checkpoint, each with the names that it should hold, or None where no index says so.
 
     Args:
-        checkpoint: a file of weights; an index file; a folder with one of the two; or the name of a repository on the Hub
-            ("openai-community/gpt2"), which is downloaded, or found in the cache when the Hub is offline.
+        checkpoint: a file of weights; an index file; a folder with one of the two; or the name of a repository on the
+            Hub ("openai-community/gpt2"), which is downloaded, or found in the cache when the Hub is offline.
 
     Raises:
-        ConfigurationError: nothing there, several candidates, or an index that names files outside its folder or missing ones.
+        ConfigurationError: nothing there, several candidates, or an index that names files outside its folder or
+            missing ones.
     """
     path = Path(checkpoint)
     if path.is_dir():
@@ -138,7 +140,8 @@ def _from_hub(repository: str) -> Path:
                 return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigurationError(
-            f"the checkpoint {repository!r} is neither a file nor a folder, and as a repository of the Hub it cannot be had: {error}"
+            f"the checkpoint {repository!r} is neither a file nor a folder, and as a repository of the Hub it cannot "
+            f"be had: {error}"
         ) from error
     raise ConfigurationError(f"the repository {repository!r} holds no weights: no safetensors file and no .bin file")
 

@@ -1,7 +1,7 @@
 """Reading tensors of a safetensors file where they lie: through mappings of just their bytes, nothing else of the file.
 
-The format: 8 bytes with the length of the header, the header as JSON (name -> type, shape, first and last byte), the bytes.
-https://huggingface.co/docs/safetensors/index#format
+The format: 8 bytes with the length of the header, the header as JSON (name -> type, shape, first and last byte), the
+bytes. https://huggingface.co/docs/safetensors/index#format
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _DTYPES = {
 _LARGEST_HEADER = 100_000_000
 # Files that are open at a time; a checkpoint may have more shards than a process may have open files.
 _OPEN_FILES = 128
-# Pieces of one file that are mapped apart; each mapping holds a file descriptor. Closer ones are joined until there are so few.
+# Pieces of one file that are mapped apart; each mapping holds a file descriptor. Closer ones are joined until there are
+# so few.
 _PIECES = 64
 _FIRST_GAP = 1 << 20
 
@@ -72,8 +73,8 @@ class TensorEntry:
 class SafetensorsFile:
     """The tensors of one file.
 
-    Tensors that are read are private: writing into them changes neither the file nor what others read. As long as they live the
-    file must not be written in place; replacing it by renaming is fine.
+    Tensors that are read are private: writing into them changes neither the file nor what others read. As long as they
+    live the file must not be written in place; replacing it by renaming is fine.
 
     Args:
         path: the file.
@@ -106,7 +107,8 @@ class SafetensorsFile:
             raise ConfigurationError(f"{self.path}: the entry of {name!r} does not fit itself: {item}")
         if entry.stop > self.size:
             raise ConfigurationError(
-                f"{self.path} is cut short: {name!r} ends at byte {entry.stop} of {self.size}. Download or save it again."
+                f"{self.path} is cut short: {name!r} ends at byte {entry.stop} of {self.size}. Download or save it "
+                "again."
             )
         return entry
 
@@ -133,7 +135,8 @@ class SafetensorsFile:
         return mapped
 
     def read(self, name: str, pool: BufferPool | None = None) -> torch.Tensor:
-        """One tensor for a short while: mapped; or, given a pool, copied into a buffer of it unless it lies as torch's own tensors do.
+        """One tensor for a short while: mapped; or, given a pool, copied into a buffer of it unless it lies as torch's
+        own tensors do.
 
         Small ones are always copied so.
         """

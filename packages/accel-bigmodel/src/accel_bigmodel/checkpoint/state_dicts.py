@@ -26,7 +26,8 @@ def has_offloaded_weights(model: nn.Module) -> bool:
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of a dispatched model, offloaded weights included, on the CPU.
 
-    What lies in safetensors files is mapped from there, so that the whole need not fit into memory. Shared weights are one tensor.
+    What lies in safetensors files is mapped from there, so that the whole need not fit into memory. Shared weights are
+    one tensor.
 
     Args:
         model: the model, with hooks or without.
@@ -144,10 +145,11 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 def shard_checkpoint(
     state_dict: Mapping[str, torch.Tensor], max_shard_size: int | str = "10GB", weights_name: str = WEIGHTS_NAME
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any] | None]:
-    """Cut a state dict into files, in the order of its names: a file is full when the next tensor would make it too large.
+    """Cut a state dict into files, in the order of its names: a file is full when the next tensor would make it too
+    large.
 
-    Weights of [6, 6, 2, 6, 2, 2] GB and a limit of 10 GB become [6], [6, 2] and [6, 2, 2]. A tensor above the limit gets a file of
-    its own. Tensors that share memory stay together and count once.
+    Weights of [6, 6, 2, 6, 2, 2] GB and a limit of 10 GB become [6], [6, 2] and [6, 2, 2]. A tensor above the limit
+    gets a file of its own. Tensors that share memory stay together and count once.
 
     Args:
         state_dict: names and tensors.

@@ -70,7 +70,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Location]) -> No
     without = [name for name in tensors if location_of(name, device_map) is None]
     if without:
         raise ConfigurationError(
-            f'the device map gives no device to {_some(without)}. Add their modules, or "": <device> for all that has none.'
+            f'the device map gives no device to {_some(without)}. Add their modules, or "": <device> for all that has '
+            "none."
         )
     known = {name for name, _ in model.named_modules(remove_duplicate=False)} | {
         name for name, _ in _all_tensors(model)

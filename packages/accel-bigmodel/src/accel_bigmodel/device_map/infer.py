@@ -33,10 +33,11 @@ def infer_auto_device_map(
 ) -> dict[str, Location]:
     """A device map that fills the accelerators in their order, then the CPU, then the disk.
 
-    Weights are placed in the order of the model. When the next one does not fit on a device, the device is done and the next one
-    is filled. Where something is offloaded, the main device (the first accelerator, else the CPU) keeps room for the largest
-    offloaded layer that it can hold at all, because offloaded layers visit it to be computed. Modules that share a weight go to
-    one device. The same arguments give the same map. Takes time in proportion to the number of modules.
+    Weights are placed in the order of the model. When the next one does not fit on a device, the device is done and the
+    next one is filled. Where something is offloaded, the main device (the first accelerator, else the CPU) keeps room
+    for the largest offloaded layer that it can hold at all, because offloaded layers visit it to be computed. Modules
+    that share a weight go to one device. The same arguments give the same map. Takes time in proportion to the number
+    of modules.
 
     Args:
         model: the model, on the meta device too.
@@ -46,8 +47,10 @@ def infer_auto_device_map(
         special_dtypes: types of single weights by full name.
         verbose: print each decision.
         clean_result: name a module instead of all its parts where they are on one device.
-        offload_buffers: buffers are offloaded together with the weights. Otherwise the main device needs room for them too.
-        fallback_allocation: where the next layer does not fit on a device that is still empty, look for a later one that does.
+        offload_buffers: buffers are offloaded together with the weights. Otherwise the main device needs room for them
+            too.
+        fallback_allocation: where the next layer does not fit on a device that is still empty, look for a later one
+            that does.
 
     Returns:
         Names of modules (or of tensors that a split module holds directly) and their devices.
@@ -186,7 +189,9 @@ class _Filling:
         return False
 
     def room_needed(self, offload_buffers: bool) -> int:
-        """Bytes that the main device needs for offloaded layers: the largest that it can hold at all, and all their buffers."""
+        """Bytes that the main device needs for offloaded layers: the largest that it can hold at all, and all their
+        buffers.
+        """
         if self.main == "disk":
             return 0
         limit = self.limits[self.main]
@@ -228,8 +233,8 @@ def fallback_allocate(
         tied_parameters: groups of names of shared weights; modules that hold one of them are not chosen.
 
     Returns:
-        Name and module that fit (None, None where none does), and the list without it: its siblings stand there in place of the
-        module that it was taken out of.
+        Name and module that fit (None, None where none does), and the list without it: its siblings stand there in
+        place of the module that it was taken out of.
     """
     from accel_state import convert_file_size_to_int
 

@@ -20,7 +20,8 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
     """Bytes that weights may take of each device: accelerators by number, then "cpu", then "disk".
 
     Args:
-        max_memory: limits to use, in bytes or as text ("10GB" is 10**10 bytes, "10GiB" is 10 * 2**30). None: what is free now.
+        max_memory: limits to use, in bytes or as text ("10GB" is 10**10 bytes, "10GiB" is 10 * 2**30). None: what is
+            free now.
 
     Raises:
         ConfigurationError: a device that this machine does not have, or a limit that is not a size.
@@ -66,8 +67,8 @@ def get_balanced_memory(
 ) -> dict[int | str, int]:
     """Limits for :func:`infer_auto_device_map` under which the model spreads evenly over the accelerators.
 
-    The share of each is the smallest with which the layers, which are not cut, fit on all of them. The last accelerator keeps its
-    limit. Where the model does not fit on the accelerators, all limits stay as they are.
+    The share of each is the smallest with which the layers, which are not cut, fit on all of them. The last accelerator
+    keeps its limit. Where the model does not fit on the accelerators, all limits stay as they are.
 
     Args:
         model: the model, on the meta device too.

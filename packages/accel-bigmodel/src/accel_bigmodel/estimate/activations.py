@@ -21,8 +21,8 @@ _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def measure_activations(model: nn.Module, run: Callable[[], Any]) -> int:
     """Bytes that a forward keeps for the backward, beside the weights.
 
-    Every tensor that autograd saves is counted once for its memory, whichever views of it are saved. Works on real tensors, and on fake
-    ones, which have no memory.
+    Every tensor that autograd saves is counted once for its memory, whichever views of it are saved. Works on real
+    tensors, and on fake ones, which have no memory.
 
     Args:
         model: the model, whose parameters and buffers do not count.
@@ -58,8 +58,9 @@ def activations_of_config(
 ) -> int:
     """Bytes of activations of a model of transformers for one batch, counted with fake tensors.
 
-    The model runs in training mode, with the dropout of its configuration, and with the attention of this PyTorch on a CPU: that
-    does not keep the matrix of attention weights, unless there is dropout on it. Where a GPU's attention keeps none then either,
+    The model runs in training mode, with the dropout of its configuration, and with the attention of this PyTorch on a
+    CPU: that does not keep the matrix of attention weights, unless there is dropout on it. Where a GPU's attention
+        keeps none then either,
     this is an upper bound.
 
     Args:
@@ -89,7 +90,8 @@ def activations_of_config(
             return measure_activations(model, run)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise ConfigurationError(
-                f"the activations of {type(model).__name__} cannot be counted, since it does not run on tensors without values: {error}. "
+                f"the activations of {type(model).__name__} cannot be counted, since it does not run on tensors "
+                f"without values: {error}. "
                 "Leave --batch_size out for the estimate without them."
             ) from error
 
@@ -110,7 +112,8 @@ def example_inputs(model: Any, batch_size: int, sequence_length: int) -> dict[st
         return {main: torch.zeros(batch_size, getattr(config, "num_channels", 3), config.image_size, config.image_size)}
     if main != "input_ids":
         raise ConfigurationError(
-            f"the activations of {type(model).__name__} cannot be counted: it takes {main or 'unknown inputs'}, not tokens or images of "
+            f"the activations of {type(model).__name__} cannot be counted: it takes {main or 'unknown inputs'}, not "
+            "tokens or images of "
             "one size. Leave --batch_size out for the estimate without them."
         )
     tokens = {main: torch.zeros(batch_size, sequence_length, dtype=torch.int64)}

@@ -33,7 +33,8 @@ def parser(program: str = "accel estimate-memory") -> argparse.ArgumentParser:
     """The options of the command."""
     options = argparse.ArgumentParser(
         program,
-        description="How much memory a model needs: to load it, and to train it. Nothing but its configuration or the headers of its files "
+        description="How much memory a model needs: to load it, and to train it. Nothing but its configuration or the "
+        "headers of its files "
         "is downloaded.",
     )
     options.add_argument(
@@ -43,7 +44,8 @@ def parser(program: str = "accel estimate-memory") -> argparse.ArgumentParser:
         "--library_name",
         "--library-name",
         choices=["timm", "transformers", "safetensors"],
-        help="what builds the model; safetensors reads the headers of its files and runs no code of the model (default: find out)",
+        help="what builds the model; safetensors reads the headers of its files and runs no code of the model "
+        "(default: find out)",
     )
     options.add_argument(
         "--dtypes",
@@ -90,7 +92,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--dp-replicate-size",
         type=_positive,
         default=1,
-        help="copies of the model, each of which is divided by itself, as hybrid_shard has one on each node (default: 1)",
+        help="copies of the model, each of which is divided by itself, as hybrid_shard has one on each node (default: "
+        "1)",
     )
     group.add_argument(
         "--batch_size",
@@ -189,8 +192,10 @@ def _activations(size: ModelSize, options: argparse.Namespace) -> int:
     config = config_path(size.name) if size.source == "transformers" else None
     if config is None:
         raise ConfigurationError(
-            f"--batch_size={options.batch_size}: activations are counted by running the model of transformers without memory, and the "
-            f"sizes of {size.name} come from {size.source}. Leave --batch_size out, or give a folder or repository with a config.json."
+            f"--batch_size={options.batch_size}: activations are counted by running the model of transformers without "
+            "memory, and the "
+            f"sizes of {size.name} come from {size.source}. Leave --batch_size out, or give a folder or repository "
+            "with a config.json."
         )
     return activations_of_config(
         config, options.batch_size, options.sequence_length, options.mixed_precision, options.trust_remote_code

@@ -13,7 +13,8 @@ from accel_state.errors import ConfigurationError
 
 from .model import ModelSize
 
-# Types that become another one when the model is loaded in float16, say; all others (positions, masks) stay what they are.
+# Types that become another one when the model is loaded in float16, say; all others (positions, masks) stay what they
+# are.
 _FLOATING = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _LARGEST_HEADER = 100_000_000

@@ -87,7 +87,8 @@ def _explained(repository: str) -> Iterator[None]:
         yield
     except errors.HFValidationError as error:
         raise ConfigurationError(
-            f"{repository!r} is neither a folder or file of this machine nor the name of a repository on the Hub (owner/name)."
+            f"{repository!r} is neither a folder or file of this machine nor the name of a repository on the Hub "
+            "(owner/name)."
         ) from error
     except errors.GatedRepoError as error:
         raise ConfigurationError(
@@ -95,11 +96,13 @@ def _explained(repository: str) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigurationError(
-            f"the Hub has no repository {repository!r}, or it is private. Check the name; log in with `hf auth login` for a private one."
+            f"the Hub has no repository {repository!r}, or it is private. Check the name; log in with `hf auth login` "
+            "for a private one."
         ) from error
     except errors.NotASafetensorsRepoError as error:
         raise ConfigurationError(
-            f"{repository!r} has no safetensors files. Give --library_name transformers or timm to learn its size from its configuration."
+            f"{repository!r} has no safetensors files. Give --library_name transformers or timm to learn its size "
+            "from its configuration."
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
         raise ConfigurationError(_unreachable(repository, error)) from error
@@ -113,6 +116,7 @@ def _explained(repository: str) -> Iterator[None]:
 def _unreachable(repository: str, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
-        f"{repository!r} is not in the local cache, and the Hub cannot be reached ({reason}). Connect to the network, set HF_HUB_OFFLINE=0 "
+        f"{repository!r} is not in the local cache, and the Hub cannot be reached ({reason}). Connect to the network, "
+        "set HF_HUB_OFFLINE=0 "
         "if it is 1, or give a local folder or a .safetensors file."
     )

@@ -57,7 +57,8 @@ def _cannot_build(config_path: Path, error: Exception) -> str:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return (
-            f"the model of {config_path} needs Python code that comes with it. Read that code, then pass --trust_remote_code to run it; or "
+            f"the model of {config_path} needs Python code that comes with it. Read that code, then pass "
+            "--trust_remote_code to run it; or "
             "pass --library_name safetensors to read the sizes from the headers of its files."
         )
     return (

@@ -48,14 +48,20 @@ def loading_table(size: ModelSize, dtypes: Sequence[str]) -> str:
         [dtype, *map(convert_bytes, (size.largest_layer_in(dtype), size.total_in(dtype), size.adam_in(dtype)))]
         for dtype in dtypes
     ]
-    return f"Memory Usage for loading `{size.name}`:\n{table(['dtype', 'Largest Layer', 'Total Size', 'Training using Adam'], rows)}"
+    return (
+        f"Memory Usage for loading "
+        f"`{size.name}`:\n{table(['dtype', 'Largest Layer', 'Total Size', 'Training using Adam'], rows)}"
+    )
 
 
 def stages_table(stages: dict[str, dict[str, int]]) -> str:
     """What each stage of a training step takes on one process."""
     names = list(next(iter(stages.values())))
     rows = [[dtype, *map(convert_bytes, values.values())] for dtype, values in stages.items()]
-    return f"Stages of a training step with Adam, without activations:\n{table(['dtype', *(name.capitalize() for name in names)], rows)}"
+    return (
+        f"Stages of a training step with Adam, without "
+        f"activations:\n{table(['dtype', *(name.capitalize() for name in names)], rows)}"
+    )
 
 
 def training_table(training: Sequence[TrainingMemory], title: str) -> str:

@@ -21,8 +21,8 @@ def model_size(name: str, library_name: str | None = None, trust_remote_code: bo
 
     Args:
         name: a folder, a ``.safetensors`` file, the index of a sharded checkpoint, or a repository on the Hub.
-        library_name: "transformers" and "timm" build the model from its configuration, on the meta device; "safetensors" reads the headers
-            of its files. None finds out.
+        library_name: "transformers" and "timm" build the model from its configuration, on the meta device;
+            "safetensors" reads the headers of its files. None finds out.
         trust_remote_code: run model code that comes with the model.
 
     Raises:
@@ -58,7 +58,8 @@ def _local(name: str, path: Path, library_name: str | None, trust_remote_code: b
         return size_of_tensors(name, read_headers(files))
     if library is None or config is None or content is None:
         raise ConfigurationError(
-            f"{name}: there is neither a config.json of a model of transformers or timm nor a .safetensors file. Give a folder with one of "
+            f"{name}: there is neither a config.json of a model of transformers or timm nor a .safetensors file. Give "
+            "a folder with one of "
             "them, or the file."
         )
     return _timm(name, content) if library == "timm" else _transformers(name, config, trust_remote_code)

@@ -20,8 +20,8 @@ class Division:
         weights: the weights, between steps.
         gradients: the gradients, when a step is taken.
         optimizer: the state of the optimizer.
-        gathers: what is put together to compute: "nothing", "layers" (one after the other) or "model" (all, until the backward is over);
-            or "gradients", which DDP holds a second time.
+        gathers: what is put together to compute: "nothing", "layers" (one after the other) or "model" (all, until the
+            backward is over); or "gradients", which DDP holds a second time.
     """
 
     weights: bool = False
@@ -47,10 +47,13 @@ DIVISIONS = {
     "fsdp2": _ALL_SHARED,
     "fsdp2_no_reshard": _UNTIL_BACKWARD,
 }
-"""Every strategy that is known: FSDP's sharding strategies (``fsdp`` is FULL_SHARD), version 2 of it, and DeepSpeed's stages."""
+"""Every strategy that is known: FSDP's sharding strategies (``fsdp`` is FULL_SHARD), version 2 of it, and DeepSpeed's
+stages.
+"""
 
-# Of the 34 bytes of activations for each of s*b*h values of a layer, 24 are divided by tensor parallelism and 10 are not:
-# Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198, equations 2 and 4.
+# Of the 34 bytes of activations for each of s*b*h values of a layer, 24 are divided by tensor parallelism and 10 are
+# not: # Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198, equations
+# 2 and 4.
 _SHARED_ACTIVATIONS = 24 / 34
 
 
@@ -62,8 +65,10 @@ class TrainingMemory:
         strategy: how the model is shared, one of :data:`DIVISIONS`.
         weights: the process's own weights.
         gradients: the gradients it keeps until the step.
-        optimizer: the state of the optimizer, and the float32 weights that it updates where the model's are of half precision.
-        buffers: what communication needs: DDP's copies of the gradients, or the layer that sharded training puts together.
+        optimizer: the state of the optimizer, and the float32 weights that it updates where the model's are of half
+            precision.
+        buffers: what communication needs: DDP's copies of the gradients, or the layer that sharded training puts
+            together.
         activations: what the forward keeps for the backward.
     """
 
@@ -96,24 +101,28 @@ def estimate_training(
 ) -> TrainingMemory:
     """Bytes per process of training a model of which all parameters are trained.
 
-    With N values, b bytes each, k copies of the optimizer, and d = num_processes / (tensor_parallel * replicas) processes that share a copy
-    of the model: weights N*b, gradients N*b, optimizer N*b*k; or, with float32 master weights beside a half-precision model, N*4*(1 + k).
-    ZeRO 1 divides the optimizer by d, ZeRO 2 the gradients too, ZeRO 3 and FSDP the weights too (Rajbhandari et al., ZeRO,
-    arXiv:1910.02054, section 5). Tensor parallelism divides all of them before, but for ``whole`` values. ZeRO 3 and FSDP put a layer
-    together to compute with it, and the next one ahead of time: twice the largest layer, and its gradients before they are reduced;
-    SHARD_GRAD_OP keeps the whole model together until the backward is over. DDP on several processes holds the gradients a second time,
-    in buckets. Activations are divided by tensor parallelism as far as they are inside attention and feed-forward (arXiv:2205.05198).
+    With N values, b bytes each, k copies of the optimizer, and d = num_processes / (tensor_parallel * replicas)
+    processes that share a copy of the model: weights N*b, gradients N*b, optimizer N*b*k; or, with float32 master
+    weights beside a half-precision model, N*4*(1 + k). ZeRO 1 divides the optimizer by d, ZeRO 2 the gradients too,
+    ZeRO 3 and FSDP the weights too (Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5). Tensor parallelism divides
+    all of them before, but for ``whole`` values. ZeRO 3 and FSDP put a layer together to compute with it, and the next
+    one ahead of time: twice the largest layer, and its gradients before they are reduced; SHARD_GRAD_OP keeps the whole
+    model together until the backward is over. DDP on several processes holds the gradients a second time, in buckets.
+    Activations are divided by tensor parallelism as far as they are inside attention and feed-forward
+    (arXiv:2205.05198).
 
     Args:
         parameters: number of trained values.
         strategy: one of ``DIVISIONS``.
         num_processes: the world size.
         tensor_parallel: processes that share each layer.
-        replicas: copies of the model that are divided each by itself, as with the hybrid strategies or an axis dp_replicate.
+        replicas: copies of the model that are divided each by itself, as with the hybrid strategies or an axis
+            dp_replicate.
         whole: those of the values that tensor parallelism leaves whole (norms, and embeddings that no plan divides).
-        weight_bytes: bytes of a value of weights and gradients: 4; 2 for a model that is itself in half precision. Mixed precision by
-            autocast keeps 4.
-        master_weights: keep float32 weights and averages in the optimizer beside half-precision weights, as DeepSpeed does.
+        weight_bytes: bytes of a value of weights and gradients: 4; 2 for a model that is itself in half precision.
+            Mixed precision by autocast keeps 4.
+        master_weights: keep float32 weights and averages in the optimizer beside half-precision weights, as DeepSpeed
+            does.
         optimizer: one of ``OPTIMIZER_COPIES``.
         largest_layer: bytes of the largest layer, in the type of the weights.
         activations: bytes that one process would keep for its batch without tensor parallelism.
@@ -147,7 +156,8 @@ def memory_of_rank(
     gathered_share: float = 1,
     activations: float = 0,
 ) -> TrainingMemory:
-    """Bytes on a process, from those that it would hold without sharding: the arithmetic of the estimate and of ``accel plan``.
+    """Bytes on a process, from those that it would hold without sharding: the arithmetic of the estimate and of ``accel
+    plan``.
 
     Args:
         strategy: one of ``DIVISIONS``.
@@ -156,9 +166,10 @@ def memory_of_rank(
         processes: processes that reduce gradients with one another.
         optimizer: one of ``OPTIMIZER_COPIES``.
         master_bytes: bytes of the same weights in float32, where the optimizer keeps such beside half-precision ones.
-        layer: bytes of the largest layer that is put together, of the weights that tensor parallelism leaves to this process.
-        gathered_share: bytes of gathered weights for each byte of the weights themselves: a half where float32 weights are gathered in half
-            precision.
+        layer: bytes of the largest layer that is put together, of the weights that tensor parallelism leaves to this
+            process.
+        gathered_share: bytes of gathered weights for each byte of the weights themselves: a half where float32 weights
+            are gathered in half precision.
         activations: what the forward keeps for the backward.
     """
     division, copies = DIVISIONS[strategy], OPTIMIZER_COPIES[optimizer]
@@ -182,8 +193,9 @@ def memory_of_rank(
 def estimate_training_usage(total: int, mixed_precision: str) -> dict[str, int]:
     """Bytes in use at each stage of a training step with Adam on one process, without activations.
 
-    In float32 the gradients equal the weights, and Adam holds two averages. In half precision by autocast the weights stay in float32, and
-    computing needs a half-precision copy of them beside the gradients: https://huggingface.co/docs/transformers/model_memory_anatomy
+    In float32 the gradients equal the weights, and Adam holds two averages. In half precision by autocast the weights
+    stay in float32, and computing needs a half-precision copy of them beside the gradients:
+    https://huggingface.co/docs/transformers/model_memory_anatomy
 
     Args:
         total: bytes of the model in float32.
@@ -206,7 +218,8 @@ def estimate_training_usage(total: int, mixed_precision: str) -> dict[str, int]:
         }
     else:
         raise ConfigurationError(
-            f"mixed_precision={mixed_precision!r} is not one of float32, float16, bfloat16: models are not trained in it."
+            f"mixed_precision={mixed_precision!r} is not one of float32, float16, bfloat16: models are not trained in "
+            "it."
         )
     return {**stages, "highest": max(stages.values())}
 
@@ -218,10 +231,12 @@ def _check(strategy: str, optimizer: str, num_processes: int, tensor_parallel: i
         raise ConfigurationError(f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_COPIES)}.")
     if min(num_processes, tensor_parallel) < 1 or num_processes % tensor_parallel:
         raise ConfigurationError(
-            f"{num_processes} process(es) cannot be shared by tensor parallelism of {tensor_parallel}: the degree must divide their number."
+            f"{num_processes} process(es) cannot be shared by tensor parallelism of {tensor_parallel}: the degree "
+            "must divide their number."
         )
     if replicas < 1 or num_processes // tensor_parallel % replicas:
         raise ConfigurationError(
-            f"{num_processes} process(es) with tensor parallelism of {tensor_parallel} cannot hold {replicas} copies of the model: their "
+            f"{num_processes} process(es) with tensor parallelism of {tensor_parallel} cannot hold {replicas} copies "
+            "of the model: their "
             f"number must divide {num_processes // tensor_parallel}."
         )

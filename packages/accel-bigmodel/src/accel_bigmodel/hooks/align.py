@@ -44,7 +44,8 @@ class AlignDevicesHook(ModelHook):
         offload_buffers: buffers are offloaded too. Those that a state dict leaves out never are.
         place_submodules: what is said of the module's own weights holds for those of its submodules too.
         skip_keys: names of keyword arguments, or of items of an output, that stay where they are.
-        tied_params_map: for each address of a shared weight, the copies that lie on devices now: one is used where there is one.
+        tied_params_map: for each address of a shared weight, the copies that lie on devices now: one is used where
+            there is one.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class AlignDevicesHook(ModelHook):
 
     def __repr__(self) -> str:
         return (
-            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, io_same_device={self.io_same_device}, "
-            f"offload_buffers={self.offload_buffers}, place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
+            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
+            f"io_same_device={self.io_same_device}, "
+            f"offload_buffers={self.offload_buffers}, place_submodules={self.place_submodules}, "
+            f"skip_keys={self.skip_keys!r})"
         )
 
     @property
@@ -168,7 +171,9 @@ class AlignDevicesHook(ModelHook):
         return value if device is None else self._on_device(value, device)
 
     def onload(self, device: torch.device | None = None, args: tuple[Any, ...] = ()) -> dict[str, torch.Tensor]:
-        """Give the module its offloaded weights, on the execution device or another one, for a forward with these arguments."""
+        """Give the module its offloaded weights, on the execution device or another one, for a forward with these
+        arguments.
+        """
         ahead = self.read_ahead if device is None else None
         values = ahead.take(self, args) if ahead is not None else self.fetch(device)
         for slot in self._slots:
@@ -212,7 +217,8 @@ class _Slot:
     Args:
         module: the module that has the hook.
         name: the tensor's name from there on.
-        tensor: what is there now; on the meta device it stays the one that is there between forwards, so that shared ones stay shared.
+        tensor: what is there now; on the meta device it stays the one that is there between forwards, so that shared
+            ones stay shared.
     """
 
     def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -66,8 +66,8 @@ def attach_align_device_hook(
         offload_buffers: buffers are offloaded too.
         module_name: full name of ``module``.
         skip_keys: as in :class:`AlignDevicesHook`.
-        preload_module_classes: classes that are loaded as a whole, for modules that use weights of their submodules without calling
-            them. torch's attention and encoder layers always are.
+        preload_module_classes: classes that are loaded as a whole, for modules that use weights of their submodules
+            without calling them. torch's attention and encoder layers always are.
         tied_params_map: as in :class:`AlignDevicesHook`.
     """
     as_a_whole = offload and borrows(module, preload_module_classes)
@@ -214,7 +214,8 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(module: nn.Module, execution_device: Location | None = None) -> Iterator[None]:
     """In this context the weights that a module holds directly are on a device, to be looked at or computed with.
 
-    Offloaded ones are there for the time of the context; values written into them are lost with it. Others are moved and moved back.
+    Offloaded ones are there for the time of the context; values written into them are lost with it. Others are moved
+    and moved back.
 
     Args:
         module: the module.

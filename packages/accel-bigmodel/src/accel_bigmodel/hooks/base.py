@@ -82,7 +82,8 @@ class SequentialHook(ModelHook):
 
 
 class OwnForward:
-    """The forward that a module's class gives it. An object, because a bound method is pickled by a name that may not be its own.
+    """The forward that a module's class gives it. An object, because a bound method is pickled by a name that may not
+    be its own.
 
     Args:
         module: the module.
@@ -100,7 +101,8 @@ class OwnForward:
 
 
 class HookedForward:
-    """Stands in for a module's forward while it has a hook. An object, so that the module can be copied and pickled with it.
+    """Stands in for a module's forward while it has a hook. An object, so that the module can be copied and pickled
+    with it.
 
     Args:
         module: the module; it keeps its hook in ``_hf_hook`` and its own forward in ``_old_forward``.
@@ -137,13 +139,14 @@ def run_with_hook(
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Let a hook act around a module's forward. The module is changed, and returned as the hook's ``init_hook`` returns it.
+    """Let a hook act around a module's forward. The module is changed, and returned as the hook's ``init_hook`` returns
+    it.
 
     Args:
         module: the module.
         hook: the hook.
-        append: keep the hook that the module has, and let the new one act after it. Otherwise the new one takes its place; the old
-            one is not asked to undo what it did (:func:`remove_hook_from_module` does that).
+        append: keep the hook that the module has, and let the new one act after it. Otherwise the new one takes its
+            place; the old one is not asked to undo what it did (:func:`remove_hook_from_module` does that).
     """
     old_hook = getattr(module, "_hf_hook", None)
     if append and old_hook is not None:

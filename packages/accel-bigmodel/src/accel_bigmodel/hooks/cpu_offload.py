@@ -63,10 +63,11 @@ class UserCpuOffloadHook:
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Location | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model on the CPU until it is called; then it stays on its device until it is told, or the next model of a chain is called.
+    """Keep a model on the CPU until it is called; then it stays on its device until it is told, or the next model of a
+    chain is called.
 
-    For pipelines of several models, one of which runs many times in a row: faster than :func:`cpu_offload`, and needs room for
-    one whole model.
+    For pipelines of several models, one of which runs many times in a row: faster than :func:`cpu_offload`, and needs
+    room for one whole model.
 
     Args:
         model: the model.

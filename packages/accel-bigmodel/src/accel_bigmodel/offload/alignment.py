@@ -1,9 +1,10 @@
 """Where weights begin in memory, and when that shows in results.
 
-Arithmetic libraries choose their way by the address of the data, and the last bits of a result depend on the way. torch puts its
-own tensors at multiples of 64 bytes; a tensor that is mapped from a file begins wherever the file's header ends. Measured with
-torch 2.13 and MKL: products of float32 matrices are the same wherever their weights lie as long as the input has several rows;
-products with vectors, convolutions of few positions, recurrent cells and everything in float64 are not; half precision is.
+Arithmetic libraries choose their way by the address of the data, and the last bits of a result depend on the way. torch
+puts its own tensors at multiples of 64 bytes; a tensor that is mapped from a file begins wherever the file's header
+ends. Measured with torch 2.13 and MKL: products of float32 matrices are the same wherever their weights lie as long as
+the input has several rows; products with vectors, convolutions of few positions, recurrent cells and everything in
+float64 are not; half precision is.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def single_row(args: tuple[Any, ...]) -> bool:
 
 
 def align_when_called(module: nn.Module) -> None:
-    """Let a module copy its weights to where torch would put them, at its first forward whose result could depend on it."""
+    """Let a module copy its weights to where torch would put them, at its first forward whose result could depend on
+    it.
+    """
     if _align not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_align)
 

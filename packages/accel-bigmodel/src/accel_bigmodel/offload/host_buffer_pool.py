@@ -15,8 +15,8 @@ from .alignment import ALIGNMENT
 class BufferPool:
     """Aligned host memory, handed out as tensors of bytes.
 
-    A buffer comes back by itself when the last tensor over it is gone, whoever holds it. Fresh memory would cost more than the
-    copy into it: the system clears every page of it first.
+    A buffer comes back by itself when the last tensor over it is gone, whoever holds it. Fresh memory would cost more
+    than the copy into it: the system clears every page of it first.
 
     Args:
         largest_reserve: bytes that are kept while nobody uses them.

@@ -1,4 +1,6 @@
-"""Gradients through offloaded modules: autograd keeps a note of an offloaded weight, and reads the weight again when it needs it."""
+"""Gradients through offloaded modules: autograd keeps a note of an offloaded weight, and reads the weight again when it
+needs it.
+"""
 
 from __future__ import annotations
 

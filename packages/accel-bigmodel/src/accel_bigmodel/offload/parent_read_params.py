@@ -13,7 +13,8 @@ _BORROWERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def borrows(module: object, classes: Collection[str] | None = None) -> bool:
-    """Whether a module uses weights of its submodules without calling them: torch's attention, and classes that are named.
+    """Whether a module uses weights of its submodules without calling them: torch's attention, and classes that are
+    named.
 
     Args:
         module: a module; anything else does not.
@@ -23,7 +24,9 @@ def borrows(module: object, classes: Collection[str] | None = None) -> bool:
 
 
 def lends(module: object) -> bool:
-    """Whether a module has no forward and yet holds tensors, as ``nn.ParameterList`` does: whoever is around it reads them."""
+    """Whether a module has no forward and yet holds tensors, as ``nn.ParameterList`` does: whoever is around it reads
+    them.
+    """
     return isinstance(module, nn.Module) and not _is_called(module) and next(lent_tensors(module), None) is not None
 
 

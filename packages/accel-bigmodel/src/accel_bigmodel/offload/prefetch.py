@@ -32,8 +32,9 @@ _Fetched = tuple[_Values, Any]
 class ReadAhead:
     """Fetches weights for the hooks of a model, in the order in which they will be asked for.
 
-    The order is that of the last forward; before the first one, that of the model. Beside the weights in use it holds at most one
-    more hook's, and further ones as long as they fit into ``window`` bytes together. Who asks out of order is served at once.
+    The order is that of the last forward; before the first one, that of the model. Beside the weights in use it holds
+    at most one more hook's, and further ones as long as they fit into ``window`` bytes together. Who asks out of order
+    is served at once.
 
     Args:
         hooks: the hooks with offloaded weights, in the order of the model.
@@ -124,7 +125,8 @@ class ReadAhead:
         return self._ranks[id(hook)]
 
     def _learn(self, rank: int) -> None:
-        # The first hook of a forward follows the last one of the forward before; fetching it early would keep memory in between.
+        # The first hook of a forward follows the last one of the forward before; fetching it early would keep memory in
+        # between.
         if self._last >= 0 and rank > 0:
             self._next[self._last] = rank
         self._last = rank

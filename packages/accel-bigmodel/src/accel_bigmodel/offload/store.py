@@ -118,7 +118,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         state_dict: weights in memory.
         save_folder: a folder that :func:`offload_state_dict` or :func:`offload_weight` wrote to.
         index: what lies on the disk: name -> ``{"dtype": ..., "shape": ...}`` for a file of the folder, or
-            ``{"safetensors_file": path, "weight_name": name in it, "dtype": type to convert to}``. None: the folder's ``index.json``.
+            ``{"safetensors_file": path, "weight_name": name in it, "dtype": type to convert to}``. None: the folder's
+            ``index.json``.
         device: where weights on the disk are put. None: the CPU.
 
     Raises:

@@ -88,7 +88,8 @@ def _balanced(
         if len(recording.calls) >= count:
             return make_plan(recording, units, balanced_starts(_weights(model, recording), count))
     raise ConfigurationError(
-        f"{type(model).__name__} has fewer parts to run one after the other than the {count} processes of this run. Start fewer processes"
+        f"{type(model).__name__} has fewer parts to run one after the other than the {count} processes of this run. "
+        "Start fewer processes"
         f"{', or name fewer classes in no_split_module_classes' if whole else ''}."
     )
 
@@ -115,7 +116,8 @@ def _check_points(split_points: str | Sequence[str], count: int) -> list[str]:
     points = list(split_points)
     if len(points) != count - 1:
         raise ConfigurationError(
-            f"split_points={points!r} makes {len(points) + 1} stages, and this run has {count} processes. Name {count - 1} module(s), or "
+            f"split_points={points!r} makes {len(points) + 1} stages, and this run has {count} processes. Name "
+            f"{count - 1} module(s), or "
             f"start {len(points) + 1} processes."
         )
     return points
@@ -125,6 +127,7 @@ def _check_has_weights(model: nn.Module) -> None:
     missing = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if missing:
         raise ConfigurationError(
-            f"{len(missing)} tensors of the model have no values: they are on the meta device ({', '.join(missing[:3])}, ...). Load the "
+            f"{len(missing)} tensors of the model have no values: they are on the meta device "
+            f"({', '.join(missing[:3])}, ...). Load the "
             "weights before the model is split, with load_checkpoint_in_model for example."
         )

@@ -36,7 +36,8 @@ def merge(outputs: Sequence[Any], size: int) -> Any:
         size: samples in a chunk: tensors of this length are joined along their first dimension.
 
     Raises:
-        ConfigurationError: the first dimension of a tensor is not that of the samples, and it differs from chunk to chunk.
+        ConfigurationError: the first dimension of a tensor is not that of the samples, and it differs from chunk to
+            chunk.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -51,14 +52,18 @@ def _join(tensors: Sequence[torch.Tensor], size: int) -> torch.Tensor:
     if all(tensor.shape == first.shape and torch.equal(tensor, first) for tensor in tensors[1:]):
         return first
     raise ConfigurationError(
-        f"the model returns a tensor of shape {tuple(first.shape)} whose first dimension is not the {size} samples of a chunk, "
-        f"and which differs from chunk to chunk (a loss or a state, for example), so the {len(tensors)} chunks cannot be put together. "
+        f"the model returns a tensor of shape {tuple(first.shape)} whose first dimension is not the {size} samples of "
+        "a chunk, "
+        f"and which differs from chunk to chunk (a loss or a state, for example), so the {len(tensors)} chunks cannot "
+        "be put together. "
         "Call the model without labels, or prepare it with num_chunks=1."
     )
 
 
 def take(data: Any, padded: int, batch_size: int) -> Any:
-    """Drop the samples that were added to fill the last chunk: the first ``batch_size`` of tensors with ``padded`` samples."""
+    """Drop the samples that were added to fill the last chunk: the first ``batch_size`` of tensors with ``padded``
+    samples.
+    """
     if padded == batch_size:
         return data
     return recursively_apply(

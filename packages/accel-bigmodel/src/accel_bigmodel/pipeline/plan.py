@@ -99,7 +99,8 @@ def starts_at(calls: Sequence[str], split_points: Sequence[str], inside: Mapping
             )
         if first <= starts[-1]:
             raise ConfigurationError(
-                f"split_points={list(split_points)!r}: {point!r} is not called after what begins the stage before it. Give the modules in "
+                f"split_points={list(split_points)!r}: {point!r} is not called after what begins the stage before it. "
+                "Give the modules in "
                 f"the order in which the forward calls them, without the first one ({calls[0]!r})."
             )
         starts.append(first)

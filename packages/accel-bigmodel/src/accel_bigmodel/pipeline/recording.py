@@ -31,7 +31,8 @@ class Recording:
     Attributes:
         calls: the name of the unit of every call, in order.
         inputs: for every call, what its arguments were computed from.
-        read: (call that follows, sources) of every tensor whose numbers the model's own code looked at (``.item()``, ``if x:``).
+        read: (call that follows, sources) of every tensor whose numbers the model's own code looked at (``.item()``,
+            ``if x:``).
         output: what the model's output was computed from.
         touched: parameters and buffers that the code between the units uses directly.
         rewritten: results that the code between the units changes in place.
@@ -205,6 +206,8 @@ def _check_unchanged(name: str, before: dict[str, Any], after: dict[str, Any]) -
     for kind, tensors in after.items():
         if before.get(kind) != tensors:
             raise ConfigurationError(
-                f"the module {name} writes into a {kind} that it gets as an argument. In a pipeline it would do so on its own rank, and "
-                "the others would not see it. Call the model in a way that needs none (for a cache of keys and values: use_cache=False)."
+                f"the module {name} writes into a {kind} that it gets as an argument. In a pipeline it would do so on "
+                "its own rank, and "
+                "the others would not see it. Call the model in a way that needs none (for a cache of keys and "
+                "values: use_cache=False)."
             )

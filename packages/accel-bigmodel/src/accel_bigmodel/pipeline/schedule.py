@@ -35,8 +35,8 @@ class _Known:
 class Schedule:
     """Runs the chunks of a batch through the pipeline.
 
-    Chunks of shapes that this pipeline has not seen travel as objects, which tell the next stage their shapes; from the second batch on,
-    ``ScheduleGPipe`` moves bare tensors.
+    Chunks of shapes that this pipeline has not seen travel as objects, which tell the next stage their shapes; from the
+    second batch on, ``ScheduleGPipe`` moves bare tensors.
 
     Args:
         stage: the stage of this rank; rank and index are the same.
@@ -155,9 +155,11 @@ class _Worker(nn.Module):
             return (number,)
         if stage.templates != self._templates:
             raise ConfigurationError(
-                f"stage {stage.index} of the pipeline: the shapes of its results depend on the values of the inputs, not only on their "
+                f"stage {stage.index} of the pipeline: the shapes of its results depend on the values of the inputs, "
+                "not only on their "
                 "shapes. "
-                "Such a model cannot be run in a pipeline; put the whole of what makes them into one module, and name its class in "
+                "Such a model cannot be run in a pipeline; put the whole of what makes them into one module, and name "
+                "its class in "
                 "no_split_module_classes."
             )
         return (number, *result)

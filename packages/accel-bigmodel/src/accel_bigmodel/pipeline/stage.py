@@ -26,8 +26,8 @@ class _StageDone(BaseException):
 class Stage:
     """A rank's share of a model.
 
-    The code between the units runs on every rank, up to its last call. A result of an earlier stage that nothing here reads is
-    a fake tensor: it has a shape, and costs nothing.
+    The code between the units runs on every rank, up to its last call. A result of an earlier stage that nothing here
+    reads is a fake tensor: it has a shape, and costs nothing.
 
     Args:
         model: the model; its units are intercepted from here on.
@@ -76,7 +76,8 @@ class Stage:
             templates: for every call of earlier stages, its output with a TensorInformation for each tensor.
 
         Returns:
-            The model's output on the last stage; on the others, the tensors for the next stage in the order of ``sent``.
+            The model's output on the last stage; on the others, the tensors for the next stage in the order of
+            ``sent``.
         """
         self._running, self._inside, self._call = True, False, 0
         self._values, self.templates = dict(received), dict(templates)
@@ -149,8 +150,10 @@ class Stage:
 
     def _other_path(self, what: str) -> ConfigurationError:
         return ConfigurationError(
-            f"stage {self.index} of the pipeline: with these inputs the forward takes another path than with the example that the model "
-            f"was prepared with: {what}. Call prepare_pippy with example_args and example_kwargs of the kind that you run."
+            f"stage {self.index} of the pipeline: with these inputs the forward takes another path than with the "
+            "example that the model "
+            f"was prepared with: {what}. Call prepare_pippy with example_args and example_kwargs of the kind that you "
+            "run."
         )
 
     def _place(self, model: nn.Module) -> None:

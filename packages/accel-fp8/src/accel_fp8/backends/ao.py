@@ -26,7 +26,9 @@ def _torchao() -> Any:
 
 
 def torchao_required(func: F) -> F:
-    """Decorate a function that needs torchao: without it, calling the function raises MissingDependencyError (an ImportError)."""
+    """Decorate a function that needs torchao: without it, calling the function raises MissingDependencyError (an
+    ImportError).
+    """
 
     @functools.wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -78,8 +80,8 @@ def convert_model_to_fp8_ao(
     Args:
         model: the whole model.
         config: a ``torchao.float8.Float8LinearConfig``; by default torchao's own.
-        module_filter_func: called with a layer and its name; False keeps it in high precision. By default the first and the last
-            linear layer are kept. Layers with a dimension that is no multiple of 16 are kept in any case.
+        module_filter_func: called with a layer and its name; False keeps it in high precision. By default the first and
+            the last linear layer are kept. Layers with a dimension that is no multiple of 16 are kept in any case.
 
     Returns:
         The given model.

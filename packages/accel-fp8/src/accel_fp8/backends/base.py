@@ -97,6 +97,7 @@ class Backend:
     def _refuse_pure_e5m2(self) -> None:
         if self.recipe.fp8_format == "E5M2":
             raise ConfigurationError(
-                f"fp8_format='E5M2' cannot be trained with: no back end, and {self.name} neither, multiplies two matrices of E5M2. "
+                f"fp8_format='E5M2' cannot be trained with: no back end, and {self.name} neither, multiplies two "
+                "matrices of E5M2. "
                 "Allowed: HYBRID, E4M3."
             )

@@ -1,7 +1,7 @@
 """MS-AMP: gradients, optimizer states and their reduction in 8 bits. https://azure.github.io/MS-AMP/
 
-The project has not had a release since 2024 and is made for PyTorch 2.1; torchao and the native back end are the ones to use on
-today's PyTorch.
+The project has not had a release since 2024 and is made for PyTorch 2.1; torchao and the native back end are the ones
+to use on today's PyTorch.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class MSAMPBackend(Backend):
     def _msamp() -> Any:
         if not is_msamp_available():  # no pip command gets it, so the usual message would not help
             raise MissingDependencyError(
-                "the FP8 back end 'msamp' needs MS-AMP, which is on no package index: its own guide says how to build it, "
-                "https://azure.github.io/MS-AMP/docs/getting-started/installation. It is not maintained any more: fp8_backend='ao' "
+                "the FP8 back end 'msamp' needs MS-AMP, which is on no package index: its own guide says how to build "
+                "it, "
+                "https://azure.github.io/MS-AMP/docs/getting-started/installation. It is not maintained any more: "
+                "fp8_backend='ao' "
                 "(pip install 'accel-fp8[ao]') or 'native' (nothing to install) compute in 8 bits on today's PyTorch."
             )
         return importlib.import_module("msamp")

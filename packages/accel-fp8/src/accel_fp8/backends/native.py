@@ -22,7 +22,9 @@ _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 
 class NativeBackend(Backend):
-    """Linear layers compute with ``torch._scaled_mm``, by the hardware where it can, and elsewhere with the same numbers."""
+    """Linear layers compute with ``torch._scaled_mm``, by the hardware where it can, and elsewhere with the same
+    numbers.
+    """
 
     name: ClassVar[str] = "native"
 
@@ -34,7 +36,10 @@ class NativeBackend(Backend):
     def merit(cls, device: torch.device) -> str | None:
         if computes_in_8_bits(device):
             return f"torch multiplies in 8 bits on {device.type}, and it needs no other package"
-        return f"torch does not multiply in 8 bits on {device.type} here: the numbers are those of 8 bits, the speed is not"
+        return (
+            f"torch does not multiply in 8 bits on {device.type} here: the numbers are those of 8 bits, the speed "
+            "is not"
+        )
 
     def convert(self, model: nn.Module, process_group: Any = None, sharded: bool = False) -> nn.Module:
         return convert_to_native(model, self.recipe, process_group)
@@ -48,13 +53,14 @@ def convert_to_native(
 ) -> nn.Module:
     """Let the linear layers of a model compute in 8 bits with torch's own product, in place.
 
-    The layers keep their weights (the same parameters, in the precision they have), names and hooks. With delayed scaling they get
-    buffers, which are in the state dict. Convert before wrapping (DDP, FSDP) and before compiling.
+    The layers keep their weights (the same parameters, in the precision they have), names and hooks. With delayed
+    scaling they get buffers, which are in the state dict. Convert before wrapping (DDP, FSDP) and before compiling.
 
     Args:
         model: the whole model.
         recipe: what is computed, and how.
-        process_group: the data-parallel processes, over which largest values are taken; the default group where there is one.
+        process_group: the data-parallel processes, over which largest values are taken; the default group where there
+            is one.
         reduce_amax: False keeps the scales of every process to itself.
 
     Returns:
@@ -99,7 +105,8 @@ def _refuse_other_recipe(known: Iterable[NativeLinear], recipe: FP8Recipe) -> No
     others = [layer.recipe for layer in known if layer.recipe != recipe]
     if others:
         raise ConfigurationError(
-            f"the model is converted already, with {others[0]}. Call restore_native(model) before converting it with {recipe}."
+            f"the model is converted already, with {others[0]}. Call restore_native(model) before converting it with "
+            f"{recipe}."
         )
 
 
@@ -110,7 +117,9 @@ def _buffer_names(model: nn.Module) -> list[str]:
 
 
 def _hide_from_ddp(model: nn.Module) -> None:
-    """Keep DDP from sending rank 0's histories to all ranks before each forward pass: that would lose what the others saw."""
+    """Keep DDP from sending rank 0's histories to all ranks before each forward pass: that would lose what the others
+    saw.
+    """
     ignored = list(getattr(model, _DDP_IGNORES, []))
     setattr(model, _DDP_IGNORES, [*ignored, *_buffer_names(model)])
 

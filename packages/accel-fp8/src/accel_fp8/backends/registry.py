@@ -46,7 +46,8 @@ def choose_backend(name: str | None, device: torch.device) -> Choice:
         refusal = BACKENDS.load(name).unavailable(device)
         if refusal is not None:
             raise ConfigurationError(
-                f"the FP8 back end {name!r} cannot compute here: {refusal}. Take another one: --fp8_backend native works on any device."
+                f"the FP8 back end {name!r} cannot compute here: {refusal}. Take another one: --fp8_backend native "
+                "works on any device."
             )
         return Choice(name, "it was asked for")
     for candidate in BACKENDS:

@@ -123,7 +123,8 @@ def build_recipe(recipe: FP8Recipe) -> Any:
     for name, harmless in (("interval", 1), ("override_linear_precision", (False, False, False))):
         if name not in accepted and wanted.pop(name) != harmless:
             raise ConfigurationError(
-                f"{name}={getattr(recipe, name)!r}: the installed Transformer Engine has no such setting any more. Leave it out, or take "
+                f"{name}={getattr(recipe, name)!r}: the installed Transformer Engine has no such setting any more. "
+                "Leave it out, or take "
                 "fp8_backend='native', which has it."
             )
     return recipes.DelayedScaling(**wanted)
@@ -132,11 +133,12 @@ def build_recipe(recipe: FP8Recipe) -> Any:
 def convert_model(
     model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
 ) -> None:
-    """Replace the linear layers and layer norms of a model by those of Transformer Engine, or the other way round, in place.
+    """Replace the linear layers and layer norms of a model by those of Transformer Engine, or the other way round, in
+    place.
 
-    The new layers have the parameters of the old ones: the same objects, so an optimizer that holds them goes on training them.
-    Linear layers with a dimension that is no multiple of 16 stay, because FP8 products need one; layer norms without weights, or
-    over several dimensions, stay as well.
+    The new layers have the parameters of the old ones: the same objects, so an optimizer that holds them goes on
+    training them. Linear layers with a dimension that is no multiple of 16 stay, because FP8 products need one; layer
+    norms without weights, or over several dimensions, stay as well.
 
     Args:
         model: the model.
@@ -255,7 +257,8 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
 
     Args:
         model: the model.
-        fp8_recipe_handler: a ``TERecipeKwargs``, an ``FP8RecipeKwargs``, an :class:`FP8Recipe`, or None for the launcher's settings.
+        fp8_recipe_handler: a ``TERecipeKwargs``, an ``FP8RecipeKwargs``, an :class:`FP8Recipe`, or None for the
+            launcher's settings.
 
     Returns:
         The given model.

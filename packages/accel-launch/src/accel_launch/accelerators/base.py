@@ -10,7 +10,8 @@ class AcceleratorKind(ABC):
     """Devices of one maker.
 
     Attributes:
-        visible_variables: variables that limit which devices a process sees; the first is the one that ``--gpu_ids`` sets.
+        visible_variables: variables that limit which devices a process sees; the first is the one that ``--gpu_ids``
+            sets.
     """
 
     visible_variables: tuple[str, ...]
@@ -22,7 +23,8 @@ class AcceleratorKind(ABC):
     def count_visible(self, environ: Mapping[str, str]) -> int:
         """Devices that a process with these variables sees."""
         limits = [environ[name] for name in self.visible_variables if name in environ]
-        # Without a limiting variable, or with one that hides nothing, every device counts; and counting may start a program.
+        # Without a limiting variable, or with one that hides nothing, every device counts; and counting may start a
+        # program.
         if any(not limit.strip() for limit in limits):
             return 0
         installed = self.count_installed()

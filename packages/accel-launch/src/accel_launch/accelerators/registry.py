@@ -38,7 +38,9 @@ def find_visible(environ: Mapping[str, str]) -> Visible:
 
 
 def find_installed() -> tuple[int, tuple[str, ...]]:
-    """The devices that the machine has of the first kind that it has any of, whatever hides them, and the variables that can."""
+    """The devices that the machine has of the first kind that it has any of, whatever hides them, and the variables
+    that can.
+    """
     for name in ACCELERATORS:
         kind = ACCELERATORS.load(name)()
         if count := kind.count_installed():

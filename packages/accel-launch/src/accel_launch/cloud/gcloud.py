@@ -28,7 +28,8 @@ def ssh_commands(
     missing = [flag for flag, value in needed.items() if not value]
     if missing:
         raise ConfigurationError(
-            f"{' and '.join(missing)} must be given, on the command line or in the configuration file (tpu_name, tpu_zone)."
+            f"{' and '.join(missing)} must be given, on the command line or in the configuration file (tpu_name, "
+            "tpu_zone)."
         )
     gcloud = ["gcloud", *(["alpha"] if alpha else []), "compute"]
     if machines:
@@ -47,7 +48,8 @@ def run_all(commands: Sequence[Sequence[str]]) -> int:
     """
     if shutil.which("gcloud") is None:
         raise ConfigurationError(
-            "gcloud is not on PATH: install the Google Cloud SDK (https://cloud.google.com/sdk), then run `gcloud init`."
+            "gcloud is not on PATH: install the Google Cloud SDK (https://cloud.google.com/sdk), then run `gcloud "
+            "init`."
         )
     processes = [subprocess.Popen(command) for command in commands]
     try:

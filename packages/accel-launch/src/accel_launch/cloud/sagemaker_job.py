@@ -52,7 +52,8 @@ def describe_job(plan: Plan) -> CloudJob:
     """The job that the settings ask for.
 
     Raises:
-        ConfigurationError: the target is not a script, a setting is missing, or an argument of the script has no name or no value.
+        ConfigurationError: the target is not a script, a setting is missing, or an argument of the script has no name
+            or no value.
     """
     settings = plan.settings
     if plan.target.kind != "script":
@@ -108,7 +109,8 @@ def credentials(plan: Plan) -> dict[str, str]:
 
 
 def to_hyperparameters(args: Sequence[str]) -> dict[str, Any]:
-    """Arguments of a script as SageMaker takes them: names with values; it knows neither flags alone nor positional arguments.
+    """Arguments of a script as SageMaker takes them: names with values; it knows neither flags alone nor positional
+    arguments.
 
     Raises:
         ConfigurationError: an argument is not of the form ``--name value`` or ``--name=value``, or comes twice.
@@ -124,7 +126,8 @@ def to_hyperparameters(args: Sequence[str]) -> dict[str, Any]:
             )
         if text is None or (not sign and text.startswith("-") and not _is_number(text)):
             raise ConfigurationError(
-                f"argument {name} of the script has no value. SageMaker knows no flags: declare a bool, and give `{name} True`."
+                f"argument {name} of the script has no value. SageMaker knows no flags: declare a bool, and give "
+                f"`{name} True`."
             )
         key = name.lstrip("-")
         if key in found:

@@ -12,8 +12,8 @@ class Command:
 
     Attributes:
         summary: one line for ``accel --help``.
-        run: takes the arguments after the command's name, returns the exit code. A ConfigurationError that it raises is shown
-            as one line.
+        run: takes the arguments after the command's name, returns the exit code. A ConfigurationError that it raises is
+            shown as one line.
     """
 
     summary: str

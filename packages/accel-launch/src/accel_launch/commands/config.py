@@ -150,7 +150,8 @@ def _update(argv: list[str]) -> int:
     source = named or find_default()
     if source is None:
         raise ConfigurationError(
-            f"there is no configuration file yet at {default_path()}. `accel config` or `accel config default` makes one."
+            f"there is no configuration file yet at {default_path()}. `accel config` or `accel config default` makes "
+            "one."
         )
     target = named or default_path()
     for note in update_file(source, target):

@@ -35,7 +35,9 @@ def run(argv: list[str]) -> int:
 
 
 def show_notes(plan: Plan, settings: Resolution) -> None:
-    """Print what was decided for the user to stderr, unless he asked for quiet, or another launcher has said it already."""
+    """Print what was decided for the user to stderr, unless he asked for quiet, or another launcher has said it
+    already.
+    """
     for note in () if plan.quiet or read_str(RELAY_VARIABLE) else (*settings.notes(), *plan.notes):
         print(f"accel launch: {note}", file=sys.stderr, flush=True)
 

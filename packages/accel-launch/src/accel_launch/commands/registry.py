@@ -1,4 +1,6 @@
-"""Every subcommand; other packages add theirs through the entry point group ``accel.commands`` (a :class:`Command` object)."""
+"""Every subcommand; other packages add theirs through the entry point group ``accel.commands`` (a :class:`Command`
+object).
+"""
 
 from __future__ import annotations
 

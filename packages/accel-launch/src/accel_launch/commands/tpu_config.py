@@ -88,7 +88,8 @@ def _commands(arguments: argparse.Namespace, configured: Sequence[str], configur
     install = [_install(arguments.accel_version)] if arguments.install_accel else []
     if not found and not install:
         raise ConfigurationError(
-            "no command is given. Give --command, --command_file or --install_accel, or `commands` in the configuration file."
+            "no command is given. Give --command, --command_file or --install_accel, or `commands` in the "
+            "configuration file."
         )
     return ["cd /usr/share", *install, *found]
 

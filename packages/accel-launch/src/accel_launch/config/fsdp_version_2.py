@@ -61,7 +61,8 @@ def convert_file(source: Path, target: Path) -> list[str]:
         A line for each change; a single one where the file is of version 2 already, and nothing is written.
 
     Raises:
-        ConfigurationError: the file is not one of FSDP, is not valid, or asks for what version 2 has not; nothing is written then.
+        ConfigurationError: the file is not one of FSDP, is not valid, or asks for what version 2 has not; nothing is
+            written then.
     """
     config = read_config(source)
     if config is None:
@@ -69,7 +70,8 @@ def convert_file(source: Path, target: Path) -> list[str]:
     settings = check(resolve(load_groups(), {}, environ={}, config=config))
     if not settings["use_fsdp"]:
         raise ConfigurationError(
-            f"{source} is no configuration of FSDP: its distributed_type is {settings['distributed_type'] or 'not given'}. Only files with "
+            f"{source} is no configuration of FSDP: its distributed_type is "
+            f"{settings['distributed_type'] or 'not given'}. Only files with "
             "distributed_type FSDP (or use_fsdp) are converted."
         )
     if settings["fsdp_version"] == 2:
@@ -101,7 +103,8 @@ def _conversion(source: Path, settings: Resolution, content: Mapping[str, Any]) 
         elif name == "fsdp_sync_module_states" and settings[name]:
             found.removed.append(key)
             found.notes.append(
-                f"{key}: true is left out: version 2 always starts with the first process's weights unless told otherwise"
+                f"{key}: true is left out: version 2 always starts with the first process's weights unless told "
+                "otherwise"
             )
     _map_states(settings, section, names, found)
     if _VERSION in section:
@@ -118,7 +121,8 @@ def _map_strategy(
     strategy = settings["fsdp_sharding_strategy"]
     if strategy not in _RESHARDS:
         raise ConfigurationError(
-            f"{settings.where('fsdp_sharding_strategy')}: version 2 has no {strategy}, which divides nothing. Set distributed_type: "
+            f"{settings.where('fsdp_sharding_strategy')}: version 2 has no {strategy}, which divides nothing. Set "
+            "distributed_type: "
             f"MULTI_GPU in {source} (every process then has the whole model), or a strategy of {', '.join(_RESHARDS)}."
         )
     reshard = _RESHARDS[strategy]
@@ -143,18 +147,22 @@ def _map_hybrid(settings: Resolution, strategy: str, found: Conversion) -> None:
     processes, machines = settings["num_processes"], settings["num_machines"]
     if settings["use_parallelism_config"]:
         raise ConfigurationError(
-            f"{settings.where('fsdp_sharding_strategy')} asks for a copy of the model on each machine, and there is a {_MESH} section that "
+            f"{settings.where('fsdp_sharding_strategy')} asks for a copy of the model on each machine, and there is a "
+            f"{_MESH} section that "
             "says otherwise. Remove one of them."
         )
     if processes is None or machines < 2 or processes % machines:
         raise ConfigurationError(
-            f"{settings.where('fsdp_sharding_strategy')} keeps a copy of the model on each of several machines, which in version 2 is a "
-            f"mesh of as many copies. The file must say how many there are: num_machines is {machines}, num_processes is "
+            f"{settings.where('fsdp_sharding_strategy')} keeps a copy of the model on each of several machines, which "
+            "in version 2 is a "
+            f"mesh of as many copies. The file must say how many there are: num_machines is {machines}, num_processes "
+            "is "
             f"{'not given' if processes is None else processes}. Set both, num_processes to a multiple of num_machines."
         )
     found.mesh = {f"{_MESH}_dp_replicate_size": machines, f"{_MESH}_dp_shard_size": processes // machines}
     found.notes.append(
-        f"{strategy} becomes a mesh as well: {machines} copies (one a machine), each on {processes // machines} processes"
+        f"{strategy} becomes a mesh as well: {machines} copies (one a machine), each on {processes // machines} "
+        "processes"
     )
 
 

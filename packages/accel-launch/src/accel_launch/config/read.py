@@ -1,4 +1,6 @@
-"""The configuration file of ``accel launch``: found, read, brought up to date and checked, and then merged with everything else."""
+"""The configuration file of ``accel launch``: found, read, brought up to date and checked, and then merged with
+everything else.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,16 @@ _SHOWN_CHARACTERS = 60
 
 
 def load_settings(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Resolution:
-    """Every setting, from the command line, the environment, the configuration file that these two name, and the defaults.
+    """Every setting, from the command line, the environment, the configuration file that these two name, and the
+    defaults.
 
     Args:
         options: what the command line gave, by the options' names.
         environ: environment variables; left out, those of this process.
 
     Raises:
-        ConfigurationError: a value is not allowed, a key is not known, or settings contradict one another; the message names them.
+        ConfigurationError: a value is not allowed, a key is not known, or settings contradict one another; the message
+            names them.
     """
     groups, given = load_groups(), dict(options or {})
     named = {name: text for name, text in given.items() if name == "config_file"}
@@ -49,8 +53,8 @@ def read_config(path: str | Path | None, environ: Mapping[str, str] | None = Non
         environ: environment variables that say where the default one is.
 
     Raises:
-        ConfigurationError: the file cannot be read, or holds a key that is not known or a value that is not allowed; the message names
-            file, line and key.
+        ConfigurationError: the file cannot be read, or holds a key that is not known or a value that is not allowed;
+            the message names file, line and key.
     """
     found = path if path is not None else find_default(environ)
     if found is None:
@@ -95,7 +99,8 @@ def _refuse(entry: Entry, known: Mapping[str, Option], sections: set[str]) -> No
     value = repr(entry.value)
     raise ConfigurationError(
         f"{entry.place}: {entry.key} is not a known key.{_suggest_key(entry.key, candidates, known)} "
-        f"Its value is {value if len(value) < _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + '...'}. Known: {', '.join(candidates)}."
+        f"Its value is {value if len(value) < _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + '...'}. Known: "
+        f"{', '.join(candidates)}."
     )
 
 

@@ -108,7 +108,8 @@ def write_file(path: Path, content: Mapping[str, Any]) -> None:
     """Write a configuration file: under another name first, then renamed, so that at no time half a file is there.
 
     Raises:
-        ConfigurationError: the file cannot be written, or would not be a readable one; what was there before is untouched.
+        ConfigurationError: the file cannot be written, or would not be a readable one; what was there before is
+            untouched.
     """
     write_text(path, to_text(path, content))
 

@@ -86,5 +86,11 @@ def _stages(output: str) -> str:
 
 def _advice(options: Sequence[str]) -> str:
     if any("num_machines" in word for word in options):
-        return "Is the doctor running on every machine, with the same --main_process_ip and --main_process_port, and can each reach them?"
-    return "What the processes said is above. GLOO_SOCKET_IFNAME=lo keeps them on this machine; `accel launch --debug` shows the agent's log."
+        return (
+            "Is the doctor running on every machine, with the same --main_process_ip and --main_process_port, and "
+            "can each reach them?"
+        )
+    return (
+        "What the processes said is above. GLOO_SOCKET_IFNAME=lo keeps them on this machine; `accel launch "
+        "--debug` shows the agent's log."
+    )

@@ -92,7 +92,8 @@ def check_devices() -> Iterator[Finding]:
     count = device.device_count()
     if device.name == "cpu" and installed:
         advice = (
-            "Install a torch that is built for them (https://pytorch.org/get-started), or see whether the driver works, or what a "
+            "Install a torch that is built for them (https://pytorch.org/get-started), or see whether the driver "
+            "works, or what a "
             "variable such as "
             f"{makers[0]} hides."
         )
@@ -203,7 +204,10 @@ def check_network() -> Iterator[Finding]:
             f"what was sent to port {port} of 127.0.0.1 did not arrive",
             "See what filters traffic on the loopback interface.",
         )
-    advice = "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface that the machines share."
+    advice = (
+        "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface that "
+        "the machines share."
+    )
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:

@@ -1,4 +1,5 @@
-"""What every process of ``accel doctor`` runs: the checks that need several of them. Started by the launcher, as a module.
+"""What every process of ``accel doctor`` runs: the checks that need several of them. Started by the launcher, as a
+module.
 
 Rank 0 of each machine prints what was found, as one marked line for the doctor that started it.
 """
@@ -98,7 +99,8 @@ def _meeting(state: PartialState) -> Iterator[Finding]:
         names = list(dict.fromkeys(hosts))
         yield ok(
             "meeting",
-            f"{state.num_processes} process(es) on {', '.join(names)} over {state.backend or 'no backend'}, {state.device.type}",
+            f"{state.num_processes} process(es) on {', '.join(names)} over {state.backend or 'no backend'}, "
+            f"{state.device.type}",
         )
 
 
@@ -185,7 +187,9 @@ def _median_seconds(state: PartialState, action: Any) -> float:
 
 
 def _clocks(state: PartialState) -> Iterator[Finding]:
-    """How far the clock of each other machine is from rank 0's, by messages there and back, the fastest of which says it best."""
+    """How far the clock of each other machine is from rank 0's, by messages there and back, the fastest of which says
+    it best.
+    """
     _stage("comparing clocks")
     worst = 0.0
     for other in range(1, state.num_processes):

@@ -1,1 +1,3 @@
-"""Several processes over torch's elastic agent. Importing run, agent, rendezvous or signals imports torch; the others do not."""
+"""Several processes over torch's elastic agent. Importing run, agent, rendezvous or signals imports torch; the others
+do not.
+"""

@@ -1,4 +1,6 @@
-"""torch's elastic agent, with log folders we know, signals that arrive, and an exit barrier that ends when another machine failed."""
+"""torch's elastic agent, with log folders we know, signals that arrive, and an exit barrier that ends when another
+machine failed.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ class LogFolders(DefaultLogsSpecs):
     Args:
         log_dir: base folder.
         tee: streams by local rank that go to a file as well as to the screen.
-        on_restart: called before processes are started again, with the number of the restart, and the state that they saved because
-            they were told to end, or None.
+        on_restart: called before processes are started again, with the number of the restart, and the state that they
+            saved because they were told to end, or None.
     """
 
     def __init__(self, log_dir: str, tee: Std | dict[int, Std], on_restart: Callable[[int, Note | None], None]) -> None:
@@ -93,8 +95,9 @@ class Agent(LocalElasticAgent):
         return [worker.id for worker in self.get_worker_group().workers if isinstance(worker.id, int) and worker.id > 0]
 
     def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> Event:
-        # torch's has this host's full name in it, which it asks the name service for, once an event: where that does not answer, a launch
-        # takes minutes. Nobody reads the events unless a handler for them is installed, and here none can be.
+        # torch's has this host's full name in it, which it asks the name service for, once an event: where that does
+        # not answer, a launch # takes minutes. Nobody reads the events unless a handler for them is installed, and here
+        # none can be.
         return Event(f"torchelastic.worker.status.{state}", source)
 
     def _rendezvous(self, worker_group: Any) -> None:
@@ -104,8 +107,9 @@ class Agent(LocalElasticAgent):
             # One failure is one restart, however many machines it makes fail: all count alike.
             self._remaining_restarts = worker_group.spec.max_restarts - handler.round
             return
-        # torch keeps the store of the ranks over a restart, and with it the addresses of those that are gone: gloo then connects to them
-        # or to the new ones, whichever it reads first. Without these two the rendezvous makes a new store.
+        # torch keeps the store of the ranks over a restart, and with it the addresses of those that are gone: gloo then
+        # connects to them # or to the new ones, whichever it reads first. Without these two the rendezvous makes a new
+        # store.
         names = [name for name in ("_shared_tcp_store_server", "_bootstrap_store_info") if hasattr(handler, name)]
         # Kept until all machines have met again: ranks that still run elsewhere would fail without it.
         former = [getattr(handler, name) for name in names]
@@ -121,7 +125,9 @@ class Agent(LocalElasticAgent):
         super()._shutdown(death_sig, *args, **kwargs)
 
     def _accept_silent_ends(self) -> None:
-        """Take a rank for done that ended well without handing over a result, as os._exit(0) does: torch waits for it for ever."""
+        """Take a rank for done that ended well without handing over a result, as os._exit(0) does: torch waits for it
+        for ever.
+        """
         context = self._pcontext
         if not isinstance(context, MultiprocessContext) or context._pc is None:
             return
@@ -149,7 +155,8 @@ class Agent(LocalElasticAgent):
         return result
 
     def _exit_barrier(self) -> None:
-        # torch's own barrier is one call into the store: deaf to signals, and it waits its five minutes out for an agent that failed.
+        # torch's own barrier is one call into the store: deaf to signals, and it waits its five minutes out for an
+        # agent that failed.
         ends = self._ends()
         if ends is not None:
             ends.post(SUCCEEDED)

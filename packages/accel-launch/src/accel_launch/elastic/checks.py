@@ -18,7 +18,8 @@ def check_rendezvous(options: RendezvousOptions, num_machines: int) -> None:
     """Check the address that was asked for, and make the log folder.
 
     Raises:
-        ConfigurationError: the port is in use, the address of the main machine is not known, or the folder cannot be made.
+        ConfigurationError: the port is in use, the address of the main machine is not known, or the folder cannot be
+            made.
     """
     if num_machines > 1 or options.main_process_port:
         _check_host(options.main_process_ip or LOOPBACK)
@@ -47,6 +48,7 @@ def _check_host(host: str) -> None:
 def _check_port(port: int) -> None:
     if not is_free(port):
         raise ConfigurationError(
-            f"--main_process_port {port}: the port is in use on this machine, or not yours to use. Give another one; on a single machine, "
+            f"--main_process_port {port}: the port is in use on this machine, or not yours to use. Give another one; "
+            "on a single machine, "
             "leave it out or give 0 for any free port."
         )

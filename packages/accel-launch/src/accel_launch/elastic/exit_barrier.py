@@ -68,7 +68,9 @@ class Ends:
         return int(self._store.get(key)) if self._store.check([key]) else None
 
     def wait(self) -> list[int]:
-        """Wait until every machine has posted how it ended; return the ranks of those that failed, as soon as there is one."""
+        """Wait until every machine has posted how it ended; return the ranks of those that failed, as soon as there is
+        one.
+        """
         others = self._others
         deadline = time.monotonic() + EXIT_BARRIER_SECONDS
         while others and time.monotonic() < deadline:

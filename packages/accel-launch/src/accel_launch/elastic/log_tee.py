@@ -1,7 +1,7 @@
 """Output of ranks that goes to files and to the screen (``--tee``): to its last line.
 
-torch's thread that copies a rank's file to the screen ends when it has come to the end of the file, and then finds that the rank has
-ended. What the rank has written between the two is lost.
+torch's thread that copies a rank's file to the screen ends when it has come to the end of the file, and then finds that
+the rank has ended. What the rank has written between the two is lost.
 """
 
 from __future__ import annotations

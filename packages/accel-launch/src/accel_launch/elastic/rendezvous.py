@@ -21,7 +21,8 @@ DEFAULT_TIMEOUT_SECONDS = 900
 def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str | None = None) -> RendezvousParameters:
     """The rendezvous of a launch.
 
-    On one machine nothing has to meet: without an asked-for port the agent takes a free one, with nothing in between that could take it.
+    On one machine nothing has to meet: without an asked-for port the agent takes a free one, with nothing in between
+    that could take it.
     """
     host = options.main_process_ip or LOOPBACK
     if num_machines == 1:
@@ -54,7 +55,8 @@ def await_main_machine(options: RendezvousOptions, parameters: RendezvousParamet
 def not_met(parameters: RendezvousParameters, reason: str) -> str:
     """The message for machines that did not find one another."""
     return (
-        f"the {parameters.max_nodes} machines did not meet at {parameters.endpoint}: {reason}. Is the launcher started on every machine, "
+        f"the {parameters.max_nodes} machines did not meet at {parameters.endpoint}: {reason}. Is the launcher "
+        "started on every machine, "
         "with the same --main_process_ip and --main_process_port, and can this machine reach that port?"
     )
 

@@ -72,7 +72,8 @@ def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, folder: P
 def without_crashes_at_the_end(failures: Iterable[RankFailure]) -> list[RankFailure]:
     """The failures, less each death by a signal of a process that had reported before what its script ended with.
 
-    A script that ends with its process group open can crash while Python shuts down (a thread of the group asks for the interpreter).
+    A script that ends with its process group open can crash while Python shuts down (a thread of the group asks for the
+    interpreter).
     """
     failures = list(failures)
     reported = {(failure.host, failure.pid) for failure in failures if failure.time_ns is not None}
@@ -84,9 +85,9 @@ def without_crashes_at_the_end(failures: Iterable[RankFailure]) -> list[RankFail
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
     """The failure that the others follow from.
 
-    An error of Python's own comes first, by its time: a rank that it ends can make the others crash in their collectives. Then come
-    ranks that were killed or crashed, and then errors that tell of a lost connection, which follow from either. Ranks that the launcher
-    itself ended with SIGTERM come last.
+    An error of Python's own comes first, by its time: a rank that it ends can make the others crash in their
+    collectives. Then come ranks that were killed or crashed, and then errors that tell of a lost connection, which
+    follow from either. Ranks that the launcher itself ended with SIGTERM come last.
     """
 
     def order(failure: RankFailure) -> tuple[int, int]:
@@ -103,10 +104,15 @@ def describe(failure: RankFailure, world_size: int) -> str:
     where = f"local rank {failure.local_rank} on {failure.host or socket.gethostname()}, pid {failure.pid}"
     subject = f"rank {failure.rank} of {world_size}"
     if failure.traceback:
-        return f"accel launch: {subject} failed first ({where}), exit code {failure.exit_code}:\n{failure.traceback.rstrip()}"
+        return (
+            f"accel launch: {subject} failed first ({where}), exit code "
+            f"{failure.exit_code}:\n{failure.traceback.rstrip()}"
+        )
     if failure.signal:
         hint = _HINTS.get(failure.signal, "")
-        return f"accel launch: {subject} was ended by {failure.signal} ({where}), exit code {failure.exit_code}. {hint}".rstrip()
+        return (
+            f"accel launch: {subject} was ended by {failure.signal} ({where}), exit code {failure.exit_code}. {hint}"
+        ).rstrip()
     return f"accel launch: {subject} ended first with exit code {failure.exit_code} ({where})."
 
 

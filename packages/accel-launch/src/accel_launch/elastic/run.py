@@ -208,7 +208,10 @@ def _rendezvous_message(parameters: RendezvousParameters, started: bool, error: 
     # C++ puts a stack behind the first line.
     reason = str(error).split("\n", 1)[0]
     if started:
-        return f"the connection to the rendezvous at {parameters.endpoint} was lost, so the processes of this machine were ended: {reason}"
+        return (
+            f"the connection to the rendezvous at {parameters.endpoint} was lost, so the processes of this machine "
+            f"were ended: {reason}"
+        )
     return not_met(parameters, reason)
 
 

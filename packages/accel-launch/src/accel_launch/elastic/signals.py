@@ -1,8 +1,9 @@
 """Signals to the launcher reach the ranks, and end the launcher in any case.
 
-torch's agent turns a signal into an exception in the main thread. That is not enough: while the main thread is inside a call
-to the rendezvous store the exception waits for it, for minutes, and a second signal interrupts the clean-up after the first,
-which leaves orphans. Here the first signal alone raises; a thread that hears of signals at once watches what becomes of it.
+torch's agent turns a signal into an exception in the main thread. That is not enough: while the main thread is inside a
+call to the rendezvous store the exception waits for it, for minutes, and a second signal interrupts the clean-up after
+the first, which leaves orphans. Here the first signal alone raises; a thread that hears of signals at once watches what
+becomes of it.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class SignalWatch:
     def install(self) -> None:
         """Take the handlers; torch's agent sets its own whenever it starts processes, so it is called again after that."""
         for number in (*SIGNALS, *FORWARDED) if self._active else ():
-            # What is ignored on purpose stays so: nohup ignores SIGHUP, and a shell SIGINT for what it starts in the background.
+            # What is ignored on purpose stays so: nohup ignores SIGHUP, and a shell SIGINT for what it starts in the
+            # background.
             signal.signal(
                 number, signal.SIG_IGN if self._former[number] is signal.SIG_IGN else self._handler_of(number)
             )
@@ -108,8 +110,8 @@ class SignalWatch:
         The handler that torch's agent installs raises at once; here it installs this one.
 
         Args:
-            forks: whether ranks are forks of this process. A signal to one of them is then held back, in it too, until it has handlers
-                of its own: with this process's it would keep the signal, and do nothing.
+            forks: whether ranks are forks of this process. A signal to one of them is then held back, in it too, until
+                it has handlers of its own: with this process's it would keep the signal, and do nothing.
         """
         torchs = getattr(torch_processes, _TORCHS_HANDLER, None)
         self._postponed = True
@@ -178,7 +180,9 @@ class SignalWatch:
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[None]:
-    """Signals to this thread, and to what it forks, wait until the context is left, and in a fork until it asks for them."""
+    """Signals to this thread, and to what it forks, wait until the context is left, and in a fork until it asks for
+    them.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

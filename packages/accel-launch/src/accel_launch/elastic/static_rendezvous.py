@@ -1,9 +1,11 @@
-"""The rendezvous of machines whose ranks are given: they start their processes together, and again whenever one of them asks for it.
+"""The rendezvous of machines whose ranks are given: they start their processes together, and again whenever one of them
+asks for it.
 
-Each start is a round. The machine of rank 0 holds a store with the number of the latest round. A machine whose processes failed
-asks for the next round, the others see it when they look at their own processes, and all arrive there before anything starts.
-The store of the processes is a new one in each round: what they left in a former one leads to processes that are gone.
-torch's own static rendezvous has no rounds: each machine starts again alone, and the processes meet the others' former ones.
+Each start is a round. The machine of rank 0 holds a store with the number of the latest round. A machine whose
+processes failed asks for the next round, the others see it when they look at their own processes, and all arrive there
+before anything starts. The store of the processes is a new one in each round: what they left in a former one leads to
+processes that are gone. torch's own static rendezvous has no rounds: each machine starts again alone, and the processes
+meet the others' former ones.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class RoundsRendezvous(RendezvousHandler):
 
     Args:
         host: address of the machine of rank 0.
-        port: port of its store, which the processes use too in the first round; 0 for any free one, on a single machine.
+        port: port of its store, which the processes use too in the first round; 0 for any free one, on a single
+            machine.
         rank: of this machine.
         world_size: machines.
         run_id: what they call this run.
@@ -131,7 +134,9 @@ class RoundsRendezvous(RendezvousHandler):
         return f"{number}/arrived/{self._rank if rank is None else rank}"
 
     def _start(self, store: Store) -> int:
-        """The port of the processes' store, as soon as all machines have arrived; 0 where a later round was asked for meanwhile."""
+        """The port of the processes' store, as soon as all machines have arrived; 0 where a later round was asked for
+        meanwhile.
+        """
         key, begin, noted = f"{self.round}/port", time.monotonic(), False
         places = [self._place(self.round, rank) for rank in range(self._world_size)]
         while True:

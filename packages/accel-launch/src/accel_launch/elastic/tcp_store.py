@@ -58,8 +58,8 @@ class LocalServer:
 class ForkedServer:
     """A server in a process of its own, which ends with this one.
 
-    A process that forks its ranks must not have the server's thread: a rank forked while that thread holds a lock (of the system's name
-    service, say) would wait for it for ever.
+    A process that forks its ranks must not have the server's thread: a rank forked while that thread holds a lock (of
+    the system's name service, say) would wait for it for ever.
 
     Args:
         port: what it listens on; 0 for any free port.

@@ -1,8 +1,8 @@
 """Runs one rank's script as Python itself would, and leaves a report if it fails.
 
-Started by path, as ``python worker.py MODE LAUNCHER_PID TARGET ARGUMENT...``, in whatever environment the script has: so it
-uses the standard library alone. The report (failure.json beside torch's error file) lets the launcher say which rank failed
-first, and show its traceback last, whether or not the script knows of any launcher.
+Started by path, as ``python worker.py MODE LAUNCHER_PID TARGET ARGUMENT...``, in whatever environment the script has:
+so it uses the standard library alone. The report (failure.json beside torch's error file) lets the launcher say which
+rank failed first, and show its traceback last, whether or not the script knows of any launcher.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from types import ModuleType, TracebackType
 
 RELAY_VARIABLE = "ACCEL_LAUNCH_RELAY"
-"""Set by a launcher that gathers what failed from the stderr of all ranks; see :mod:`accel_launch.external_launcher`."""
+"""Set by a launcher that gathers what failed from the stderr of all ranks; see :mod:`accel_launch.external_launcher`.
+"""
 
 FAILURE_MARK = "\x1eaccel-launch-failure "
 """Begins the line on stderr that tells that launcher of a failure."""
@@ -21,7 +22,9 @@ FAILURE_MARK = "\x1eaccel-launch-failure "
 LONGEST_TRACEBACK = 2600
 
 ENCODED = "encoded"
-"""Stands for the launcher's pid where the arguments come as one word: a shell on the way would take empty ones and quotes apart."""
+"""Stands for the launcher's pid where the arguments come as one word: a shell on the way would take empty ones and
+quotes apart.
+"""
 
 
 def main() -> None:
@@ -35,7 +38,8 @@ def main() -> None:
     if mode == "executable":
         execute(target, args)
     print_by_line()
-    # Python put the folder of this file first, where python script.py has the script's folder and python -m the current one.
+    # Python put the folder of this file first, where python script.py has the script's folder and python -m the current
+    # one.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if mode == "module" else os.path.dirname(os.path.realpath(target))
     try:
@@ -111,7 +115,9 @@ def execute(target: str, args: list[str]) -> None:
 
 
 def run_script(path: str) -> None:
-    """Run a file as ``python file`` does: in the module ``__main__``, so that what it defines can be pickled and found by spawn."""
+    """Run a file as ``python file`` does: in the module ``__main__``, so that what it defines can be pickled and found
+    by spawn.
+    """
     import runpy
 
     if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and is_zip(path)):
@@ -162,7 +168,9 @@ def strip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def write_report(error: BaseException, exit_code: int, *, with_traceback: bool) -> None:
-    """Tell the launcher: in failure.json beside torch's error file, or on stderr where the ranks share no files with it."""
+    """Tell the launcher: in failure.json beside torch's error file, or on stderr where the ranks share no files with
+    it.
+    """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         write_file(

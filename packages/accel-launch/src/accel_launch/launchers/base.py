@@ -19,8 +19,8 @@ class Start:
         machine: which one, in words.
         command: its words.
         environment: variables on top of those of the machine.
-        ranks: what each process that the command stands for has in its environment beside these; none where the command itself
-            starts the ranks.
+        ranks: what each process that the command stands for has in its environment beside these; none where the command
+            itself starts the ranks.
         notes: what else happens, in words.
     """
 
@@ -50,7 +50,8 @@ class Launcher(ABC):
         """What :meth:`run` would run, machine by machine. Nothing is started, and nothing is written.
 
         Raises:
-            ConfigurationError: as for :meth:`run`, as far as it can be known without starting anything; or the launcher cannot tell.
+            ConfigurationError: as for :meth:`run`, as far as it can be known without starting anything; or the launcher
+                cannot tell.
         """
         raise ConfigurationError(
             f"{type(self).__name__} cannot say what it would start: --dry_run is for launchers that can."

@@ -78,7 +78,8 @@ def _runner(plan: Plan, pool: Pool, free_port: int) -> Start:
         ]
     notes = [
         f"DeepSpeed's launcher: {launcher}",
-        "the script's arguments are the last word, encoded: a shell on the way to other machines would change some of them",
+        "the script's arguments are the last word, encoded: a shell on the way to other machines would change some of "
+        "them",
         "DS_ENV_FILE names a temporary file with these variables, which DeepSpeed exports on every machine",
     ]
     if importlib.util.find_spec("deepspeed") is None:
@@ -145,7 +146,8 @@ def _node_rank(plan: Plan, pool: Pool) -> int:
     rank = plan.rendezvous.machine_rank
     if rank >= len(pool) or not plan.settings.is_set("machine_rank"):
         raise ConfigurationError(
-            f"--deepspeed_multinode_launcher {WITHOUT_SSH} is started on every machine with its --machine_rank, from 0 to "
+            f"--deepspeed_multinode_launcher {WITHOUT_SSH} is started on every machine with its --machine_rank, from "
+            "0 to "
             f"{len(pool) - 1}, in the "
             f"order of the hostfile ({plan.settings.where('machine_rank')})."
         )
@@ -161,7 +163,9 @@ def _users_lines() -> Iterator[str]:
 
 
 class _Ender:
-    """Ends a run over pdsh: its remote processes outlive their ssh, and DeepSpeed's own handler ends those of every other run too."""
+    """Ends a run over pdsh: its remote processes outlive their ssh, and DeepSpeed's own handler ends those of every
+    other run too.
+    """
 
     def __init__(self, plan: Plan, command: Sequence[str]) -> None:
         self._remote = _launcher(plan) == DEFAULT_LAUNCHER

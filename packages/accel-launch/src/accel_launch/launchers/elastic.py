@@ -91,7 +91,8 @@ def _notes(plan: Plan, machine: int, here: bool) -> list[str]:
         notes.append("MASTER_ADDR and MASTER_PORT: this machine, and a port that is free when the processes start")
     elif options.rdzv_backend != "static":
         notes.append(
-            f"the machines meet at {options.main_process_ip}:{options.main_process_port or DEFAULT_PORT}, which decides their ranks"
+            f"the machines meet at {options.main_process_ip}:{options.main_process_port or DEFAULT_PORT}, which "
+            "decides their ranks"
         )
     if not here:
         rank = {"machine_rank": machine} if options.rdzv_backend == "static" and plan.place.rank is None else {}

@@ -36,7 +36,8 @@ class MpirunLauncher(Launcher):
         mpi = find_mpi(plan.full_environment())
         if mpi is None:
             raise ConfigurationError(
-                f"{plan.settings.where('mpirun_hostfile')} asks for mpirun, and no mpirun of Open MPI, Intel MPI, MPICH or MVAPICH is "
+                f"{plan.settings.where('mpirun_hostfile')} asks for mpirun, and no mpirun of Open MPI, Intel MPI, "
+                "MPICH or MVAPICH is "
                 "on PATH. "
                 "Install one (apt install openmpi-bin), load its module, or leave the hostfile out."
             )
@@ -95,7 +96,9 @@ def _port(plan: Plan, rank_0_is_here: bool, free_port: int) -> str:
 
 
 def _threads(plan: Plan) -> dict[str, str]:
-    """Variables of OpenMP. Those of Intel's runtime bind the threads of a process to neighbouring cores, and have them sleep at once."""
+    """Variables of OpenMP. Those of Intel's runtime bind the threads of a process to neighbouring cores, and have them
+    sleep at once.
+    """
     given = plan.full_environment()
     threads = str(max(1, usable_cores() // plan.local_processes))
     variables = {"OMP_NUM_THREADS": threads, "KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}

@@ -1,7 +1,8 @@
 """One rank of a job whose ranks somebody else starts: the process becomes the script.
 
-Two ways lead here: ``srun accel launch script.py`` with several tasks on a node (``mpirun -n 4 accel launch script.py``), and the
-command that :mod:`accel_launch.launchers.mpirun` gives to mpirun: ``python -m accel_launch.launchers.rank script script.py``.
+Two ways lead here: ``srun accel launch script.py`` with several tasks on a node (``mpirun -n 4 accel launch
+script.py``), and the command that :mod:`accel_launch.launchers.mpirun` gives to mpirun: ``python -m
+accel_launch.launchers.rank script script.py``.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def torchrun_variables(rank: Environment, address: str | None, port: int | None)
     host = rank.main_address or address
     if host is None:
         raise ConfigurationError(
-            f"{rank.name} started {rank.world_size} ranks on {rank.num_nodes} nodes and tells none of them where rank 0 is. Give its "
+            f"{rank.name} started {rank.world_size} ranks on {rank.num_nodes} nodes and tells none of them where rank "
+            "0 is. Give its "
             "address "
             "with --main_process_ip, or in MASTER_ADDR (mpirun: -x MASTER_ADDR=..., or -genv MASTER_ADDR ...)."
         )
@@ -97,7 +99,8 @@ def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
     found = detect({key: value for key, value in environ.items() if key not in ("RANK", "LOCAL_RANK")})
     if found.name == "single":
         raise ConfigurationError(
-            f"no MPI launcher has started {name}: neither OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK nor PMI_RANK is set."
+            f"no MPI launcher has started {name}: neither OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK nor PMI_RANK is "
+            "set."
         )
     variables = torchrun_variables(found, environ.get("MASTER_ADDR"), None)
     return supervise(Target(kind, name, tuple(args)), {**environ, **variables})

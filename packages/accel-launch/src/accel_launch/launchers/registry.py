@@ -1,4 +1,6 @@
-"""Every launcher; other packages add theirs through the entry point group ``accel.launchers``, and are asked before ours."""
+"""Every launcher; other packages add theirs through the entry point group ``accel.launchers``, and are asked before
+ours.
+"""
 
 from __future__ import annotations
 
@@ -43,5 +45,6 @@ def choose_launcher(plan: Plan) -> Launcher:
         if launcher.accepts(plan):
             return launcher
     raise ConfigurationError(
-        f"no launcher takes {plan.num_processes} processes on {plan.num_machines} machines. Known: {', '.join(LAUNCHERS)}."
+        f"no launcher takes {plan.num_processes} processes on {plan.num_machines} machines. Known: "
+        f"{', '.join(LAUNCHERS)}."
     )

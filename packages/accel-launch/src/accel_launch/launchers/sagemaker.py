@@ -121,7 +121,8 @@ def _submit_trainer(job: CloudJob, region: str, session: Any) -> str:
     if unknown:
         known = ", ".join(sorted({*_COMPUTE, *_STOPPING, *_NETWORKING}))
         raise ConfigurationError(
-            f"additional_args: {', '.join(unknown)} means nothing to SDK 3 of SageMaker. Allowed: {known}; or install 'sagemaker<3'."
+            f"additional_args: {', '.join(unknown)} means nothing to SDK 3 of SageMaker. Allowed: {known}; or install "
+            "'sagemaker<3'."
         )
     requirements = "requirements.txt" if os.path.isfile(os.path.join(job.source_dir, "requirements.txt")) else None
     trainer = ModelTrainer(

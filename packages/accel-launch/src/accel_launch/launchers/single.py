@@ -17,7 +17,9 @@ from .base import Launcher, Start
 
 
 def restore_signals() -> None:
-    """Undo what Python ignores at its start, which an executable would inherit: writing into a closed pipe no longer ended it."""
+    """Undo what Python ignores at its start, which an executable would inherit: writing into a closed pipe no longer
+    ended it.
+    """
     for name in ("SIGPIPE", "SIGXFSZ"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)

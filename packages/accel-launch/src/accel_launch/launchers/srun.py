@@ -27,7 +27,8 @@ class SrunLauncher(Launcher):
         """Run srun and wait for it."""
         if shutil.which("srun") is None:
             raise ConfigurationError(
-                "this is a SLURM job on several nodes, but srun, which starts a launcher on each, is not on PATH. Add SLURM's bin "
+                "this is a SLURM job on several nodes, but srun, which starts a launcher on each, is not on PATH. Add "
+                "SLURM's bin "
                 "folder to it."
             )
         start = self.starts(plan)[0]
@@ -39,7 +40,8 @@ class SrunLauncher(Launcher):
         hosts = plan.place.hosts[:nodes]
         machine = f"every node of the SLURM job ({', '.join(hosts)}), by one call of srun from here"
         notes = [
-            f"each launcher starts {plan.local_processes} process(es) on its node, {plan.num_processes} in all; SLURM tells it its rank"
+            f"each launcher starts {plan.local_processes} process(es) on its node, {plan.num_processes} in all; SLURM "
+            "tells it its rank"
         ]
         # The launcher shares out the node's cores itself: left to SLURM, one task would be bound to one of them.
         words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]

@@ -110,7 +110,8 @@ class TpuRank:
         function = getattr(module, self.function_name, None)
         if not callable(function):
             raise ConfigurationError(
-                f"{self.target.name} has no function {self.function_name!r}, which every core of the TPU would call. Define it, or name "
+                f"{self.target.name} has no function {self.function_name!r}, which every core of the TPU would call. "
+                "Define it, or name "
                 "another "
                 "one with --main_training_function."
             )
@@ -121,13 +122,16 @@ class TpuRank:
 def _rank(plan: Plan) -> TpuRank:
     if plan.target.kind == "executable":
         raise ConfigurationError(
-            "--no_python and --tpu contradict each other: on a TPU a function of a Python script is called. Give one of them."
+            "--no_python and --tpu contradict each other: on a TPU a function of a Python script is called. Give one "
+            "of them."
         )
     return TpuRank(plan.target, plan.settings["main_training_function"])
 
 
 def _import_file(name: str) -> ModuleType:
-    """Import a script under its own name: what stands under ``if __name__ == "__main__"`` does not run, and pickle finds the rest."""
+    """Import a script under its own name: what stands under ``if __name__ == "__main__"`` does not run, and pickle
+    finds the rest.
+    """
     path = Path(name).resolve()
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))

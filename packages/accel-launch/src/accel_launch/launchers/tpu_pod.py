@@ -47,7 +47,8 @@ class TpuPodLauncher(Launcher):
         commands = ssh_commands(plan.settings["tpu_name"], plan.settings["tpu_zone"], remote_line(plan), machines)
         names = machines or [f"every machine of the TPU {plan.settings['tpu_name']}"]
         notes = [
-            "script, data and accel must be there, in the same folders: accel tpu-config runs commands that install them"
+            "script, data and accel must be there, in the same folders: accel tpu-config runs commands that install "
+            "them"
         ]
         return [Start(name, command, notes=notes) for name, command in zip(names, commands, strict=True)]
 

@@ -45,7 +45,9 @@ LOCAL_ORDER = (
 CLOUD_ORDER = ("group:sagemaker", "distributed_type", "group:dynamo", "num_machines", "mixed_precision", "group:fp8")
 
 Ask = Callable[[Option, Any, tuple[str, ...] | None], Any]
-"""Asks for an option: the option, what is proposed, the choices where they are fewer than the option's. Returns a value, or None."""
+"""Asks for an option: the option, what is proposed, the choices where they are fewer than the option's. Returns a
+value, or None.
+"""
 
 
 def ask_all(ask: Ask, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +69,9 @@ def ask_all(ask: Ask, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def questions(answers: Mapping[str, Any]) -> Iterator[Option]:
-    """The options to ask for, one after the other: whether one comes depends on ``answers``, which the caller fills meanwhile."""
+    """The options to ask for, one after the other: whether one comes depends on ``answers``, which the caller fills
+    meanwhile.
+    """
     options = declared()
     yield options["compute_environment"]
     cloud = answers.get("compute_environment") == "AMAZON_SAGEMAKER"

@@ -15,8 +15,8 @@ from accel_state.enums import CustomDtype
 class Quantizer(ABC):
     """Turns linear layers into quantized ones, and their weights into tensors that can be saved and offloaded.
 
-    Other packages add their own through the entry point group ``accel.quantizers``; a configuration names one by its attribute
-    ``quantizer``, and has the attributes ``torch_dtype``, ``skip_modules`` and ``keep_in_fp32_modules``.
+    Other packages add their own through the entry point group ``accel.quantizers``; a configuration names one by its
+    attribute ``quantizer``, and has the attributes ``torch_dtype``, ``skip_modules`` and ``keep_in_fp32_modules``.
 
     Args:
         config: the configuration.

@@ -34,8 +34,8 @@ class Bnb4Bit(Quantizer):
             quant_type=self.config.bnb_4bit_quant_type,
             device="meta",
         )
-        # On CPUs with AVX512-BF16 the first forward would repack the weight: this rounds its scales to bfloat16, cannot be undone for a
-        # state dict, and fails unless the rows are a multiple of 32.
+        # On CPUs with AVX512-BF16 the first forward would repack the weight: this rounds its scales to bfloat16, cannot
+        # be undone for a # state dict, and fails unless the rows are a multiple of 32.
         layer.support_avx512bf16_for_cpu = False
         return layer
 
@@ -66,7 +66,8 @@ class Bnb4Bit(Quantizer):
         kinds = [key.rpartition("bitsandbytes__")[2] for key in statistics if "bitsandbytes__" in key]
         if len(kinds) != 1:
             raise ConfigurationError(
-                "the checkpoint lacks the tensors that describe a weight in 4 bits (weight.quant_state...). Save it again."
+                "the checkpoint lacks the tensors that describe a weight in 4 bits (weight.quant_state...). Save it "
+                "again."
             )
         saved = {"bnb_4bit_quant_type": kinds[0], "bnb_4bit_use_double_quant": "nested_absmax" in statistics}
         for name, value in saved.items():

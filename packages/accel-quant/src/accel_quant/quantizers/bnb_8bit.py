@@ -50,7 +50,8 @@ class Bnb8Bit(Quantizer):
         weight, scales = tensors["weight"], tensors.get("SCB")
         if weight.dtype != torch.int8 or scales is None:
             raise ConfigurationError(
-                f"a weight of type {weight.dtype} is not one that load_in_8bit saves (int8, with its scales SCB beside it)."
+                f"a weight of type {weight.dtype} is not one that load_in_8bit saves (int8, with its scales SCB "
+                "beside it)."
             )
         parameter = bitsandbytes_nn().Int8Params(weight.to(device), requires_grad=False, has_fp16_weights=False)
         parameter.CB, parameter.SCB = parameter.data, scales.to(device=device, dtype=torch.float32)

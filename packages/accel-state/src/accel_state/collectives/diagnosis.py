@@ -60,12 +60,16 @@ def _advice(arrived: dict[int, str], missing: list[int]) -> str:
     if missing:
         ranks = ", ".join(str(r) for r in missing)
         return (
-            f"Look for what keeps rank {ranks} from this line: an exception, an `if` that only some ranks enter, or longer work "
+            f"Look for what keeps rank {ranks} from this line: an exception, an `if` that only some ranks enter, or "
+            "longer work "
             "than the timeout (InitProcessGroupKwargs(timeout=...))."
         )
     if len(set(arrived.values())) > 1:
         return "The ranks wait at different lines: every rank must call the same collectives in the same order."
-    return "All ranks wait at the same line: check the network, and that shapes agree (run with --debug or ACCELERATE_DEBUG_MODE=1)."
+    return (
+        "All ranks wait at the same line: check the network, and that shapes agree (run with --debug or "
+        "ACCELERATE_DEBUG_MODE=1)."
+    )
 
 
 def _exchange(operation: str, location: str, rank: int, world_size: int) -> dict[int, str]:

@@ -24,7 +24,8 @@ class TorchCollectives(Collectives):
     """Collectives over a process group.
 
     Args:
-        device: where the back end wants its tensors. Tensors that live elsewhere are moved there and their results back.
+        device: where the back end wants its tensors. Tensors that live elsewhere are moved there and their results
+            back.
         group: the processes that take part, with ranks of their own; None takes all.
     """
 

@@ -1,8 +1,8 @@
 """What every device offers, and the implementation that torch's own naming makes possible.
 
-torch keeps one module per device type with the same function names: ``torch.cuda``, ``torch.xpu``, and, once a vendor's plug-in
-is imported, ``torch.npu``, ``torch.mlu`` and so on. The base class works through that module, so that a vendor's file only
-states facts and where its interface differs.
+torch keeps one module per device type with the same function names: ``torch.cuda``, ``torch.xpu``, and, once a vendor's
+plug-in is imported, ``torch.npu``, ``torch.mlu`` and so on. The base class works through that module, so that a
+vendor's file only states facts and where its interface differs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Device:
     def device(self, local_rank: int) -> torch.device:
         """The device of the process with this local rank.
 
-        Where the launcher has hidden all devices but one from each process (SLURM's ``--gpus-per-task=1``, say), it is that one.
+        Where the launcher has hidden all devices but one from each process (SLURM's ``--gpus-per-task=1``, say), it is
+        that one.
 
         Raises:
             ConfigurationError: there are fewer devices than local ranks.
@@ -188,7 +189,9 @@ class Device:
     # -- the machine -------------------------------------------------------------------------------------------------
 
     def pci_address(self, index: int) -> str | None:
-        """Where a device sits on the PCI bus ("0000:3b:00.0"), or None where it has no such place. May initialise the device."""
+        """Where a device sits on the PCI bus ("0000:3b:00.0"), or None where it has no such place. May initialise the
+        device.
+        """
         properties = self.module.get_device_properties(index) if self.is_available() else None
         bus = getattr(properties, "pci_bus_id", None)
         if not isinstance(bus, int):

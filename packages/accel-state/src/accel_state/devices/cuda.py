@@ -30,7 +30,9 @@ class CudaDevice(Device):
     )
 
     def is_available(self) -> bool:
-        """Whether there is a GPU. Asks the driver's management library where it can, which leaves the process able to fork."""
+        """Whether there is a GPU. Asks the driver's management library where it can, which leaves the process able to
+        fork.
+        """
         return int(torch.cuda.device_count()) > 0
 
     def device_count(self) -> int:

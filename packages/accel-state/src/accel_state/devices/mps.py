@@ -12,7 +12,8 @@ class MpsDevice(Device):
     """Apple's GPU: one a machine, with no collectives of its own."""
 
     name = "mps"
-    # There is no torch.distributed backend for Metal: a run on it is one process, and gloo moves what is in host memory.
+    # There is no torch.distributed backend for Metal: a run on it is one process, and gloo moves what is in host
+    # memory.
     collective_backend = "gloo"
     distributed_type = DistributedType.NO
     out_of_memory_messages = ("MPS backend out of memory",)

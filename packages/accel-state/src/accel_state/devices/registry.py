@@ -7,8 +7,8 @@ import functools
 from ..registry import Registry
 from .base import Device
 
-# The order is the order of detection. XLA is asked for explicitly (PJRT_DEVICE), so it goes first. Vendor plug-ins go before
-# CUDA because some of them answer to torch.cuda as well. The CPU is always there and so comes last.
+# The order is the order of detection. XLA is asked for explicitly (PJRT_DEVICE), so it goes first. Vendor plug-ins go
+# before # CUDA because some of them answer to torch.cuda as well. The CPU is always there and so comes last.
 DEVICES: Registry[type[Device]] = Registry(
     "device",
     {

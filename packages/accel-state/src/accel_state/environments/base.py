@@ -140,9 +140,10 @@ class Environment(ABC):
     ) -> Environment:
         """Complete what an MPI launcher tells.
 
-        MPI launchers number neither the nodes nor an address. Nodes are counted as if filled one after the other, with equally
-        many ranks each. The address is that of MASTER_ADDR; without it, 127.0.0.1 where all ranks are on one node. The port is
-        MASTER_PORT; without it, one derived from ``job``, so that two jobs on one host do not meet at the same port.
+        MPI launchers number neither the nodes nor an address. Nodes are counted as if filled one after the other, with
+        equally many ranks each. The address is that of MASTER_ADDR; without it, 127.0.0.1 where all ranks are on one
+        node. The port is MASTER_PORT; without it, one derived from ``job``, so that two jobs on one host do not meet at
+        the same port.
 
         Args:
             variables: where MASTER_ADDR and MASTER_PORT are looked up.

@@ -31,8 +31,10 @@ class HydraEnvironment(Environment):
             if in_step(variables):
                 return None
             raise ConfigurationError(
-                f"PMI_RANK={rank} and PMI_SIZE={world_size} are set, but MPI_LOCALRANKID and MPI_LOCALNRANKS are not, so the "
-                "process's place on its node is unknown. Set both, or unset PMI_RANK if no MPI launcher started this process."
+                f"PMI_RANK={rank} and PMI_SIZE={world_size} are set, but MPI_LOCALRANKID and MPI_LOCALNRANKS are not, "
+                "so the "
+                "process's place on its node is unknown. Set both, or unset PMI_RANK if no MPI launcher started this "
+                "process."
             )
         places = (
             variables.required(local_rank, because="PMI_RANK"),
@@ -56,7 +58,8 @@ def _proxy() -> str | None:
 def _ticks_at_start(pid: int) -> str | None:
     """When a process began, in ticks since the machine did; None where the system does not tell.
 
-    As a time of day it would be another one after the clock has been set: to a rank that asks for it later, another job.
+    As a time of day it would be another one after the clock has been set: to a rank that asks for it later, another
+    job.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")

@@ -1,7 +1,7 @@
 """The known launchers, and which of them started this process.
 
-The order of detection is the order of nesting, innermost first: torchrun may run under mpirun or srun, and mpirun may run
-under srun, whose variables are still there in the processes that mpirun starts.
+The order of detection is the order of nesting, innermost first: torchrun may run under mpirun or srun, and mpirun may
+run under srun, whose variables are still there in the processes that mpirun starts.
 
 1. torchrun (RANK and WORLD_SIZE), also DeepSpeed's launcher, ``accel launch`` and variables set by hand
 2. openmpi (OMPI_COMM_WORLD_RANK)

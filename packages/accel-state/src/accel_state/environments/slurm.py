@@ -76,7 +76,9 @@ class Allocation:
 
 
 def _even_tasks(variables: Variables) -> int | None:
-    """Tasks of each node, where somebody asked for a number of tasks: SLURM_TASKS_PER_NODE alone is also set where nobody did."""
+    """Tasks of each node, where somebody asked for a number of tasks: SLURM_TASKS_PER_NODE alone is also set where
+    nobody did.
+    """
     asked = variables.first("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
     match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", variables.text("SLURM_TASKS_PER_NODE") or "")
     return int(match[1]) if asked and match else None
@@ -103,7 +105,8 @@ def _local_world_size(variables: Variables, node_rank: int, nodes: int) -> int:
         counts += [int(match[1])] * int(match[2] or 1)
     if len(counts) != nodes or node_rank >= nodes:
         raise ConfigurationError(
-            f"SLURM_STEP_TASKS_PER_NODE={text!r} lists {len(counts)} nodes, but SLURM_STEP_NUM_NODES={nodes} and SLURM_NODEID={node_rank}."
+            f"SLURM_STEP_TASKS_PER_NODE={text!r} lists {len(counts)} nodes, but SLURM_STEP_NUM_NODES={nodes} and "
+            f"SLURM_NODEID={node_rank}."
         )
     return counts[node_rank]
 

@@ -32,7 +32,8 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def find_address(node: str) -> str:
-    """An address for the name of a node: the name itself where it can be resolved, else the NodeAddr that SLURM knows it by.
+    """An address for the name of a node: the name itself where it can be resolved, else the NodeAddr that SLURM knows
+    it by.
 
     The name comes back as it is where neither helps; whoever connects to it then says so.
     """

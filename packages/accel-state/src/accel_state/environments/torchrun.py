@@ -1,4 +1,6 @@
-"""torchrun, and everything that sets the same variables: ``accel launch``, DeepSpeed's launcher, Kubernetes operators, users."""
+"""torchrun, and everything that sets the same variables: ``accel launch``, DeepSpeed's launcher, Kubernetes operators,
+users.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +48,7 @@ def _refuse_lone_local_rank(variables: Variables) -> None:
     local_rank = variables.integer("LOCAL_RANK", minimum=-1)
     if local_rank is not None and local_rank > 0:
         raise ConfigurationError(
-            f"LOCAL_RANK={local_rank} is set but RANK is not. A launcher sets RANK, WORLD_SIZE and LOCAL_RANK: set all three, "
+            f"LOCAL_RANK={local_rank} is set but RANK is not. A launcher sets RANK, WORLD_SIZE and LOCAL_RANK: set "
+            "all three, "
             "or unset LOCAL_RANK."
         )

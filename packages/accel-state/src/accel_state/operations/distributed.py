@@ -23,8 +23,9 @@ def gather(tensor: Any, *, collectives: Collectives | None = None) -> Any:
         collectives: those of the ranks that take part; None takes all.
 
     Returns:
-        Data of the same structure on every rank. A tensor of shape ``(n, ...)`` becomes ``(world_size * n, ...)`` in the
-        order of ranks, a 0-dimensional one becomes ``(world_size,)``. In a single process the data comes back as it is.
+        Data of the same structure on every rank. A tensor of shape ``(n, ...)`` becomes ``(world_size * n, ...)`` in
+        the order of ranks, a 0-dimensional one becomes ``(world_size,)``. In a single process the data comes back as it
+        is.
 
     Raises:
         TypeError: there is something else than tensors in the data.
@@ -93,7 +94,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     received = state.collectives.broadcast_object(object_list, from_process)
     if len(received) != len(object_list):
         raise ValueError(
-            f"broadcast_object_list got a list of {len(object_list)} on rank {state.process_index} and of {len(received)} on rank "
+            f"broadcast_object_list got a list of {len(object_list)} on rank {state.process_index} and of "
+            f"{len(received)} on rank "
             f"{from_process}. Pass a list of that length, for example [None] * {len(received)}."
         )
     object_list[:] = received
@@ -146,8 +148,8 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Give every rank a tensor that only one rank has.
 
     Args:
-        tensor: the tensor on one rank, None on the others, which need not know its shape. If several ranks pass one, the
-            lowest rank's is taken.
+        tensor: the tensor on one rank, None on the others, which need not know its shape. If several ranks pass one,
+            the lowest rank's is taken.
 
     Raises:
         ValueError: no rank has a tensor.

@@ -271,7 +271,8 @@ def slice_tensors(
     Args:
         data: nested data.
         tensor_slice: the slice of the first dimension.
-        process_index: accepted for slicing functions that need to know the rank; the slice says all there is to say here.
+        process_index: accepted for slicing functions that need to know the rank; the slice says all there is to say
+            here.
         num_processes: likewise, the world size.
     """
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)

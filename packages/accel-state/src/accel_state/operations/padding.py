@@ -70,7 +70,8 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
     Args:
         tensor: nested data.
-        batch_size: the number of samples that marks the tensors to pad: those of another length along ``dim`` pass through.
+        batch_size: the number of samples that marks the tensors to pad: those of another length along ``dim`` pass
+            through.
         num_processes: what the padded length is a multiple of.
         dim: the dimension of samples.
     """

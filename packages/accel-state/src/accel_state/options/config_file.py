@@ -51,8 +51,8 @@ class ConfigFile:
         """Read a file. JSON is read as the YAML that it is.
 
         Raises:
-            ConfigurationError: there is no such file, it cannot be read, it is not YAML or JSON, it is not a mapping, or a key comes
-                twice; the message names the file and, where there is one, the line.
+            ConfigurationError: there is no such file, it cannot be read, it is not YAML or JSON, it is not a mapping,
+                or a key comes twice; the message names the file and, where there is one, the line.
             MissingDependencyError: pyyaml is not installed.
         """
         path = expand(path)
@@ -84,7 +84,9 @@ def _read_text(path: Path) -> str:
 
 
 def default_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """The folder of the default file: accel in HF_HOME, else in XDG_CACHE_HOME/huggingface, else in ~/.cache/huggingface."""
+    """The folder of the default file: accel in HF_HOME, else in XDG_CACHE_HOME/huggingface, else in
+    ~/.cache/huggingface.
+    """
     return _home(environ) / FOLDER
 
 

@@ -22,7 +22,10 @@ ENGINES: Mapping[str, str] = {
 _SAME_IN_VERSION_2: Mapping[str, bool] = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 """What sharding strategies of FSDP 1 say of resharding after the forward pass in version 2."""
 
-_HYBRID = "keeps a copy on each machine by a mesh: --parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size"
+_HYBRID = (
+    "keeps a copy on each machine by a mesh: --parallelism_config_dp_replicate_size and "
+    "--parallelism_config_dp_shard_size"
+)
 _ONLY_IN_VERSION_1: Mapping[str, Mapping[object, str]] = {
     "fsdp_sharding_strategy": {
         "NO_SHARD": "divides every model: leave out --use_fsdp to train whole ones",
@@ -53,8 +56,8 @@ def check(settings: Resolution) -> Resolution:
         The same, with at most one engine on, and with ``distributed_type`` saying which.
 
     Raises:
-        ConfigurationError: two settings of the same strength contradict each other, or a value is wrong beside another one; the
-            message names both, with file and line where they come from one.
+        ConfigurationError: two settings of the same strength contradict each other, or a value is wrong beside another
+            one; the message names both, with file and line where they come from one.
     """
     settled = _settle_version_2(_settle_kind(_settle_engine(settings)))
     for rule in RULES:
@@ -97,7 +100,9 @@ def _settle_kind(settings: Resolution) -> Resolution:
 
 
 def _settle_version_2(settings: Resolution) -> Resolution:
-    """Say in the words of version 2 of FSDP what is asked for in those of version 1, where it is the same; a note tells the user."""
+    """Say in the words of version 2 of FSDP what is asked for in those of version 1, where it is the same; a note tells
+    the user.
+    """
     if not settings["use_fsdp"] or settings["fsdp_version"] != 2:
         return settings
     notes = []
@@ -108,12 +113,14 @@ def _settle_version_2(settings: Resolution) -> Resolution:
         wanted = _SAME_IN_VERSION_2[strategy.value]
         if settings.is_set("fsdp_reshard_after_forward") and reshard.value is not wanted:
             raise ConfigurationError(
-                f"{strategy.where} means --fsdp_reshard_after_forward {str(wanted).lower()} with --fsdp_version 2, and {reshard.where} "
+                f"{strategy.where} means --fsdp_reshard_after_forward {str(wanted).lower()} with --fsdp_version 2, "
+                f"and {reshard.where} "
                 "says otherwise. Leave out the sharding strategy, which is of version 1."
             )
         settings = settings.changed(replace(reshard, value=wanted, source=strategy.source, where=strategy.where))
         notes.append(
-            f"{strategy.where} is of version 1; with --fsdp_version 2 it is --fsdp_reshard_after_forward {str(wanted).lower()}"
+            f"{strategy.where} is of version 1; with --fsdp_version 2 it is --fsdp_reshard_after_forward "
+            f"{str(wanted).lower()}"
         )
     return replace(settings, file_notes=(*settings.file_notes, *notes))
 
@@ -129,7 +136,8 @@ def _check_place(settings: Resolution) -> None:
         )
     if wrong:
         raise ConfigurationError(
-            f"{settings.where('distributed_type')} does not go with compute_environment {settings['compute_environment']} "
+            f"{settings.where('distributed_type')} does not go with compute_environment "
+            f"{settings['compute_environment']} "
             f"({settings.where('compute_environment')}). Allowed: {allowed}."
         )
 
@@ -154,7 +162,8 @@ def _check_effect(settings: Resolution) -> None:
                 and _is_decided(settings, group)
             ):
                 raise ConfigurationError(
-                    f"{setting.where} has no effect without {_switch_text(settings, group)}. Add it, or leave the option out."
+                    f"{setting.where} has no effect without {_switch_text(settings, group)}. Add it, or leave the "
+                    "option out."
                 )
 
 
@@ -189,7 +198,8 @@ def _check_version_2(settings: Resolution) -> None:
         instead = values.get(settings[name])
         if instead is not None and settings.is_set(name):
             raise ConfigurationError(
-                f"{settings.where(name)} is of --fsdp_version 1, and {settings.where('fsdp_version')} asks for 2, which {instead}. A "
+                f"{settings.where(name)} is of --fsdp_version 1, and {settings.where('fsdp_version')} asks for 2, "
+                f"which {instead}. A "
                 "file of version 1 is converted by `accel to-fsdp2 --config_file FILE`."
             )
 
@@ -199,14 +209,16 @@ def _check_deepspeed(settings: Resolution) -> None:
         return
     if settings["deepspeed_inclusion_filter"] and settings["deepspeed_exclusion_filter"]:
         raise ConfigurationError(
-            f"{settings.where('deepspeed_inclusion_filter')} and {settings.where('deepspeed_exclusion_filter')} contradict each other. "
+            f"{settings.where('deepspeed_inclusion_filter')} and {settings.where('deepspeed_exclusion_filter')} "
+            "contradict each other. "
             "Give one of them."
         )
     stage = settings["zero_stage"]
     for name, least in (("offload_optimizer_device", 1), ("offload_param_device", 3)):
         if stage is not None and stage < least and settings[name] not in (None, "none"):
             raise ConfigurationError(
-                f"{settings.where(name)} needs --zero_stage {least}{' or more' if least < 3 else ''}, not {settings.where('zero_stage')}."
+                f"{settings.where(name)} needs --zero_stage {least}{' or more' if least < 3 else ''}, not "
+                f"{settings.where('zero_stage')}."
             )
 
 
@@ -217,19 +229,22 @@ def _check_mesh(settings: Resolution) -> None:
     sizes = {f"parallelism_config_{axis}_size": settings[f"parallelism_config_{axis}_size"] for axis in axes}
     if settings["parallelism_config_cp_size"] > 1 and settings["parallelism_config_sp_size"] > 1:
         raise ConfigurationError(
-            f"{settings.where('parallelism_config_cp_size')} and {settings.where('parallelism_config_sp_size')} contradict each other: "
+            f"{settings.where('parallelism_config_cp_size')} and {settings.where('parallelism_config_sp_size')} "
+            "contradict each other: "
             "a sequence is shared in one way. Leave one of them at 1."
         )
     if settings["use_fsdp"] and settings["parallelism_config_dp_shard_size"] > 1 and settings["fsdp_version"] != 2:
         raise ConfigurationError(
-            f"{settings.where('parallelism_config_dp_shard_size')} needs --fsdp_version 2, not {settings['fsdp_version']} "
+            f"{settings.where('parallelism_config_dp_shard_size')} needs --fsdp_version 2, not "
+            f"{settings['fsdp_version']} "
             f"({settings.where('fsdp_version')})."
         )
     processes = settings["num_processes"]
     if processes is not None and math.prod(sizes.values()) != processes:
         factors = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigurationError(
-            f"{factors} = {math.prod(sizes.values())}, but there are {processes} processes ({settings.where('num_processes')})."
+            f"{factors} = {math.prod(sizes.values())}, but there are {processes} processes "
+            f"({settings.where('num_processes')})."
         )
 
 
@@ -241,7 +256,8 @@ def _check_megatron(settings: Resolution) -> None:
     context = settings["megatron_lm_context_parallel_size"] or 1
     if processes % (tensor * pipeline * context):
         raise ConfigurationError(
-            f"{settings.where('num_processes')} is not a multiple of megatron_lm_tp_degree={tensor} x megatron_lm_pp_degree={pipeline} x "
+            f"{settings.where('num_processes')} is not a multiple of megatron_lm_tp_degree={tensor} x "
+            f"megatron_lm_pp_degree={pipeline} x "
             f"megatron_lm_context_parallel_size={context} = {tensor * pipeline * context}."
         )
 

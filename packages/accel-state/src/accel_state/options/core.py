@@ -25,7 +25,8 @@ class CoreOptions(OptionGroup):
         choices=PRECISIONS,
         env="ACCELERATE_MIXED_PRECISION",
         exported=True,
-        help="Mixed precision of the training. Left out, the script decides, and full precision is what it gets by default.",
+        help="Mixed precision of the training. Left out, the script decides, and full precision is what it gets by "
+        "default.",
         question="Do you wish to use mixed precision?",
         asked_when={"deepspeed_config_file": (None,)},
         suggested="no",
@@ -59,6 +60,8 @@ class CoreOptions(OptionGroup):
         kind=bool,
         env="ACCELERATE_DEBUG_MODE",
         exported=True,
-        help="Check shapes, dtypes and structure in every collective (slow), and show the log of torch's elastic agent.",
-        question="Should distributed operations be checked while running for errors? This can avoid time-outs but is slower.",
+        help="Check shapes, dtypes and structure in every collective (slow), and show the log of torch's elastic "
+        "agent.",
+        question="Should distributed operations be checked while running for errors? This can avoid time-outs but is "
+        "slower.",
     )

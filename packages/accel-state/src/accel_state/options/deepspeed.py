@@ -53,7 +53,8 @@ class DeepSpeedOptions(OptionGroup):
         kind=int,
         choices=("0", "1", "2", "3"),
         env="ACCELERATE_DEEPSPEED_ZERO_STAGE",
-        help="What is sharded over the processes: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too. DeepSpeed's plugin "
+        help="What is sharded over the processes: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too. "
+        "DeepSpeed's plugin "
         "takes 2 where nobody sets it.",
         question="Which ZeRO stage should be used?",
         asked_when=_OWN,
@@ -177,7 +178,8 @@ class DeepSpeedOptions(OptionGroup):
         kind=str,
         choices=LAUNCHERS,
         env="ACCELERATE_DEEPSPEED_MULTINODE_LAUNCHER",
-        help="What starts the processes on several machines: standard is torch's agent on each machine; the others are DeepSpeed's. "
+        help="What starts the processes on several machines: standard is torch's agent on each machine; the others "
+        "are DeepSpeed's. "
         "Left out: pdsh.",
         question="Which launcher should be used on several machines?",
         asked_when={"num_machines": (MORE_THAN_ONE,)},

@@ -25,7 +25,8 @@ def check_deepspeed_file(settings: Resolution, must_exist: bool = True) -> None:
         must_exist: whether a missing file is an error; it need not be here yet where nothing is started.
 
     Raises:
-        ConfigurationError: the file cannot be read, or it sets what an option sets too; the message names both places and values.
+        ConfigurationError: the file cannot be read, or it sets what an option sets too; the message names both places
+            and values.
     """
     path = settings["deepspeed_config_file"]
     if not settings["use_deepspeed"] or path is None or not (must_exist or os.path.exists(expand(path))):
@@ -52,10 +53,14 @@ def both_set(pairs: Mapping[str, str]) -> ConfigurationError:
         pairs: by option, both places with their values.
     """
     return ConfigurationError(
-        f"When using `deepspeed_config_file`, the following accel config variables will be ignored: {list(pairs)}. Please specify them "
-        "appropriately in the DeepSpeed config file. If you are using an accel config file, remove other config variables mentioned in "
-        "the above specified list. The easiest method is to create a new config following the questionnaire via `accel config`. It will "
-        f"only ask for the necessary config variables when using `deepspeed_config_file`. Both set: {'; '.join(pairs.values())}."
+        f"When using `deepspeed_config_file`, the following accel config variables will be ignored: {list(pairs)}. "
+        "Please specify them "
+        "appropriately in the DeepSpeed config file. If you are using an accel config file, remove other config "
+        "variables mentioned in "
+        "the above specified list. The easiest method is to create a new config following the questionnaire via "
+        "`accel config`. It will "
+        f"only ask for the necessary config variables when using `deepspeed_config_file`. Both set: "
+        f"{'; '.join(pairs.values())}."
     )
 
 

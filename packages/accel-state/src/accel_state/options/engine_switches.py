@@ -54,7 +54,8 @@ class ParadigmOptions(OptionGroup):
         env="ACCELERATE_USE_PARALLELISM_CONFIG",
         exported=True,
         implied_by=("parallelism_config", ()),
-        help="Lay the processes out as a mesh of the sizes given below; a parallelism_config section in a file says so too.",
+        help="Lay the processes out as a mesh of the sizes given below; a parallelism_config section in a file says "
+        "so too.",
         question="Do you want to combine several kinds of parallelism (a mesh of processes)?",
         asked_when={"use_fsdp": (True,)},
     )

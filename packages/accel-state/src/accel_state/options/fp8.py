@@ -89,7 +89,8 @@ def _three_switches(value: Any) -> tuple[bool, bool, bool]:
     switches = (value,) * 3 if isinstance(value, bool) else tuple(value) if isinstance(value, (tuple, list)) else ()
     if len(switches) != 3 or not all(isinstance(switch, bool) for switch in switches):
         raise ConfigurationError(
-            f"override_linear_precision={value!r} is not three of True or False, for fprop, dgrad and wgrad, nor one for all of them."
+            f"override_linear_precision={value!r} is not three of True or False, for fprop, dgrad and wgrad, nor one "
+            "for all of them."
         )
     return switches[0], switches[1], switches[2]
 

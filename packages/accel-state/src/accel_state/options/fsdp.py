@@ -44,7 +44,8 @@ class FsdpOptions(OptionGroup):
         choices=SHARDING_STRATEGIES,
         synonyms=_numbered(SHARDING_STRATEGIES),
         other_keys=("fsdp_config.sharding_strategy",),
-        help="What is sharded, with version 1, by name or number (1 to 5): FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, "
+        help="What is sharded, with version 1, by name or number (1 to 5): FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, "
+        "HYBRID_SHARD, "
         "HYBRID_SHARD_ZERO2.",
         metavar="STRATEGY",
         question="What should your sharding strategy be?",
@@ -84,9 +85,11 @@ class FsdpOptions(OptionGroup):
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
         other_keys=("fsdp_config.transformer_layer_cls_to_wrap",),
         metavar="NAMES",
-        help="Class names to wrap with TRANSFORMER_BASED_WRAP, separated by commas, such as BertLayer; left out, the model's "
+        help="Class names to wrap with TRANSFORMER_BASED_WRAP, separated by commas, such as BertLayer; left out, the "
+        "model's "
         "_no_split_modules.",
-        question="Which layer classes should be wrapped, separated by commas (leave it empty for the model's _no_split_modules)?",
+        question="Which layer classes should be wrapped, separated by commas (leave it empty for the model's "
+        "_no_split_modules)?",
         asked_when={"fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",)},
     )
     min_num_params: int = _fsdp(
@@ -127,7 +130,8 @@ class FsdpOptions(OptionGroup):
         False,
         "forward_prefetch",
         kind=bool,
-        help="Fetch the next parameters in the forward pass too, with version 1; for models whose order of modules never changes.",
+        help="Fetch the next parameters in the forward pass too, with version 1; for models whose order of modules "
+        "never changes.",
         question="Should the next parameters be fetched in the forward pass too?",
         asked_when=_FIRST,
     )

@@ -38,7 +38,8 @@ class HardwareOptions(OptionGroup):
         False,
         kind=bool,
         env="ACCELERATE_MULTI_GPU",
-        help="Insist on GPUs: one process for each visible one unless --num_processes says otherwise; an error if there are not enough.",
+        help="Insist on GPUs: one process for each visible one unless --num_processes says otherwise; an error if "
+        "there are not enough.",
     )
     gpu_ids: str | None = option(
         None,

@@ -65,7 +65,8 @@ def _half_precision(entries: dict[str, Entry]) -> list[str]:
     for entry in old:
         if not isinstance(entry.value, bool):
             raise ConfigurationError(
-                f"{entry.place}: {entry.key}={entry.value!r} is not true or false. Write mixed_precision: {entry.key} instead."
+                f"{entry.place}: {entry.key}={entry.value!r} is not true or false. Write mixed_precision: {entry.key} "
+                "instead."
             )
     # Those that are switched on come first: `fp16: false` beside `bf16: true` says no more than that.
     for entry in sorted(old, key=lambda entry: not entry.value):
@@ -82,7 +83,8 @@ def _set_precision(entries: dict[str, Entry], entry: Entry) -> None:
         entries["mixed_precision"] = Entry("mixed_precision", entry.key if entry.value else "no", entry.place)
     elif entry.value and str(today.value).lower() != entry.key:
         raise ConfigurationError(
-            f"{entry.place}: {entry.key}={entry.value!r} contradicts mixed_precision={today.value!r} in {today.place}. Remove one of them."
+            f"{entry.place}: {entry.key}={entry.value!r} contradicts mixed_precision={today.value!r} in "
+            f"{today.place}. Remove one of them."
         )
 
 
@@ -97,7 +99,8 @@ def _tensor_parallel(entries: dict[str, Entry]) -> list[str]:
         return []
     entries["distributed_type"] = replace(kind, value="MULTI_GPU")
     return [
-        f"{kind.place}: distributed_type TP is read as MULTI_GPU with a parallelism_config; `accel config update` writes it so"
+        f"{kind.place}: distributed_type TP is read as MULTI_GPU with a parallelism_config; `accel config update` "
+        "writes it so"
     ]
 
 

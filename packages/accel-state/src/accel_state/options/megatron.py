@@ -69,7 +69,8 @@ class MegatronOptions(OptionGroup):
         "use_distributed_optimizer",
         kind=bool,
         help="Shard optimizer states and gradients over the data-parallel ranks.",
-        question="Should optimizer states and gradients be sharded over the data-parallel ranks (distributed optimizer)?",
+        question="Should optimizer states and gradients be sharded over the data-parallel ranks (distributed "
+        "optimizer)?",
         suggested=True,
     )
     gradient_clipping: float = _megatron(

@@ -1,7 +1,8 @@
 """How an option is declared: once, as a dataclass field that carries its flag, variable, configuration key and help.
 
-Everything that deals with options is derived from the declaration: the argument parser, the schema of the configuration file,
-the environment handed to the processes, the object that reads it back, the tables of the documentation. Torch-free.
+Everything that deals with options is derived from the declaration: the argument parser, the schema of the configuration
+file, the environment handed to the processes, the object that reads it back, the tables of the documentation.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Option:
         implied_by: an option whose having one of some values sets this one to true, where nobody sets this one.
         retired: why it has no effect any more, for a note to whoever sets it; None for all others.
         secret: whether its value must not be shown or stored.
-        parser: turns text into the value where ``kind`` and ``choices`` do not say enough. Raises ValueError with what is allowed.
+        parser: turns text into the value where ``kind`` and ``choices`` do not say enough. Raises ValueError with what
+            is allowed.
         help: what it does, for ``--help`` and the documentation.
         question: how a questionnaire asks for it, or None where it does not.
         asked_when: values, by option, of which each must be among the answers for the question to be asked.
@@ -195,8 +197,8 @@ def in_section(section: str, prefix: str, exported: bool = True) -> Callable[...
         exported: whether the launched processes receive them.
 
     Returns:
-        A function like :func:`option` whose second argument is the name without the prefix; flag, key and (where ``env`` does not say
-        otherwise) variable follow from it, and a yes-or-no option takes a value.
+        A function like :func:`option` whose second argument is the name without the prefix; flag, key and (where
+        ``env`` does not say otherwise) variable follow from it, and a yes-or-no option takes a value.
     """
 
     def make(default: Any, short_name: str, *, env: str | None = None, **declaration: Any) -> Any:
@@ -226,8 +228,8 @@ class OptionGroup:
     Attributes:
         title: heading in ``--help`` and in the documentation.
         description: a sentence under it.
-        enabled_by: the option, and its value, without which the group has no effect, or None. With it every option of the group
-            that is exported and not None reaches the processes, also with its default.
+        enabled_by: the option, and its value, without which the group has no effect, or None. With it every option of
+            the group that is exported and not None reaches the processes, also with its default.
     """
 
     title: ClassVar[str] = ""
@@ -257,7 +259,8 @@ class OptionGroup:
 
     @classmethod
     def from_mapping(cls: type[G], mapping: Mapping[str, Any]) -> G:
-        """Read the group from configuration keys (nested sections as nested mappings); keys of other groups are left alone.
+        """Read the group from configuration keys (nested sections as nested mappings); keys of other groups are left
+        alone.
 
         Raises:
             ConfigurationError: a value is not allowed; the message names its key.
@@ -289,7 +292,9 @@ class OptionGroup:
 
 
 def add_argument(section: argparse._ArgumentGroup, opt: Option) -> None:
-    """Add one option's flags; a yes-or-no option may be given alone, or as ``--flag=false`` to undo a variable or a file."""
+    """Add one option's flags; a yes-or-no option may be given alone, or as ``--flag=false`` to undo a variable or a
+    file.
+    """
     text = f"{opt.help}{describe(opt)}".replace("%", "%%")
     # Text only: the value is checked in one place, for command line, environment and file alike.
     settings: dict[str, Any] = {"dest": opt.name, "default": argparse.SUPPRESS}

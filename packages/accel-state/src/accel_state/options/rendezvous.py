@@ -19,7 +19,8 @@ def parse_streams(text: str) -> str:
     """
     if not _STREAMS.fullmatch(text):
         raise ValueError(
-            f"{text!r} is neither 0 (none), 1 (stdout), 2 (stderr), 3 (both) nor such numbers by local rank, as in 0:3,1:2"
+            f"{text!r} is neither 0 (none), 1 (stdout), 2 (stderr), 3 (both) nor such numbers by local rank, as in "
+            "0:3,1:2"
         )
     return text
 
@@ -91,7 +92,8 @@ class RendezvousOptions(OptionGroup):
         kind=bool,
         env="ACCELERATE_SAME_NETWORK",
         help="All machines are on one local network, so rank 0 need not be reachable by a public address.",
-        question="Are all the machines on the same local network? Answer no if they are in a cloud or on different networks.",
+        question="Are all the machines on the same local network? Answer no if they are in a cloud or on different "
+        "networks.",
         asked_when={"num_machines": (MORE_THAN_ONE,)},
         suggested=True,
     )
@@ -100,7 +102,8 @@ class RendezvousOptions(OptionGroup):
         kind=str,
         choices=("static", "c10d"),
         env="ACCELERATE_RDZV_BACKEND",
-        help="How machines meet: static, each with its --machine_rank, or c10d, which assigns ranks and survives restarts.",
+        help="How machines meet: static, each with its --machine_rank, or c10d, which assigns ranks and survives "
+        "restarts.",
         question="What rendezvous backend will you use?",
         asked_when={"num_machines": (MORE_THAN_ONE,)},
     )
@@ -135,7 +138,8 @@ class RendezvousOptions(OptionGroup):
         short="-t",
         env="ACCELERATE_TEE",
         metavar="STREAMS",
-        help="Output streams that go to a file in --log_dir as well as to the screen, there with the role and local rank before each line: "
+        help="Output streams that go to a file in --log_dir as well as to the screen, there with the role and local "
+        "rank before each line: "
         "1 stdout, 2 stderr, 3 both; or by local rank, such as 0:3,1:2.",
     )
     log_dir: str | None = option(

@@ -1,4 +1,6 @@
-"""Which setting wins: command line, then environment, then configuration file, then default, with the origin of every value."""
+"""Which setting wins: command line, then environment, then configuration file, then default, with the origin of every
+value.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Resolution:
         return self.settings[name].source is not Source.DEFAULT
 
     def where(self, name: str) -> str:
-        """What set the option, and to what: "--num_processes 4", "ACCELERATE_NUM_PROCESSES=4", "num_processes: 4 in f.yaml, line 3"."""
+        """What set the option, and to what: "--num_processes 4", "ACCELERATE_NUM_PROCESSES=4", "num_processes: 4 in
+        f.yaml, line 3".
+        """
         return self.settings[name].where
 
     def group(self, cls: type[G]) -> G:
@@ -77,7 +81,8 @@ class Resolution:
     def environment(self) -> dict[str, str]:
         """The variables that hand the settings to a process.
 
-        An option that nobody set is not among them, unless its group is switched on: who reads FSDP_VERSION needs its default too.
+        An option that nobody set is not among them, unless its group is switched on: who reads FSDP_VERSION needs its
+        default too.
         """
         exported: dict[str, str] = {}
         for group in self.groups:
@@ -169,20 +174,24 @@ def _find_entry(opt: Option, config: ConfigFile) -> Entry | None:
             first.value, f"{first.key} in {first.place}"
         ):
             raise ConfigurationError(
-                f"{other.key}: {other.value} in {other.place} contradicts {first.key}: {first.value} in {first.place}: both are "
+                f"{other.key}: {other.value} in {other.place} contradicts {first.key}: {first.value} in "
+                f"{first.place}: both are "
                 f"{opt.flags[0]}. Remove one."
             )
     return found[0] if found else None
 
 
 def _implied(setting: Setting, settings: Mapping[str, Setting], config: ConfigFile | None) -> Setting:
-    """The setting that follows from another option, or from a section of the file, where it is stronger than the setting's own."""
+    """The setting that follows from another option, or from a section of the file, where it is stronger than the
+    setting's own.
+    """
     if setting.option.implied_by is None:
         return setting
     name, values = setting.option.implied_by
     if name in settings:
         cause = settings[name]
-        # In one file `use_cpu: false` stands beside `distributed_type: MULTI_CPU`; the kind of run is what was asked for.
+        # In one file `use_cpu: false` stands beside `distributed_type: MULTI_CPU`; the kind of run is what was asked
+        # for.
         holds = cause.value in values and cause.source.strength >= setting.source.strength and not setting.value
         return replace(setting, value=True, source=cause.source, where=cause.where) if holds else setting
     section = config.entry(name) if config is not None else None

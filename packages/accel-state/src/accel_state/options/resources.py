@@ -21,7 +21,8 @@ class ResourceOptions(OptionGroup):
         minimum=1,
         env="ACCELERATE_NUM_PROCESSES",
         metavar="N",
-        help="Processes in total, over all machines. Left out: one for each visible GPU of every machine, or one for each machine where "
+        help="Processes in total, over all machines. Left out: one for each visible GPU of every machine, or one for "
+        "each machine where "
         "there is no GPU or --cpu is given.",
         question="How many processes in total will you use?",
         asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA")},
@@ -43,6 +44,7 @@ class ResourceOptions(OptionGroup):
         env="OMP_NUM_THREADS",
         exported=True,
         metavar="N",
-        help="CPU threads of each process. Left out, several processes share the physical cores of the machine evenly; a single one takes "
+        help="CPU threads of each process. Left out, several processes share the physical cores of the machine "
+        "evenly; a single one takes "
         "what torch takes.",
     )

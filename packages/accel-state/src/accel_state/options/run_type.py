@@ -40,7 +40,9 @@ class RunOptions(OptionGroup):
         synonyms={"TPU": "XLA", "MPS": "NO"},
         env="ACCELERATE_DISTRIBUTED_TYPE",
         metavar="TYPE",
-        help="DEEPSPEED, FSDP, MEGATRON_LM and XLA stand for --use_deepspeed, --use_fsdp, --use_megatron_lm and --tpu, MULTI_CPU for "
-        "--cpu; DATA_PARALLEL and MODEL_PARALLEL are for SageMaker. The others say nothing that the number of processes does not say.",
+        help="DEEPSPEED, FSDP, MEGATRON_LM and XLA stand for --use_deepspeed, --use_fsdp, --use_megatron_lm and "
+        "--tpu, MULTI_CPU for "
+        "--cpu; DATA_PARALLEL and MODEL_PARALLEL are for SageMaker. The others say nothing that the number of "
+        "processes does not say.",
         question="Which type of machine are you using?",
     )

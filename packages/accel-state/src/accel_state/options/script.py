@@ -20,7 +20,8 @@ class ScriptOptions(OptionGroup):
         env="ACCELERATE_CONFIG_FILE",
         key=None,
         metavar="FILE",
-        help="YAML or JSON file with values for the options below. Left out, default_config.yaml (or .json) is read, if it exists, from "
+        help="YAML or JSON file with values for the options below. Left out, default_config.yaml (or .json) is read, "
+        "if it exists, from "
         "the folder accel in $HF_HOME, else in $XDG_CACHE_HOME/huggingface, else in ~/.cache/huggingface.",
     )
     module: bool = option(

@@ -78,7 +78,8 @@ class AcceleratorState(ProcessControl, SharedState):
         if mixed_precision is not None and str(PrecisionType(str(mixed_precision).lower())) != self._mixed_precision:
             raise ConfigurationError(
                 f"mixed_precision={str(mixed_precision)!r} was asked for, but an Accelerator with mixed_precision="
-                f"{self._mixed_precision!r} is in use in this process. Pass the same value, or call `accelerator.end_training()` "
+                f"{self._mixed_precision!r} is in use in this process. Pass the same value, or call "
+                "`accelerator.end_training()` "
                 "on that one and drop it first."
             )
         PartialState(cpu)
@@ -164,7 +165,8 @@ class AcceleratorState(ProcessControl, SharedState):
         plugins = self.deepspeed_plugins if isinstance(self.deepspeed_plugins, dict) else {}
         if name not in plugins:
             raise ConfigurationError(
-                f"there is no DeepSpeed plugin {name!r}. Known: {', '.join(plugins) or 'none'}. Pass a dictionary of them as "
+                f"there is no DeepSpeed plugin {name!r}. Known: {', '.join(plugins) or 'none'}. Pass a dictionary of "
+                "them as "
                 "deepspeed_plugins."
             )
         return plugins[name]

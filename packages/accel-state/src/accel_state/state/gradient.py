@@ -49,7 +49,9 @@ class GradientState(SharedState):
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether schedulers count the calls that come while gradients accumulate; the learning rate does not move in them."""
+        """Whether schedulers count the calls that come while gradients accumulate; the learning rate does not move in
+        them.
+        """
         return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property
@@ -114,7 +116,9 @@ class GradientState(SharedState):
         self._loaders.append(weakref.ref(dataloader))
 
     def _activate(self, dataloader: Any) -> None:
-        """A loader hands out a batch. The latest to do so is the active one, so nested and interleaved loops do not mix."""
+        """A loader hands out a batch. The latest to do so is the active one, so nested and interleaved loops do not
+        mix.
+        """
         loaders = self._loaders
         if not loaders or loaders[-1]() is not dataloader:
             self._add_dataloader(dataloader)

@@ -72,7 +72,8 @@ class PartialState(ProcessControl, SharedState):
         if self.initialized:
             if cpu and self.device.type != "cpu":
                 raise ConfigurationError(
-                    f"cpu=True was asked for, but this process already works on {self.device}. Ask before anything else makes a "
+                    f"cpu=True was asked for, but this process already works on {self.device}. Ask before anything "
+                    "else makes a "
                     "PartialState or an Accelerator, or set ACCELERATE_USE_CPU=true (accel launch --cpu)."
                 )
             return
@@ -194,7 +195,8 @@ def _meeting_place(environment: Environment) -> str:
     """
     if environment.main_address is None or environment.main_port is None:
         raise ConfigurationError(
-            f"{environment.name} started {environment.world_size} processes, but did not say where rank 0 is. Set MASTER_ADDR to its "
+            f"{environment.name} started {environment.world_size} processes, but did not say where rank 0 is. Set "
+            "MASTER_ADDR to its "
             "host name and MASTER_PORT to a free port on it, on every process."
         )
     return f"tcp://{environment.main_address}:{environment.main_port}"

@@ -127,7 +127,8 @@ class ProcessControl:
         """Give each process its share of the inputs.
 
         Args:
-            inputs: a list, tuple, tensor, array or data set; or a dictionary (or named tuple) of those, all of one length.
+            inputs: a list, tuple, tensor, array or data set; or a dictionary (or named tuple) of those, all of one
+                length.
             apply_padding: repeat the last input where a process has one fewer than the others, so that results can be
                 gathered; remove what the gathered results have too many.
 

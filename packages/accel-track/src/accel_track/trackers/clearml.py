@@ -18,12 +18,13 @@ _SPLIT = re.compile(r"(train|eval|test|val|valid|validation)[_/](.+)")
 class ClearMLTracker(LibraryTracker):
     """Logs to a task of ClearML: the current one if there is one, else a new one.
 
-    ``eval_loss`` and ``train/loss`` become the series ``eval`` and ``train`` of the chart ``loss``; other names charts of their own.
+    ``eval_loss`` and ``train/loss`` become the series ``eval`` and ``train`` of the chart ``loss``; other names charts
+    of their own.
 
     Args:
         run_name: name of the project and of the task; the variables CLEARML_PROJECT and CLEARML_TASK win.
-        **kwargs: for ``Task.init``. Recording what other libraries do is off for TensorBoard, which would have every value twice, and for
-            torch, which would upload each checkpoint; ``auto_connect_frameworks`` turns it on.
+        **kwargs: for ``Task.init``. Recording what other libraries do is off for TensorBoard, which would have every
+            value twice, and for torch, which would upload each checkpoint; ``auto_connect_frameworks`` turns it on.
     """
 
     name = "clearml"
@@ -64,7 +65,8 @@ class ClearMLTracker(LibraryTracker):
             self._require_server(self._library("clearml.backend_api").Session.get_api_server_host())
             if self._resumed_id is not None:
                 kwargs.setdefault("continue_last_task", self._resumed_id)
-        # It would fork a process to report from. In one with the threads of torch and of other trackers, that may hang for ever.
+        # It would fork a process to report from. In one with the threads of torch and of other trackers, that may hang
+        # for ever.
         clearml.Task._report_subprocess_enabled = False
         self.task = clearml.Task.init(**kwargs)
         self._owns_task = True
@@ -76,7 +78,9 @@ class ClearMLTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values: at a step, or as single values without one; ``kwargs`` go to ``report_scalar`` or ``report_single_value``."""
+        """Keep values: at a step, or as single values without one; ``kwargs`` go to ``report_scalar`` or
+        ``report_single_value``.
+        """
         report = self.task.get_logger()
         for name, number in self._numbers(values).items():
             if step is None:

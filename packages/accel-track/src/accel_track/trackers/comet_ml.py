@@ -22,7 +22,10 @@ class CometMLTracker(LibraryTracker):
     name = "comet_ml"
     requires_logging_directory = False
     module = "comet_ml"
-    offline = "init_kwargs={'comet_ml': {'online': False}} keeps the experiment on this machine, for `comet upload` to upload later."
+    offline = (
+        "init_kwargs={'comet_ml': {'online': False}} keeps the experiment on this machine, for `comet upload` "
+        "to upload later."
+    )
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()

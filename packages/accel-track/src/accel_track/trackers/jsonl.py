@@ -25,8 +25,8 @@ class JSONLinesTracker(GeneralTracker):
     """Writes ``<logging_dir>/<run_name>/<run id>/``, with
 
     - ``run.json``: project, run id, status ("running", "finished" or "failed"), command, host and config;
-    - ``metrics.jsonl``: a line for each call of ``log``: ``{"_step": 3, "_time": 1764000000.1, "loss": 0.25}``. Nested dictionaries become
-      ``train/loss``; what is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``;
+    - ``metrics.jsonl``: a line for each call of ``log``: ``{"_step": 3, "_time": 1764000000.1, "loss": 0.25}``. Nested
+      dictionaries become ``train/loss``; what is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``;
     - ``metrics.csv``: the same as a table, written at the end;
     - ``images/``, ``tables/``, ``artifacts/``.
 
@@ -50,7 +50,8 @@ class JSONLinesTracker(GeneralTracker):
         self.logging_dir = Path(logging_dir)
         if not (self.logging_dir / run_name).resolve().is_relative_to(self.logging_dir.resolve()):
             raise ConfigurationError(
-                f"the project name {run_name!r} leads out of {self.logging_dir}. Choose one without '..' and leading '/'."
+                f"the project name {run_name!r} leads out of {self.logging_dir}. Choose one without '..' and leading "
+                "'/'."
             )
         self.csv = csv
         self._run_id = run_id
@@ -192,7 +193,8 @@ class JSONLinesTracker(GeneralTracker):
         folder = (base / name).resolve()
         if not folder.is_relative_to(base.resolve()):
             raise ConfigurationError(
-                f"the name {name!r} leads out of the folder of the run. Choose one without '..' and without a leading '/'."
+                f"the name {name!r} leads out of the folder of the run. Choose one without '..' and without a leading "
+                "'/'."
             )
         folder.mkdir(parents=True, exist_ok=True)
         return folder

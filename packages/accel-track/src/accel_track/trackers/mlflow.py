@@ -28,8 +28,8 @@ LARGEST_BATCH = 100
 class MLflowTracker(LibraryTracker):
     """Logs to a run of MLflow.
 
-    The run is used by its id, so MLflow's "active run" of the script's own threads stays what it was. To log to this run with
-    ``mlflow.log_...``: ``with mlflow.start_run(run_id=accelerator.get_tracker("mlflow").run_id): ...``.
+    The run is used by its id, so MLflow's "active run" of the script's own threads stays what it was. To log to this
+    run with ``mlflow.log_...``: ``with mlflow.start_run(run_id=accelerator.get_tracker("mlflow").run_id): ...``.
 
     Args:
         experiment_name: name of the experiment; the variable MLFLOW_EXPERIMENT_NAME wins.

@@ -1,4 +1,6 @@
-"""Every tracker; other distributions add theirs through the entry point group ``accel.training.experiment_tracking`` (a :class:`GeneralTracker` class)."""
+"""Every tracker; other distributions add theirs through the entry point group ``accel.training.experiment_tracking`` (a
+:class:`GeneralTracker` class).
+"""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from ..serialize import as_number, flatten, to_plain
 class TensorBoardTracker(LibraryTracker):
     """Writes event files into ``<logging_dir>/<run_name>``.
 
-    Numbers become scalars, texts texts, dictionaries of numbers scalars in one chart, tensors and arrays of several numbers histograms.
-    The config becomes hyperparameters, and is written to ``<folder>/<time>/hparams.yml`` whole.
+    Numbers become scalars, texts texts, dictionaries of numbers scalars in one chart, tensors and arrays of several
+    numbers histograms. The config becomes hyperparameters, and is written to ``<folder>/<time>/hparams.yml`` whole.
 
     Args:
         run_name: name of the run.

@@ -71,7 +71,8 @@ def charts(runs: Sequence[Run], patterns: Sequence[str] = (), weight: float = 0.
 
 
 def smooth(points: Points, weight: float) -> Points:
-    """An exponential moving average that starts without bias (the correction of Adam, https://arxiv.org/abs/1412.6980, section 3).
+    """An exponential moving average that starts without bias (the correction of Adam, https://arxiv.org/abs/1412.6980,
+    section 3).
 
     Args:
         points: (step, value).

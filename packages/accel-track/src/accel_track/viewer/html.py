@@ -66,7 +66,8 @@ def _run(run: Run, color: str) -> str:
     config = escape(json.dumps(run.facts.get("config", {}), indent=2, ensure_ascii=False))
     return (
         f'<h3><span class="key" style="background:{color}"></span> {escape(run.name)}</h3><p>{facts}</p>'
-        f"<table><tr><th>last value<th><th>step{values}</table><details><summary>config</summary><pre>{config}</pre></details>"
+        f"<table><tr><th>last "
+        f"value<th><th>step{values}</table><details><summary>config</summary><pre>{config}</pre></details>"
     )
 
 
@@ -92,7 +93,8 @@ def _figure(chart: Chart, colors: dict[str, str]) -> str:
         )
     left, bottom = _LEFT - 4, _HEIGHT - _BOTTOM
     marks = (
-        f'<text x="{left}" y="{_TOP + 8}" text-anchor="end">{text_of(high)}</text><text x="{left}" y="{bottom}" text-anchor="end">'
+        f'<text x="{left}" y="{_TOP + 8}" text-anchor="end">{text_of(high)}</text><text x="{left}" y="{bottom}" '
+        'text-anchor="end">'
         f'{text_of(low)}</text><text x="{_LEFT}" y="{_HEIGHT - 8}">{text_of(first)}</text>'
         f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 8}" text-anchor="end">{text_of(last)}</text>'
         f'<text class="note" x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle"></text>'
@@ -100,7 +102,8 @@ def _figure(chart: Chart, colors: dict[str, str]) -> str:
     )
     curves = escape(json.dumps(data), quote=True)
     return (
-        f'<figure><figcaption>{escape(chart.metric)}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" data-curves="{curves}">'
+        f'<figure><figcaption>{escape(chart.metric)}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'data-curves="{curves}">'
         f"{marks}{''.join(lines)}</svg></figure>"
     )
 

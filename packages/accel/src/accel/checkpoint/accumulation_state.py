@@ -1,8 +1,8 @@
 """Accumulation windows that are open when a state is saved: how far they are, and the gradients they hold so far.
 
-Gradients that are not synchronised yet are each rank's own, so every rank has a file of its own. On another number of processes each
-takes an equal share of them all, so that what is synchronised at the end of the window is the same. Of a model that is divided among ranks
-the file of rank 0 has their average, of which each then takes its part.
+Gradients that are not synchronised yet are each rank's own, so every rank has a file of its own. On another number of
+processes each takes an equal share of them all, so that what is synchronised at the end of the window is the same. Of a
+model that is divided among ranks the file of rank 0 has their average, of which each then takes its part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def gradients_files(names: Sequence[str]) -> list[str]:
 
 
 def capture(accumulation: Accumulation, loaders: Sequence[Any], models: Sequence[nn.Module]) -> dict[str, Any] | None:
-    """The open windows and their gradients: tensors and plain values only; None if there is no window to keep. Every rank must call it.
+    """The open windows and their gradients: tensors and plain values only; None if there is no window to keep. Every
+    rank must call it.
 
     Args:
         accumulation: keeps the windows.
@@ -62,8 +63,10 @@ def capture(accumulation: Accumulation, loaders: Sequence[Any], models: Sequence
             own[index] = _gradients(models[index])
         else:
             logger.warning(
-                "The state is saved within an accumulation window, of a model whose gradients an engine or the stages of a pipeline hold. "
-                "They are no part of it: a resumed run starts a new window. Save after an optimizer step to lose nothing."
+                "The state is saved within an accumulation window, of a model whose gradients an engine or the stages "
+                "of a pipeline hold. "
+                "They are no part of it: a resumed run starts a new window. Save after an optimizer step to lose "
+                "nothing."
             )
             return None
     ranks = strategy.averaging_collectives.world_size
@@ -112,8 +115,8 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def combine(saved: Sequence[dict[str, Any]], num_processes: int) -> dict[str, Any]:
     """The share that each of ``num_processes`` ranks takes of the windows of all ranks that saved.
 
-    Synchronising averages over ranks. Losses that count the same are averaged, so each rank takes the mean; of losses that are weighed by
-    items the gradients are sums, so each takes a part of the sum, and of the number of items.
+    Synchronising averages over ranks. Losses that count the same are averaged, so each rank takes the mean; of losses
+    that are weighed by items the gradients are sums, so each takes a part of the sum, and of the number of items.
 
     Args:
         saved: what the ranks have saved, by rank.

@@ -26,10 +26,12 @@ class CheckpointFolder:
     """One checkpoint on its way to its name.
 
     It is written in ``.<name>.accel-partial`` beside its place. If an older one is at that place, it is moved to
-    ``.<name>.accel-replaced`` for the moment between two renames; a process killed just then leaves it there, and :meth:`recover`
-    puts it back. What is to be deleted is renamed to ``.<name>.accel-deleted`` first, so that it is never taken for a checkpoint.
+    ``.<name>.accel-replaced`` for the moment between two renames; a process killed just then leaves it there, and
+    :meth:`recover` puts it back. What is to be deleted is renamed to ``.<name>.accel-deleted`` first, so that it is
+    never taken for a checkpoint.
 
-    The folder that is being written is locked, so that what killed processes have left can be told from what others are writing.
+    The folder that is being written is locked, so that what killed processes have left can be told from what others are
+    writing.
 
     Args:
         target: the place.
@@ -94,7 +96,9 @@ class CheckpointFolder:
             self._lock = None
 
     def commit(self) -> None:
-        """Put what was written, which is on the disk, in its place. Files in the folder that belong to no checkpoint stay."""
+        """Put what was written, which is on the disk, in its place. Files in the folder that belong to no checkpoint
+        stay.
+        """
         if self.target.exists():
             os.rename(self.target, self.replaced)
         try:
@@ -108,7 +112,9 @@ class CheckpointFolder:
         self._clear_replaced()
 
     def recover(self) -> None:
-        """Finish, or take back, a replacement that was interrupted; one that another process is in the middle of is left to it."""
+        """Finish, or take back, a replacement that was interrupted; one that another process is in the middle of is
+        left to it.
+        """
         if self.replaced.exists() and not _is_being_written(self.target):
             self._recover()
 
@@ -202,7 +208,9 @@ def _lock(folder: Path, where_locks_work: bool = False) -> int | None:
 
 
 def _lock_now(descriptor: int) -> bool:
-    """Lock, and say whether the system and the (network) file system have locks; BlockingIOError if another process holds this one."""
+    """Lock, and say whether the system and the (network) file system have locks; BlockingIOError if another process
+    holds this one.
+    """
     try:
         import fcntl
 
@@ -229,7 +237,9 @@ _held: set[int] = set()
 
 @cache
 def _drop_in_forked_processes() -> None:
-    """Have processes that are forked from this one close its locks: a loader's worker that outlives it must not keep them."""
+    """Have processes that are forked from this one close its locks: a loader's worker that outlives it must not keep
+    them.
+    """
     os.register_at_fork(after_in_child=_drop_locks)
 
 
@@ -249,7 +259,9 @@ def _is_locked_or_unknown(folder: Path) -> bool:
 
 
 def _lock_if_left(folder: Path) -> int | None:
-    """A lock on what a killed process has left, and None of what another one may be writing. Nobody writes there while it is held."""
+    """A lock on what a killed process has left, and None of what another one may be writing. Nobody writes there while
+    it is held.
+    """
     try:
         descriptor = _lock(folder, where_locks_work=True)
     except OSError:
@@ -284,7 +296,9 @@ def _existing(folder: Path) -> Path:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what killed processes had begun to write in a folder, or to delete from it; and finish replacements they had begun."""
+    """Remove what killed processes had begun to write in a folder, or to delete from it; and finish replacements they
+    had begun.
+    """
     for entry in list(parent.iterdir()):
         if name_of(entry, PARTIAL) and entry.is_dir():
             _set_aside(entry)

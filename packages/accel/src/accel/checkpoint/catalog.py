@@ -102,7 +102,9 @@ def checkpoint_number(folder: Path) -> int | None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint is whole, as far as can be seen without reading its files; without a manifest, whether it has generators."""
+    """Whether a checkpoint is whole, as far as can be seen without reading its files; without a manifest, whether it
+    has generators.
+    """
     return not _examine(folder)[1]
 
 

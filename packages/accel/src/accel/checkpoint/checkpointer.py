@@ -67,9 +67,9 @@ class StateSaving(Tracking):
         """Have a function called by each :meth:`save_state`, before anything is written.
 
         Args:
-            hook: called on every rank as ``hook(models, weights, output_dir)`` with the prepared models, their state dicts, and the
-                folder that is being written, which gets its final name later. It may write files there, which become part of the
-                checkpoint, and remove from ``weights`` what it has saved itself.
+            hook: called on every rank as ``hook(models, weights, output_dir)`` with the prepared models, their state
+                dicts, and the folder that is being written, which gets its final name later. It may write files there,
+                which become part of the checkpoint, and remove from ``weights`` what it has saved itself.
 
         Returns:
             A handle; its ``remove()`` takes the hook back.
@@ -79,10 +79,12 @@ class StateSaving(Tracking):
         return handle
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Have a function called by each :meth:`load_state`, when the files have been verified and before anything is loaded.
+        """Have a function called by each :meth:`load_state`, when the files have been verified and before anything is
+        loaded.
 
         Args:
-            hook: called on every rank as ``hook(models, input_dir)``. It may remove from ``models`` those that it has loaded itself.
+            hook: called on every rank as ``hook(models, input_dir)``. It may remove from ``models`` those that it has
+                loaded itself.
 
         Returns:
             A handle; its ``remove()`` takes the hook back.
@@ -103,19 +105,21 @@ class StateSaving(Tracking):
     ) -> Path:
         """Save everything that training needs to go on exactly as if it had never stopped. Every rank must call it.
 
-        That is: models, optimizers, schedulers, positions of the loaders, the loss scale, the random number generators of every rank
-        and the registered objects. The checkpoint appears under its name when it is whole and on the disk; if saving fails, one that
-        was there before is still there. With automatic naming, old ones are deleted after that, down to ``total_limit``.
+        That is: models, optimizers, schedulers, positions of the loaders, the loss scale, the random number generators
+        of every rank and the registered objects. The checkpoint appears under its name when it is whole and on the
+        disk; if saving fails, one that was there before is still there. With automatic naming, old ones are deleted
+        after that, down to ``total_limit``.
 
         Of accumulation windows that are open, the gradients accumulated so far are saved too.
 
         Args:
             output_dir: the folder of this checkpoint, which replaces an older one there; None with automatic naming.
             safe_serialization: weights in the safetensors format rather than torch's.
-            blocking: return when the checkpoint is in its place. With False, return when the state has been copied into host memory
-                (which is kept for the next time: one more copy of the state), and write it while training goes on. One save is under
-                way at a time: the next one waits for it, as do :meth:`load_state`, :meth:`wait_for_save`, :meth:`end_training` and
-                the end of the process. The first of these raises what went wrong.
+            blocking: return when the checkpoint is in its place. With False, return when the state has been copied into
+                host memory (which is kept for the next time: one more copy of the state), and write it while training
+                goes on. One save is under way at a time: the next one waits for it, as do :meth:`load_state`,
+                :meth:`wait_for_save`, :meth:`end_training` and the end of the process. The first of these raises what
+                went wrong.
             **save_model_func_kwargs: for strategies that save models in their own way.
 
         Returns:
@@ -123,11 +127,13 @@ class StateSaving(Tracking):
 
         Raises:
             CheckpointError: saving failed on some rank; or the last save without blocking did.
-            ConfigurationError: no folder, or one that cannot be used; with automatic naming, a checkpoint of this number exists.
+            ConfigurationError: no folder, or one that cannot be used; with automatic naming, a checkpoint of this
+                number exists.
         """
         if save_model_func_kwargs:
             raise ConfigurationError(
-                f"save_state got {', '.join(save_model_func_kwargs)}, which {type(self.strategy).__name__} has no use for. Leave it out."
+                f"save_state got {', '.join(save_model_func_kwargs)}, which {type(self.strategy).__name__} has no use "
+                "for. Leave it out."
             )
         if self.strategy.divides_models or isinstance(self.strategy, ReadsItsOwnState):
             weights_io.refuse_each_node(self.process_state, self.project_configuration.save_on_each_node)
@@ -145,7 +151,8 @@ class StateSaving(Tracking):
         return Path(path)
 
     def wait_for_save(self) -> None:
-        """Return when the save that was started with ``blocking=False`` has ended; at once if there is none. Every rank must call it.
+        """Return when the save that was started with ``blocking=False`` has ended; at once if there is none. Every rank
+        must call it.
 
         Raises:
             CheckpointError: it failed on some rank.
@@ -232,7 +239,8 @@ class StateSaving(Tracking):
             return Path(output_dir)
         if output_dir is not None:
             raise ConfigurationError(
-                f"output_dir={str(output_dir)!r} contradicts automatic_checkpoint_naming, which chooses the folder. Call save_state() "
+                f"output_dir={str(output_dir)!r} contradicts automatic_checkpoint_naming, which chooses the folder. "
+                "Call save_state() "
                 "without it, or turn automatic naming off in ProjectConfiguration."
             )
         return self._checkpoints() / f"checkpoint_{settings.iteration}"
@@ -254,7 +262,8 @@ class StateSaving(Tracking):
         if must_be_new and folder.target.exists():
             number = self.project_configuration.iteration
             raise ConfigurationError(
-                f"the checkpoint {folder.target} exists already. Load it, or set project_configuration.iteration (now {number}) to the "
+                f"the checkpoint {folder.target} exists already. Load it, or set project_configuration.iteration (now "
+                f"{number}) to the "
                 "number to go on with."
             )
         folder.begin()
@@ -267,7 +276,8 @@ class StateSaving(Tracking):
         partial, models = folder.partial, list(self.prepared.models)
         if not partial.is_dir():
             raise CheckpointError(
-                f"rank {self.process_state.process_index} does not see {partial}, which another rank made. Save to a file system that all "
+                f"rank {self.process_state.process_index} does not see {partial}, which another rank made. Save to a "
+                "file system that all "
                 "nodes share, or set ProjectConfiguration(save_on_each_node=True)."
             )
         for model, state in zip(models, weights, strict=True):
@@ -327,20 +337,23 @@ class StateSaving(Tracking):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Put a state of :meth:`save_state` back; the same objects must have been prepared and registered. Every rank must call it.
+        """Put a state of :meth:`save_state` back; the same objects must have been prepared and registered. Every rank
+        must call it.
 
-        Training goes on exactly as it would have: a loader that was in the middle of an epoch hands out the rest of it in its next
-        iteration, later epochs are whole. Files are verified first, and reading them runs no code.
+        Training goes on exactly as it would have: a loader that was in the middle of an epoch hands out the rest of it
+        in its next iteration, later epochs are whole. Files are verified first, and reading them runs no code.
 
         Args:
-            input_dir: the checkpoint. "latest" is the newest complete one: of automatic naming, or else in the project's folder. None is
-                the same, with automatic naming.
-            load_kwargs: for ``torch.load`` of everything but weights. ``weights_only=False`` allows code in the files to run.
-            **load_model_func_kwargs: for ``load_state_dict`` of the models, such as ``strict=False``; and ``map_location``, where
-                tensors are read to: "cpu" (the default) or "on_device".
+            input_dir: the checkpoint. "latest" is the newest complete one: of automatic naming, or else in the
+                project's folder. None is the same, with automatic naming.
+            load_kwargs: for ``torch.load`` of everything but weights. ``weights_only=False`` allows code in the files
+                to run.
+            **load_model_func_kwargs: for ``load_state_dict`` of the models, such as ``strict=False``; and
+                ``map_location``, where tensors are read to: "cpu" (the default) or "on_device".
 
         Raises:
-            CheckpointError: files are missing or damaged, or there is another number of some kind of object; on every rank, if on one.
+            CheckpointError: files are missing or damaged, or there is another number of some kind of object; on every
+                rank, if on one.
             ConfigurationError: there is no such folder, or no checkpoint in it.
         """
         self.wait_for_save()

@@ -48,7 +48,9 @@ def capture(device: Device) -> dict[str, Any]:
 
 
 def _plain(numpy_state: Any) -> Any:
-    """The state of numpy's generator without arrays, which one version of numpy writes so that another cannot read them."""
+    """The state of numpy's generator without arrays, which one version of numpy writes so that another cannot read
+    them.
+    """
     return tuple(part.tolist() if isinstance(part, np.ndarray) else part for part in numpy_state)
 
 
@@ -87,9 +89,10 @@ def restore(state: Any, device: Device, path: Path) -> None:
 def seed_new_rank(base: Any, rank: int, device: Device, path: Path) -> None:
     """Seed the generators of a rank that did not exist when the state was saved.
 
-    Its seed is made of the first 8 bytes of SHA-256 over the state that torch's generator has in ``base``, followed by the rank as 8
-    bytes (little endian): another one for every rank and every state, and the same whenever that state is loaded. python's and
-    torch's generators, and those of the devices, are seeded with all of its 63 lower bits, numpy's with the lowest 32.
+    Its seed is made of the first 8 bytes of SHA-256 over the state that torch's generator has in ``base``, followed by
+    the rank as 8 bytes (little endian): another one for every rank and every state, and the same whenever that state is
+    loaded. python's and torch's generators, and those of the devices, are seeded with all of its 63 lower bits, numpy's
+    with the lowest 32.
 
     Args:
         base: the state of the lowest rank that was saved.
@@ -115,7 +118,8 @@ def _restore_device(state: dict[str, Any], device: Device, path: Path) -> None:
     states = state.get(_device_key(device))
     if states is None:
         raise CheckpointError(
-            f"{path} has no state of the generators of {device.name} devices: it was saved on another kind of device, so training cannot "
+            f"{path} has no state of the generators of {device.name} devices: it was saved on another kind of device, "
+            "so training cannot "
             "go on with the same random numbers. Load it there, or load the model alone."
         )
     if len(states) == device.device_count():
@@ -137,7 +141,8 @@ class Part:
     Attributes:
         name: of the file.
         value: what it will hold.
-        what: whose state this is, for messages; with it, the file is read back once to see that loading it would run no code.
+        what: whose state this is, for messages; with it, the file is read back once to see that loading it would run no
+            code.
         weights: in the safetensors format.
         each_rank: every rank writes its own, rather than the main process one for all.
     """
@@ -203,7 +208,9 @@ def collect(
     safe_serialization: bool,
     with_manifest: bool = False,
 ) -> list[Part]:
-    """Everything but registered objects; see :func:`accel.checkpointing.save_accelerator_state`. Every rank must call it."""
+    """Everything but registered objects; see :func:`accel.checkpointing.save_accelerator_state`. Every rank must call
+    it.
+    """
     parts = [weights_part(index, weights, safe_serialization) for index, weights in enumerate(model_states)]
     for stem, objects in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, schedulers)):
         parts += [

@@ -1,9 +1,10 @@
 """Digests of files, computed by several threads while the caller goes on. Torch-free.
 
-A file is divided into blocks of 16 MiB with an XXH3 (128 bits) each: so one large file keeps several processors busy, its first blocks
-can be digested while the last ones are being written, and a digest that does not match says where the damage is. XXH3 because it runs at
-the speed of memory: verifying every byte of a checkpoint then costs less than reading it. It finds damage, of which it misses one in 2^128;
-it is no protection against somebody who wants to deceive, and no digest that lies beside the files could be. ``xxh128sum`` repeats it.
+A file is divided into blocks of 16 MiB with an XXH3 (128 bits) each: so one large file keeps several processors busy,
+its first blocks can be digested while the last ones are being written, and a digest that does not match says where the
+damage is. XXH3 because it runs at the speed of memory: verifying every byte of a checkpoint then costs less than
+reading it. It finds damage, of which it misses one in 2^128; it is no protection against somebody who wants to deceive,
+and no digest that lies beside the files could be. ``xxh128sum`` repeats it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def processors() -> int:
 
 
 class Workers:
-    """Threads that do jobs while the caller goes on. On leaving the block all jobs are done, and the first error is raised.
+    """Threads that do jobs while the caller goes on. On leaving the block all jobs are done, and the first error is
+    raised.
 
     Args:
         count: how many; by default one a processor, at least 2 (one may be waiting for the disk) and at most 8.

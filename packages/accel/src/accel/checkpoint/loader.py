@@ -93,14 +93,16 @@ class StateReader:
     def start_verification(self, workers: Workers, share: tuple[int, int] = (0, 1)) -> Callable[[], None]:
         """Begin to compare all files with the manifest.
 
-        Files of other libraries, which come without a manifest, are compared with the checksums that torch's format has.
+        Files of other libraries, which come without a manifest, are compared with the checksums that torch's format
+        has.
 
         Args:
             workers: who does it.
             share: (i, n) for the i-th of n processes that see the same files and divide the work.
 
         Returns:
-            What gives the verdict when the workers' block has been left: it raises CheckpointError, which names the damaged file.
+            What gives the verdict when the workers' block has been left: it raises CheckpointError, which names the
+            damaged file.
 
         Raises:
             CheckpointError: files are missing or of another size.
@@ -109,14 +111,18 @@ class StateReader:
             return start_checking_sums(self.folder, workers)
         if self._own_file() not in self.manifest.files:
             raise CheckpointError(
-                f"{self.folder} has no {self._own_file()}: it was saved on {self.manifest.world_size} processes with save_on_each_node, "
-                f"and rank {self.rank} was on another node. Start the same ranks on each node, or put the folders of all nodes together."
+                f"{self.folder} has no {self._own_file()}: it was saved on {self.manifest.world_size} processes with "
+                "save_on_each_node, "
+                f"and rank {self.rank} was on another node. Start the same ranks on each node, or put the folders of "
+                "all nodes together."
             )
         return Verification(self.manifest, self.folder, workers, share).conclude
 
     @cached_property
     def _names(self) -> list[str]:
-        """The files of this checkpoint. With a manifest they are its own; what else lies in the folder has not been verified."""
+        """The files of this checkpoint. With a manifest they are its own; what else lies in the folder has not been
+        verified.
+        """
         if self.manifest is not None:
             return list(self.manifest.files)
         return [path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()]
@@ -200,7 +206,8 @@ class StateReader:
             self._changes.append(partial(obj.load_state_dict, self._read(custom_file(index))))
 
     def check_unread(self) -> None:
-        """Read what nobody has asked for, as harmless values only: a file that could run code is refused wherever it lies.
+        """Read what nobody has asked for, as harmless values only: a file that could run code is refused wherever it
+        lies.
 
         Raises:
             CheckpointError: a file is damaged, or reading it could run code.
@@ -275,7 +282,8 @@ class StateReader:
         stem, suffix = (SAFE_MODEL_NAME, "safetensors") if safe else (MODEL_NAME, "bin")
         if holds_engines(self._names):
             raise CheckpointError(
-                f"{self.folder} was saved by DeepSpeed. Load it with DeepSpeed, or make whole weights of it with the zero_to_fp32.py that "
+                f"{self.folder} was saved by DeepSpeed. Load it with DeepSpeed, or make whole weights of it with the "
+                "zero_to_fp32.py that "
                 "lies in it, and load these into the model before prepare()."
             )
         require_count("models", len(numbered_files(self._names, stem, suffix)), len(models), self.folder)
@@ -393,7 +401,8 @@ def plan_weights(model: nn.Module, weights: Any, path: Path, strict: bool = True
 
     Args:
         model: the model, prepared or not.
-        weights: names, those of the unwrapped and uncompiled model, to tensors. Of names that share memory one is enough.
+        weights: names, those of the unwrapped and uncompiled model, to tensors. Of names that share memory one is
+            enough.
         path: for messages.
         strict: refuse names that are missing or unknown.
         **kwargs: for ``load_state_dict``.
@@ -411,7 +420,8 @@ def plan_weights(model: nn.Module, weights: Any, path: Path, strict: bool = True
         missing = sorted(_missing(expected, weights))
         if unknown or missing:
             raise CheckpointError(
-                f"{path} does not fit {type(inner).__name__}: it lacks {_some(missing)} and has {_some(unknown)} that the model lacks. "
+                f"{path} does not fit {type(inner).__name__}: it lacks {_some(missing)} and has {_some(unknown)} that "
+                "the model lacks. "
                 "Load it into the model that was saved, or pass strict=False to load what fits."
             )
     renamed = {name: weights[clean_name(name)] for name in expected if clean_name(name) in weights}

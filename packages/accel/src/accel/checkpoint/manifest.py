@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: what belongs to it, and how each file must look. It is written last, so that with it all is there.
+"""The manifest of a checkpoint: what belongs to it, and how each file must look. It is written last, so that with it
+all is there.
 
 Torch-free, so that checkpoints can be listed and verified quickly.
 """
@@ -27,8 +28,8 @@ class Manifest:
     Attributes:
         format: version of this description.
         world_size: how many processes saved it.
-        counters: ``iteration``, the number of the next checkpoint; ``step``, the micro batches in the open accumulation window; and
-            ``optimizer_steps``, how often the first optimizer had stepped.
+        counters: ``iteration``, the number of the next checkpoint; ``step``, the micro batches in the open accumulation
+            window; and ``optimizer_steps``, how often the first optimizer had stepped.
         versions: of accel, torch, numpy and python.
         saved_at: time of the save, UTC, ISO 8601.
         files: relative POSIX path to record.
@@ -79,7 +80,8 @@ class Manifest:
     def _check(self, path: Path, folder: Path) -> None:
         if self.format != MANIFEST_FORMAT:
             raise CheckpointError(
-                f"{path} has format {self.format}, and this version of accel reads {MANIFEST_FORMAT}. It was saved with accel "
+                f"{path} has format {self.format}, and this version of accel reads {MANIFEST_FORMAT}. It was saved "
+                "with accel "
                 f"{self.versions.get('accel')}: load it with that."
             )
         outside = [name for name in self.files if leads_outside(folder, name)]
@@ -127,7 +129,8 @@ class Verification:
         manifest: the records.
         folder: the checkpoint.
         workers: when their block has been left, :meth:`conclude` gives the verdict.
-        share: (i, n) compares every n-th block from the i-th on, where n processes that see the same files divide the work.
+        share: (i, n) compares every n-th block from the i-th on, where n processes that see the same files divide the
+            work.
 
     Raises:
         CheckpointError: files are missing or of another size.
@@ -182,7 +185,9 @@ def _damaged(path: Path, how: str) -> CheckpointError:
 
 
 def leads_outside(folder: Path, name: str) -> bool:
-    """Whether a name in a manifest is that of a file outside of the folder: by ``..``, as an absolute path, or through a link."""
+    """Whether a name in a manifest is that of a file outside of the folder: by ``..``, as an absolute path, or through
+    a link.
+    """
     posix, windows = PurePosixPath(name), PureWindowsPath(name)
     if (
         posix.is_absolute()

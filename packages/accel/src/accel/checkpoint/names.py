@@ -32,7 +32,9 @@ _OF_A_STATE = re.compile(
 
 
 class CheckpointError(AccelError, RuntimeError):
-    """A checkpoint that could not be written, or one that is not whole, is damaged, or does not fit what it is loaded into."""
+    """A checkpoint that could not be written, or one that is not whole, is damaged, or does not fit what it is loaded
+    into.
+    """
 
 
 def numbered(stem: str, index: int, suffix: str) -> str:
@@ -83,10 +85,13 @@ def holds_engines(names: Iterable[str]) -> bool:
 
 
 def require_files(folder: Path, names: Iterable[str], known: Collection[str] | None = None) -> None:
-    """Raise CheckpointError, which lists them, if files are missing, or are not among those that are known to belong there."""
+    """Raise CheckpointError, which lists them, if files are missing, or are not among those that are known to belong
+    there.
+    """
     missing = [name for name in names if not (folder / name).is_file() or (known is not None and name not in known)]
     if missing:
         raise CheckpointError(
-            f"{folder} cannot be loaded: it has no {', '.join(missing)}. Prepare and register the same objects, on as many processes, as "
+            f"{folder} cannot be loaded: it has no {', '.join(missing)}. Prepare and register the same objects, on as "
+            "many processes, as "
             "when it was saved, or choose another checkpoint."
         )

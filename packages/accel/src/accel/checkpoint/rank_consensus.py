@@ -15,7 +15,8 @@ from .names import CheckpointError
 
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.1
-# How long to wait for a rank that writes slower than the others, or is gone; and, at the end, for ranks to read the verdict.
+# How long to wait for a rank that writes slower than the others, or is gone; and, at the end, for ranks to read the
+# verdict.
 PATIENCE_SECONDS = 1800.0
 _FAREWELL_SECONDS = 60.0
 
@@ -40,11 +41,11 @@ class CollectiveAgreement:
 class StoreAgreement:
     """Over the key-value store through which the ranks have found each other: for a thread beside the training loop.
 
-    The loop's collectives are no way for it: a process group matches calls by their order alone, so a call from another thread would
-    be taken for one of the loop's. A process group of its own would do, at the price of connections and threads for all ranks; a
-    common file would not, because nodes may share no file system, or see each other's files late. The store is there for as long as the
-    run, needs no order, and takes a few small messages a save. It is asked in short calls only, never to wait: a call that waits would
-    keep the loop's thread from the store.
+    The loop's collectives are no way for it: a process group matches calls by their order alone, so a call from another
+    thread would be taken for one of the loop's. A process group of its own would do, at the price of connections and
+    threads for all ranks; a common file would not, because nodes may share no file system, or see each other's files
+    late. The store is there for as long as the run, needs no order, and takes a few small messages a save. It is asked
+    in short calls only, never to wait: a call that waits would keep the loop's thread from the store.
 
     Args:
         store: the store.
@@ -77,7 +78,9 @@ class StoreAgreement:
         return outcomes
 
     def leave(self) -> None:
-        """End the agreement: rank 0, whose process may be the store's, stays until all have read its last word, and clears up."""
+        """End the agreement: rank 0, whose process may be the store's, stays until all have read its last word, and
+        clears up.
+        """
         # There is nobody left to tell if a rank, or the store, is gone.
         with suppress(RuntimeError):
             self._store.set(f"left/{self._rank}", "")

@@ -46,13 +46,16 @@ def require_count(kind: str, saved: int, present: int, folder: Path) -> None:
     """Raise CheckpointError if a checkpoint has another number of some kind of object than there are to load."""
     if saved != present:
         raise CheckpointError(
-            f"{folder} has {saved} {kind} and there are {present} to load. Prepare and register the same objects as when it was saved."
+            f"{folder} has {saved} {kind} and there are {present} to load. Prepare and register the same objects as "
+            "when it was saved."
         )
 
 
 @cache
 def _plain_values() -> list[Any]:
-    """What files may hold besides tensors and the types that torch itself takes for harmless: numbers of numpy, and containers."""
+    """What files may hold besides tensors and the types that torch itself takes for harmless: numbers of numpy, and
+    containers.
+    """
     try:
         multiarray = importlib.import_module("numpy._core.multiarray")
     except ModuleNotFoundError:
@@ -67,9 +70,11 @@ def _plain_values() -> list[Any]:
 
 
 class _Allowed:
-    """A block in which torch takes plain values for harmless too; what the user has allowed, before or meanwhile, stays allowed.
+    """A block in which torch takes plain values for harmless too; what the user has allowed, before or meanwhile, stays
+    allowed.
 
-    Torch has one such list for the process, and a save in the background reads its own files back while the loop may be loading.
+    Torch has one such list for the process, and a save in the background reads its own files back while the loop may be
+    loading.
     """
 
     _lock: ClassVar = threading.Lock()
@@ -95,7 +100,8 @@ class _Allowed:
 
 def _allowing(values: list[Any]) -> AbstractContextManager[Any]:
     """A block in which torch takes some values for harmless."""
-    # It takes away what it has added, and nothing else for any moment: another thread may be loading what the user has allowed.
+    # It takes away what it has added, and nothing else for any moment: another thread may be loading what the user has
+    # allowed.
     allowing = getattr(torch.serialization, "safe_globals", None)
     return allowing(values) if allowing is not None else _allowing_before_torch_2_5(values)
 
@@ -112,12 +118,14 @@ def _allowing_before_torch_2_5(values: list[Any]) -> Iterator[None]:
 
 
 def read(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None, mapped: bool = False) -> Any:
-    """Read a file of torch's format: tensors, plain values, and what was allowed with ``torch.serialization.add_safe_globals``.
+    """Read a file of torch's format: tensors, plain values, and what was allowed with
+    ``torch.serialization.add_safe_globals``.
 
     Args:
         path: the file.
         map_location: where to put tensors, as in ``torch.load``.
-        load_kwargs: further arguments of ``torch.load``; ``weights_only=False`` is the caller's word that the file may run code.
+        load_kwargs: further arguments of ``torch.load``; ``weights_only=False`` is the caller's word that the file may
+            run code.
         mapped: map the file rather than read it, for tensors that will be copied elsewhere at once.
 
     Raises:
@@ -142,7 +150,9 @@ def read(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | No
 
 
 def was_saved_with_manifest(path: Path) -> bool:
-    """Whether a rank's file says that its checkpoint has a manifest; False for what cannot be read, or is of another library."""
+    """Whether a rank's file says that its checkpoint has a manifest; False for what cannot be read, or is of another
+    library.
+    """
     try:
         state = read(path)
     except CheckpointError:
@@ -151,7 +161,8 @@ def was_saved_with_manifest(path: Path) -> bool:
 
 
 def start_checking_sums(folder: Path, workers: Workers) -> Callable[[], None]:
-    """Have workers compare files of torch's format with the checksums in them, which torch itself writes and does not read.
+    """Have workers compare files of torch's format with the checksums in them, which torch itself writes and does not
+    read.
 
     Returns:
         A function to call when the workers' block has been left, which raised CheckpointError if a file is damaged.
@@ -195,6 +206,7 @@ def _refused(error: pickle.UnpicklingError) -> str:
     if found is None:
         return "it is damaged, or holds more than tensors and plain values"
     return (
-        f"it holds {found[1]}, and reading that could run code. Keep to tensors, numbers, strings and containers of them in state_dict(), "
+        f"it holds {found[1]}, and reading that could run code. Keep to tensors, numbers, strings and containers of "
+        "them in state_dict(), "
         "or allow a class that you trust with torch.serialization.add_safe_globals"
     )

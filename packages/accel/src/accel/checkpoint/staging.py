@@ -15,8 +15,9 @@ StorageKey = tuple[torch.device, int, int]
 class HostCopies:
     """Copies nested states into host memory that is kept for the next time.
 
-    What shares memory in the original shares it in the copy, so that a file of the copy has the same bytes. Memory that the operating
-    system has to find and clear first costs several times more than the copying, so it is kept; it is one copy of the state.
+    What shares memory in the original shares it in the copy, so that a file of the copy has the same bytes. Memory that
+    the operating system has to find and clear first costs several times more than the copying, so it is kept; it is one
+    copy of the state.
     """
 
     def __init__(self) -> None:

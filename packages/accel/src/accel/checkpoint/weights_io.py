@@ -93,7 +93,8 @@ def safetensors_content(obj: Any) -> dict[str, torch.Tensor]:
     """
     if not isinstance(obj, Mapping) or not all(isinstance(value, torch.Tensor) for value in obj.values()):
         raise ConfigurationError(
-            f"safe_serialization=True holds dictionaries of tensors only, not {_contents(obj)}. Save it with safe_serialization=False."
+            f"safe_serialization=True holds dictionaries of tensors only, not {_contents(obj)}. Save it with "
+            "safe_serialization=False."
         )
     return clean_state_dict_for_safetensors(dict(obj))
 
@@ -215,7 +216,8 @@ def refuse_each_node(state: PartialState, each_node: bool) -> None:
     if each_node and state.environment.num_nodes > 1:
         raise ConfigurationError(
             f"save_on_each_node=True keeps everything on each node, and this model is divided among the ranks of "
-            f"{state.environment.num_nodes} nodes. Save to a file system that all nodes share, without save_on_each_node."
+            f"{state.environment.num_nodes} nodes. Save to a file system that all nodes share, without "
+            "save_on_each_node."
         )
 
 
@@ -230,6 +232,7 @@ def refuse_unsavable(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     ]
     if empty:
         raise ConfigurationError(
-            f"{type(model).__name__} cannot be saved: {len(empty)} tensors have no values (they are on the meta device), among them "
+            f"{type(model).__name__} cannot be saved: {len(empty)} tensors have no values (they are on the meta "
+            "device), among them "
             f"{', '.join(empty[:3])}. Load its weights first."
         )

@@ -56,7 +56,8 @@ class Saving:
             safe_serialization: the safetensors format rather than torch's.
 
         Raises:
-            ConfigurationError: the folder is a file, a weight has no values, or each of several nodes is to save a model that they share.
+            ConfigurationError: the folder is a file, a weight has no values, or each of several nodes is to save a
+                model that they share.
         """
         folder = Path(save_directory)
         if folder.is_file():
@@ -82,7 +83,8 @@ class Saving:
         wrong = [obj for obj in objects if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))]
         if wrong:
             raise ConfigurationError(
-                f"{', '.join(repr(obj) for obj in wrong)} cannot be part of a checkpoint: objects need the methods state_dict and "
+                f"{', '.join(repr(obj) for obj in wrong)} cannot be part of a checkpoint: objects need the methods "
+                "state_dict and "
                 "load_state_dict. Register only such objects, or wrap these in one."
             )
         self._custom_objects.extend(objects)

@@ -1,4 +1,6 @@
-"""Writing the files of a checkpoint that is not in its place yet: each is digested and brought to the disk while the next is written."""
+"""Writing the files of a checkpoint that is not in its place yet: each is digested and brought to the disk while the
+next is written.
+"""
 
 from __future__ import annotations
 
@@ -213,7 +215,8 @@ class StateWriter:
 
     Attributes:
         folder: where to; its partial folder has been made.
-        is_writer: whether this process makes the folder whole: the main process (of each node, if nodes save on their own).
+        is_writer: whether this process makes the folder whole: the main process (of each node, if nodes save on their
+            own).
         parts: what this rank writes.
         world_size: number of processes.
         counters: for the manifest.
@@ -238,7 +241,8 @@ class StateWriter:
         """Write the files, put the checkpoint in its place, delete old ones. Every rank must call it.
 
         Raises:
-            CheckpointError: one of these failed on some rank; but for the last of them, what was there before is unchanged.
+            CheckpointError: one of these failed on some rank; but for the last of them, what was there before is
+                unchanged.
         """
         target = self.folder.target
         try:
@@ -292,7 +296,8 @@ class StateWriter:
 class BackgroundSave:
     """One save in a thread of its own.
 
-    The interpreter waits for the thread before it ends. An error is logged at once, and raised by the first :meth:`wait`.
+    The interpreter waits for the thread before it ends. An error is logged at once, and raised by the first
+    :meth:`wait`.
 
     Args:
         writer: what is to be written.

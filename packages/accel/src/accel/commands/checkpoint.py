@@ -115,7 +115,10 @@ def _problems(folder: Path) -> tuple[dict[str, str], int]:
     except CheckpointError as error:
         return {MANIFEST_NAME: str(error)}, 0
     if manifest is None:
-        words = "missing: the checkpoint is not whole, or another library has saved it, so there is nothing to compare its files with"
+        words = (
+            "missing: the checkpoint is not whole, or another library has saved it, so there is nothing to "
+            "compare its files with"
+        )
         return {MANIFEST_NAME: words}, 0
     return damaged_files(manifest, folder), len(manifest.files)
 

@@ -18,7 +18,8 @@ def run(argv: list[str]) -> int:
         0.
 
     Raises:
-        ConfigurationError: the file is not one of FSDP, asks for what version 2 has not, or the target is there already.
+        ConfigurationError: the file is not one of FSDP, asks for what version 2 has not, or the target is there
+            already.
     """
     options = parse_options(argv, _parser())
     source, target = (

@@ -1,1 +1,3 @@
-"""What the Accelerator is built from: resolved settings, prepared objects, and the way back to the model that was passed in."""
+"""What the Accelerator is built from: resolved settings, prepared objects, and the way back to the model that was
+passed in.
+"""

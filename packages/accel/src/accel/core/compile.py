@@ -29,7 +29,8 @@ class TorchDynamoPlugin(KwargsHandler):
         dynamic: compile for shapes that change; None lets torch find out.
         options: settings for the back end; not together with ``mode``.
         disable: compile nothing, as a switch for debugging.
-        use_regional_compilation: compile repeated blocks on their own, which starts many times faster than the whole model.
+        use_regional_compilation: compile repeated blocks on their own, which starts many times faster than the whole
+            model.
 
     Raises:
         ConfigurationError: a back end or mode that is not known.

@@ -133,14 +133,18 @@ def build(
 
 
 def _strategies_in_use() -> list[str]:
-    """The engine of another Accelerator in this process: one that asks for nothing else shares it, as it shares the state."""
+    """The engine of another Accelerator in this process: one that asks for nothing else shares it, as it shares the
+    state.
+    """
     shared = AcceleratorState._shared_state
     found = [name for name in PLUGINS if shared.get(_PLACES.get(name, f"{name}_plugin")) is not None]
     return [name for name in found if name in _TOGETHER] if "mesh" in found else found[:1]
 
 
 def _settings_of(engine: str | None, engines: dict[str, Any]) -> Any:
-    """The settings of an engine ("fsdp", ...): those given, those in use, or those of the launcher; None of one that has none."""
+    """The settings of an engine ("fsdp", ...): those given, those in use, or those of the launcher; None of one that
+    has none.
+    """
     settings = engines.get(engine) if engine is not None else None
     if engine is None or engine not in PLUGINS:
         return settings
@@ -174,7 +178,8 @@ def _precision_of(settings: Any, mixed_precision: Any) -> Any:
     own = getattr(active, "precision", None)
     if own is not None and given not in (None, own):
         raise ConfigurationError(
-            f"{source} contradicts {type(active).__name__}, whose configuration enables {own}. Set the precision in one of them."
+            f"{source} contradicts {type(active).__name__}, whose configuration enables {own}. Set the precision in "
+            "one of them."
         )
     return mixed_precision if own is None else own
 
@@ -182,7 +187,9 @@ def _precision_of(settings: Any, mixed_precision: Any) -> Any:
 def _choose_strategy(
     engine: str | None, settings: Any, beside: dict[str, Any], handlers: Handlers, process: PartialState
 ) -> Strategy:
-    """The strategy of an engine ("fsdp", ...) with its settings, and those of engines beside it; without one, that of the machine."""
+    """The strategy of an engine ("fsdp", ...) with its settings, and those of engines beside it; without one, that of
+    the machine.
+    """
     if hasattr(settings, "for_world"):
         settings = settings.for_world(process.num_processes)
     name = engine
@@ -190,7 +197,8 @@ def _choose_strategy(
         name = next(iter(settings.values())).strategy if isinstance(settings, dict) else settings.strategy
     if name is not None and not process.use_distributed and not STRATEGIES.load(name).trains_alone:
         logger.warning(
-            "%s divides a model among processes, and there is one: it trains as it is. Start several: `accel launch --num_processes N`.",
+            "%s divides a model among processes, and there is one: it trains as it is. Start several: `accel launch "
+            "--num_processes N`.",
             engine,
         )
         name = None
@@ -227,7 +235,8 @@ def asked_strategies(given: list[str]) -> list[str]:
         return list(dict.fromkeys([*given, *launched]))
     if given and launched and not set(given) & set(launched):
         raise ConfigurationError(
-            f"the script passes settings for {', '.join(given)}, but was launched for {', '.join(launched)} (environment variables "
+            f"the script passes settings for {', '.join(given)}, but was launched for {', '.join(launched)} "
+            "(environment variables "
             f"ACCELERATE_USE_...). Pass no such settings, or launch with the other one."
         )
     return given or launched
@@ -237,7 +246,8 @@ def launched_strategies() -> list[str]:
     """The strategies that the launcher asks for in this process's environment.
 
     Raises:
-        ConfigurationError: one of them is not installed. To train without it would be another run than the one that was launched.
+        ConfigurationError: one of them is not installed. To train without it would be another run than the one that was
+            launched.
     """
     launched = ParadigmOptions.from_environment()
     wanted = [(opt, LAUNCHED[opt.name]) for opt in ParadigmOptions.options() if getattr(launched, opt.field)]
@@ -245,7 +255,8 @@ def launched_strategies() -> list[str]:
         if name not in STRATEGIES and name not in PLUGINS:
             raise ConfigurationError(
                 f"environment variable {opt.env}=true asks for the strategy {name}, which is not installed. Installed: "
-                f"{', '.join(STRATEGIES)}. Launch without {opt.flags[0]} (or distributed_type in the configuration file), or install "
+                f"{', '.join(STRATEGIES)}. Launch without {opt.flags[0]} (or distributed_type in the configuration "
+                "file), or install "
                 f"a package that provides the strategy."
             )
     return [name for _, name in wanted]
@@ -293,7 +304,8 @@ def accumulation_settings(steps: int, plugin: GradientAccumulationPlugin | None)
         return GradientAccumulationPlugin(num_steps=launched or steps)
     if steps != 1:
         raise ConfigurationError(
-            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given. Put the number into the plugin: "
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given. Put the number "
+            "into the plugin: "
             f"GradientAccumulationPlugin(num_steps={steps})."
         )
     return replace(plugin, num_steps=launched or plugin.num_steps or 1)
@@ -309,7 +321,8 @@ def loader_settings(config: DataLoaderConfiguration | None, split_batches: Any) 
         return config or DataLoaderConfiguration()
     if config is not None and config.split_batches != split_batches:
         raise ConfigurationError(
-            f"split_batches={split_batches} contradicts dataloader_config.split_batches={config.split_batches}. Set it in "
+            f"split_batches={split_batches} contradicts dataloader_config.split_batches={config.split_batches}. Set "
+            "it in "
             "DataLoaderConfiguration only."
         )
     return replace(config or DataLoaderConfiguration(), split_batches=bool(split_batches))
@@ -339,7 +352,8 @@ def project_settings(project_dir: Any, config: ProjectConfiguration | None) -> P
         settings.set_directories(project_dir)
     if project_dir is not None and str(settings.project_dir) != str(project_dir):
         raise ConfigurationError(
-            f"project_dir={str(project_dir)!r} contradicts project_config.project_dir={settings.project_dir!r}. Pass one of them."
+            f"project_dir={str(project_dir)!r} contradicts project_config.project_dir={settings.project_dir!r}. Pass "
+            "one of them."
         )
     return settings
 

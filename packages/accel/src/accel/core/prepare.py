@@ -100,8 +100,10 @@ class Preparation:
     def _refuse_spread(self, model: nn.Module) -> None:
         if self.setup.process.num_processes > 1:
             raise ConfigurationError(
-                f"{type(model).__name__} was dispatched over several devices or offloaded (hf_device_map), and each of the "
-                f"{self.setup.process.num_processes} processes would train a copy of it. Start one process, or load the model without "
+                f"{type(model).__name__} was dispatched over several devices or offloaded (hf_device_map), and each "
+                "of the "
+                f"{self.setup.process.num_processes} processes would train a copy of it. Start one process, or load "
+                "the model without "
                 "a device map; for inference prepare it with evaluation_mode=True."
             )
 

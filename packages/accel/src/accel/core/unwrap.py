@@ -15,7 +15,9 @@ _MARKS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def _is_optimized_module(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` made this module. Its class is loaded only by torch.compile itself: importing it costs a second."""
+    """Whether ``torch.compile`` made this module. Its class is loaded only by torch.compile itself: importing it costs
+    a second.
+    """
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
@@ -44,7 +46,8 @@ def extract_model_from_parallel(
 
     Args:
         model: any model, wrapped or not.
-        keep_fp32_wrapper: keep mixed precision's autocast around its forward. When off, the original forward is put back.
+        keep_fp32_wrapper: keep mixed precision's autocast around its forward. When off, the original forward is put
+            back.
         keep_torch_compile: return a compiled model if ``model`` was one.
         recursive: also unwrap the submodules.
     """
@@ -116,7 +119,8 @@ def _without_compilation(model: nn.Module) -> nn.Module:
 def parameter_state_dict(model: nn.Module) -> dict[str, Any]:
     """``model.state_dict()`` under the names of the uncompiled model, with the values of offloaded weights.
 
-    Compiled submodules leave their mark in the names. What is offloaded is mapped from where it lies, and not read as a whole.
+    Compiled submodules leave their mark in the names. What is offloaded is mapped from where it lies, and not read as a
+    whole.
     """
     return {clean_name(name): value for name, value in _state_dict(model).items()}
 

@@ -9,7 +9,8 @@ from typing import Any
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
-from .config import AUTO, PreparedFacts, autos, drop, get, put
+from .config import PreparedFacts
+from .config_paths import AUTO, autos, drop, get, put
 from .optimizer import DummyOptim, DummyScheduler
 from .validation import COUNTS, ZERO
 
@@ -33,8 +34,9 @@ _DEFAULT_OF_DEEPSPEED = (
     "aio.",
     "activation_checkpointing.",
 )
-# Of the hidden size (https://www.deepspeed.ai/docs/config-json/ gives what they mean): elements of the buffers that gradients are
-# reduced in and that parameters are fetched ahead into, and the size up to which a parameter stays whole.
+# Of the hidden size (https://www.deepspeed.ai/docs/config-json/ gives what they mean): elements of the buffers that
+# gradients are # reduced in and that parameters are fetched ahead into, and the size up to which a parameter stays
+# whole.
 _BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     f"{ZERO}.reduce_bucket_size": lambda size: size * size,
     f"{ZERO}.stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
@@ -90,17 +92,20 @@ def check_dummies(config: dict[str, Any], facts: PreparedFacts, name: str) -> No
         described = get(config, f"{section}.type")
         if section in config and not isinstance(value, dummy):
             raise ConfigurationError(
-                f"{name} has the {section} {described}, and the script prepares {type(value).__name__} as well. Prepare {dummy.__name__} "
+                f"{name} has the {section} {described}, and the script prepares {type(value).__name__} as well. "
+                f"Prepare {dummy.__name__} "
                 f'in its place (from accel.utils), or remove "{section}" from the configuration.'
             )
         makes_one = section == "scheduler" and isinstance(value, dummy) and value.lr_scheduler_callable is not None
         if section not in config and isinstance(value, dummy) and not makes_one:
             raise ConfigurationError(
-                f'the script prepares {dummy.__name__}, but {name} has no "{section}" that it stands for. Add one, or prepare a real one.'
+                f'the script prepares {dummy.__name__}, but {name} has no "{section}" that it stands for. Add one, or '
+                "prepare a real one."
             )
         if section in config and makes_one:
             raise ConfigurationError(
-                f"{name} has the scheduler {described}, and DummyScheduler(lr_scheduler_callable=...) makes another one. Remove one."
+                f"{name} has the scheduler {described}, and DummyScheduler(lr_scheduler_callable=...) makes another "
+                "one. Remove one."
             )
     _check_pair(optimizer, scheduler)
 
@@ -108,13 +113,16 @@ def check_dummies(config: dict[str, Any], facts: PreparedFacts, name: str) -> No
 def _check_pair(optimizer: Any, scheduler: Any) -> None:
     if optimizer is None:
         raise ConfigurationError(
-            f"the script prepares {type(scheduler).__name__} without an optimizer. With DeepSpeed, pass model, optimizer and scheduler to "
+            f"the script prepares {type(scheduler).__name__} without an optimizer. With DeepSpeed, pass model, "
+            "optimizer and scheduler to "
             "one call of prepare()."
         )
     if isinstance(optimizer, DummyOptim) and scheduler is not None and not isinstance(scheduler, DummyScheduler):
         raise ConfigurationError(
-            f"the script prepares DummyOptim and {type(scheduler).__name__}, but only DeepSpeed can schedule an optimizer that it makes. "
-            'Prepare DummyScheduler, with a "scheduler" in the configuration or with lr_scheduler_callable=..., or prepare an optimizer of '
+            f"the script prepares DummyOptim and {type(scheduler).__name__}, but only DeepSpeed can schedule an "
+            "optimizer that it makes. "
+            'Prepare DummyScheduler, with a "scheduler" in the configuration or with lr_scheduler_callable=..., or '
+            "prepare an optimizer of "
             'torch and remove "optimizer" from the configuration.'
         )
 
@@ -142,7 +150,8 @@ def _fill_batches(config: dict[str, Any], facts: PreparedFacts, name: str, small
         micro, micro_from = _micro_batch(train, steps, facts, sizes, name, smallest)
     elif sizes and micro not in sizes and facts.optimizer is not None:
         logger.warning_once(
-            "%s has %s: %d, but the loaders yield %s samples a process and batch. DeepSpeed counts samples by the former: "
+            "%s has %s: %d, but the loaders yield %s samples a process and batch. DeepSpeed counts samples by the "
+            "former: "
             'write "auto" there.',
             name,
             MICRO,
@@ -151,7 +160,8 @@ def _fill_batches(config: dict[str, Any], facts: PreparedFacts, name: str, small
         )
     if train is not None and train != micro * steps * world:
         raise ConfigurationError(
-            f"{name} has {TRAIN}: {train}, but {micro_from} x {steps_from} x {world} processes make {micro * steps * world}. Set "
+            f"{name} has {TRAIN}: {train}, but {micro_from} x {steps_from} x {world} processes make "
+            f"{micro * steps * world}. Set "
             f'{TRAIN} to "auto", or change one of the others.'
         )
     config.update({TRAIN: micro * steps * world, MICRO: micro, STEPS: steps})
@@ -174,13 +184,16 @@ def _micro_batch(
         return 1, "1 sample a batch"  # DeepSpeed wants a number, also where it trains nothing
     unknown = "loaders without a batch_size" if facts.micro_batch_sizes else "no loader"
     raise ConfigurationError(
-        f'{name} has {MICRO}: "auto", and {unknown} came with the model. Pass a loader with a batch_size to the same prepare(), or set a '
+        f'{name} has {MICRO}: "auto", and {unknown} came with the model. Pass a loader with a batch_size to the same '
+        "prepare(), or set a "
         f"number: in the JSON, or deepspeed_plugin.deepspeed_config[{MICRO!r}] = ..."
     )
 
 
 def hidden_size(model: Any) -> int | None:
-    """The widest hidden size that a model's ``config`` names (``hidden_size``, ``hidden_sizes``, or those of its ``text_config``)."""
+    """The widest hidden size that a model's ``config`` names (``hidden_size``, ``hidden_sizes``, or those of its
+    ``text_config``).
+    """
     config = getattr(model, "config", None)
     for holder in (config, _attribute(config, "text_config")):
         one, many = _attribute(holder, "hidden_size"), _attribute(holder, "hidden_sizes")
@@ -202,7 +215,8 @@ def _fill_sizes(config: dict[str, Any], facts: PreparedFacts, name: str) -> None
     size = hidden_size(facts.model)
     if size is None:
         raise ConfigurationError(
-            f'{name} has "auto" for {", ".join(asked)}, which follow from model.config.hidden_size or max(model.config.hidden_sizes), but '
+            f'{name} has "auto" for {", ".join(asked)}, which follow from model.config.hidden_size or '
+            "max(model.config.hidden_sizes), but "
             f"{type(facts.model).__name__} has neither. Set numbers there, or remove them: DeepSpeed has defaults."
         )
     for path in asked:

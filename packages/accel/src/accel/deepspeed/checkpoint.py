@@ -1,8 +1,9 @@
 """Engines in a checkpoint: DeepSpeed's own files, gathered before they are written, and read without running code.
 
-The first model is in ``pytorch_model/``, further ones in ``pytorch_model_1/`` and so on, as DeepSpeed lays them out; ``latest`` names the
-first folder, and ``zero_to_fp32.py`` makes whole weights of it: ``python zero_to_fp32.py . weights``. Models without an optimizer whose
-parameters are divided have one file of each rank, ``frozen_rank<rank>.pt``.
+The first model is in ``pytorch_model/``, further ones in ``pytorch_model_1/`` and so on, as DeepSpeed lays them out;
+``latest`` names the first folder, and ``zero_to_fp32.py`` makes whole weights of it: ``python zero_to_fp32.py .
+weights``. Models without an optimizer whose parameters are divided have one file of each rank,
+``frozen_rank<rank>.pt``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from ..fsdp.checkpoint.files import Gathered
 
 LATEST, RECOVERY = "latest", "zero_to_fp32.py"
-# What DeepSpeed's files hold besides tensors and plain values: settings, and how the loss is scaled. Nothing of it runs when it is read.
+# What DeepSpeed's files hold besides tensors and plain values: settings, and how the loss is scaled. Nothing of it runs
+# when it is read.
 _OF_DEEPSPEED = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
@@ -152,7 +154,8 @@ def gather_engines(models: Sequence[nn.Module], gathered: Gathered) -> None:
 def _parts_of(engine: Any, tag: str) -> list[Part]:
     if engine.zero_nvme_offload_optimizer():
         raise ConfigurationError(
-            "save_state does not take optimizer states from NVMe drives. Offload them to cpu, or save with engine.save_checkpoint(folder), "
+            "save_state does not take optimizer states from NVMe drives. Offload them to cpu, or save with "
+            "engine.save_checkpoint(folder), "
             "which copies the drive's files."
         )
     writer = _Writer(engine.checkpoint_engine)
@@ -208,7 +211,8 @@ class Source:
         tags = engine_folders(self.names)
         if not tags:
             raise CheckpointError(
-                f"{self.folder} was saved without DeepSpeed, whose engines load only what engines have saved. Load the weights into the "
+                f"{self.folder} was saved without DeepSpeed, whose engines load only what engines have saved. Load "
+                "the weights into the "
                 "model before prepare(): accel.utils.load_checkpoint_in_model(model, folder)."
             )
         require_count("models", len(tags), len(models), self.folder)
@@ -250,8 +254,10 @@ class Source:
         content = read_file(path, "cpu", self.load_kwargs) if path.is_file() else {}
         if content.get("world_size") != state.num_processes:
             raise CheckpointError(
-                f"{self.folder / tag} has a model without an optimizer, divided among {content.get('world_size', self.world_size)} "
-                f"processes; here are {state.num_processes}. Start as many, or prepare that model with another Accelerator, from its own "
+                f"{self.folder / tag} has a model without an optimizer, divided among "
+                f"{content.get('world_size', self.world_size)} "
+                f"processes; here are {state.num_processes}. Start as many, or prepare that model with another "
+                "Accelerator, from its own "
                 "weights, before the state is saved."
             )
         for name, parameter in engine.module.named_parameters():

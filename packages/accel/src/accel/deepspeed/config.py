@@ -18,6 +18,7 @@ from accel_state.options.deepspeed import FILE_PATHS
 from accel_state.options.deepspeed_file import both_set, read_deepspeed_file, without_duplicates
 from accel_state.options.option import Option, read_variable
 
+from .config_paths import AUTO, MISSING, copied, drop, get, put
 from .validation import check_sections
 
 
@@ -28,15 +29,17 @@ class PreparedFacts:
     Attributes:
         world_size: processes that the model is trained on.
         mixed_precision: "no", "fp16", "bf16" or "fp8".
-        micro_batch_sizes: samples a process and batch of each loader that is prepared together with the model, None for a loader that
-            does not know; empty without loaders.
-        known_micro_batch_size: samples a process and batch of what was prepared earlier, for a model that comes without a loader.
+        micro_batch_sizes: samples a process and batch of each loader that is prepared together with the model, None for
+            a loader that does not know; empty without loaders.
+        known_micro_batch_size: samples a process and batch of what was prepared earlier, for a model that comes without
+            a loader.
         gradient_accumulation_steps: those of the Accelerator.
         model: the model; only its ``config`` is read, for the hidden size.
-        optimizer: what was passed to ``prepare``: a torch optimizer, a DummyOptim, or None for a model that is not trained.
+        optimizer: what was passed to ``prepare``: a torch optimizer, a DummyOptim, or None for a model that is not
+            trained.
         scheduler: the same: a scheduler, a DummyScheduler or None.
-        scheduler_steps_per_step: how often a scheduler of the script is stepped for each optimizer step; schedules of a dummy, which
-            are written in the same steps, are divided by it.
+        scheduler_steps_per_step: how often a scheduler of the script is stepped for each optimizer step; schedules of a
+            dummy, which are written in the same steps, are divided by it.
         more: other values, by dotted path in the DeepSpeed configuration, for whatever else is "auto" there.
     """
 
@@ -50,55 +53,6 @@ class PreparedFacts:
     scheduler: Any = None
     scheduler_steps_per_step: int = 1
     more: Mapping[str, Any] = field(default_factory=dict)
-
-
-AUTO = "auto"
-MISSING: Any = object()
-
-
-def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value at a path; ``default`` where there is none."""
-    node: Any = config
-    for key in path.split("."):
-        if not isinstance(node, Mapping) or key not in node:
-            return default
-        node = node[key]
-    return node
-
-
-def put(config: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a path, with the sections on the way to it."""
-    *sections, key = path.split(".")
-    node = config
-    for section in sections:
-        node = node.setdefault(section, {})
-    node[key] = value
-
-
-def drop(config: dict[str, Any], path: str) -> None:
-    """Remove what is at a path, if anything is."""
-    section, _, key = path.rpartition(".")
-    node = get(config, section) if section else config
-    if isinstance(node, dict):
-        node.pop(key, None)
-
-
-def copied(config: Any) -> Any:
-    """A copy in which no two sections are the same object, as two may be in a script's dictionary."""
-    if isinstance(config, Mapping):
-        return {key: copied(value) for key, value in config.items()}
-    return [copied(value) for value in config] if isinstance(config, list) else config
-
-
-def autos(config: Any, prefix: str = "") -> Iterator[str]:
-    """The paths of everything that is "auto"; elements of lists by their number."""
-    items = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
-    for key, value in items:
-        path = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, str) and value == AUTO:
-            yield path
-        else:
-            yield from autos(value, path)
 
 
 # The plugin's fields that the launcher hands over under another name.
@@ -137,7 +91,8 @@ class Origin:
 
 
 def given(field: str, value: Any) -> Given | None:
-    """What the script (``value``) or else the launcher says of one of the plugin's fields; None where both leave it open.
+    """What the script (``value``) or else the launcher says of one of the plugin's fields; None where both leave it
+    open.
 
     Raises:
         ConfigurationError: the value is not allowed; the message names its source.
@@ -178,7 +133,8 @@ def read(source: Any, launched: str | None) -> tuple[dict[str, Any] | None, Orig
         # Whoever made this object (the Trainer of Transformers, say) goes on reading from it.
         return config, Origin("hf_ds_config")
     raise ConfigurationError(
-        f"hf_ds_config={source!r} is no DeepSpeed configuration. Pass the path of a JSON file, a dictionary, the JSON in base64, or an "
+        f"hf_ds_config={source!r} is no DeepSpeed configuration. Pass the path of a JSON file, a dictionary, the JSON "
+        "in base64, or an "
         "object with a dictionary as its .config, such as HfDeepSpeedConfig."
     )
 
@@ -202,7 +158,8 @@ def parse(text: str) -> dict[str, Any]:
         ) from None
     if not isinstance(config, dict):
         raise ConfigurationError(
-            f"hf_ds_config={_shown(text)!r} is {type(config).__name__} in base64; a DeepSpeed configuration is a JSON object."
+            f"hf_ds_config={_shown(text)!r} is {type(config).__name__} in base64; a DeepSpeed configuration is a JSON "
+            "object."
         )
     return config
 
@@ -248,7 +205,8 @@ def settle(config: dict[str, Any], mixed_precision: str, name: str) -> None:
         )
     if wanted is not None and get(config, f"{wanted}.enabled") is False:
         raise ConfigurationError(
-            f'mixed_precision={mixed_precision!r}, but {name} has {wanted}.enabled: false. Leave one of them out, or write "{AUTO}" there.'
+            f"mixed_precision={mixed_precision!r}, but {name} has {wanted}.enabled: false. Leave one of them out, or "
+            f'write "{AUTO}" there.'
         )
     target = wanted if wanted is not None else now
     if target is not None:
@@ -329,7 +287,8 @@ def fill_match(
     if now == AUTO:
         if path not in values:
             raise ConfigurationError(
-                f"`{path}` not found in kwargs. Please specify `{path}` without `auto` (set to correct value) in the DeepSpeed config file "
+                f"`{path}` not found in kwargs. Please specify `{path}` without `auto` (set to correct value) in the "
+                "DeepSpeed config file "
                 "or pass it in kwargs."
             )
         put(config, path, values[path])
@@ -374,8 +333,8 @@ def template() -> dict[str, Any]:
 def merge(config: dict[str, Any], origin: Origin, settings: Mapping[str, Given]) -> None:
     """Fill in what a configuration leaves open, in place.
 
-    A value of the JSON that is neither "auto" nor missing stays. What is missing is added where the script or the launcher set it; what is
-    "auto" becomes their value, or else the default, or stays "auto" until ``prepare``.
+    A value of the JSON that is neither "auto" nor missing stays. What is missing is added where the script or the
+    launcher set it; what is "auto" becomes their value, or else the default, or stays "auto" until ``prepare``.
 
     Args:
         config: the JSON.

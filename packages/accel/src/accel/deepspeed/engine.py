@@ -19,7 +19,7 @@ from accel_state.operations import recursively_apply
 from ..core.compile import compile_model, compile_regions
 from ..optimizer import AcceleratedOptimizer
 from ..scheduler import AcceleratedScheduler
-from . import gradients
+from . import config_paths, gradients
 from .config import PreparedFacts
 from .optimizer import DummyOptim, DummyScheduler, check_ownership, for_engine, groups_of, parameters_of, warn_once
 from .runtime import announcing_builds, is_engine
@@ -65,7 +65,8 @@ class DeepSpeedEngineWrapper:
         self._norm: float | None = None
 
     def set_boundary(self, is_boundary: bool | None) -> bool:
-        """Say whether the next backward pass ends an accumulation window; None leaves it to the engine, which counts its own steps.
+        """Say whether the next backward pass ends an accumulation window; None leaves it to the engine, which counts
+        its own steps.
 
         Returns:
             Whether it does.
@@ -102,8 +103,8 @@ class DeepSpeedEngineWrapper:
     def taking_part(self) -> Iterator[None]:
         """A block in which another engine runs a backward pass that computes this one's gradients too.
 
-        By itself this engine would count each of its forward passes as a backward pass of its own. So it is told what its own
-        ``backward`` tells it: that one is running, and, at the end, that it is over.
+        By itself this engine would count each of its forward passes as a backward pass of its own. So it is told what
+        its own ``backward`` tells it: that one is running, and, at the end, that it is over.
 
         Raises:
             ConfigurationError: this version of DeepSpeed computes gradients for one engine at a time.
@@ -111,7 +112,8 @@ class DeepSpeedEngineWrapper:
         engine = self.engine
         if not hasattr(engine, "_running_engine_backward_count"):
             raise ConfigurationError(
-                "the loss depends on several models that are trained, and this version of DeepSpeed computes gradients for one engine at a "
+                "the loss depends on several models that are trained, and this version of DeepSpeed computes "
+                "gradients for one engine at a "
                 "time. Upgrade: pip install 'deepspeed>=0.19'."
             )
         self._count_backward(1)
@@ -214,7 +216,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         return super().wraps(optimizer) or optimizer is self.given or optimizer is self._innermost
 
     def share_groups(self) -> None:
-        """Have the script's optimizer, whose schedulers set its learning rates, share the parameter groups of the one in the engine.
+        """Have the script's optimizer, whose schedulers set its learning rates, share the parameter groups of the one
+        in the engine.
 
         They are two where DeepSpeed has a form of its own, and loading a state makes new groups.
         """
@@ -228,7 +231,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "DeepSpeed divides an optimizer's parameters when it is prepared, so none can be added later. Add the group before prepare(), "
+            "DeepSpeed divides an optimizer's parameters when it is prepared, so none can be added later. Add the "
+            "group before prepare(), "
             "with parameters that are frozen until then if need be."
         )
 
@@ -309,7 +313,8 @@ def grouped(objects: Sequence[Any], known: Sequence[Any]) -> list[Group]:
         group = _owner(optimizer, groups)
         if group.optimizer is not None:
             raise ConfigurationError(
-                f"{type(group.model).__name__} was passed to prepare with two optimizers. A DeepSpeed engine has one: put the parameters "
+                f"{type(group.model).__name__} was passed to prepare with two optimizers. A DeepSpeed engine has one: "
+                "put the parameters "
                 "into groups of one optimizer."
             )
         check_ownership(group.model, optimizer)
@@ -318,7 +323,8 @@ def grouped(objects: Sequence[Any], known: Sequence[Any]) -> list[Group]:
         owners = [group for group in groups if group.optimizer is not None and group.optimizer is scheduler.optimizer]
         if not owners:
             raise ConfigurationError(
-                "a DummyScheduler was passed to prepare without the optimizer that it schedules. Pass model, optimizer and scheduler in "
+                "a DummyScheduler was passed to prepare without the optimizer that it schedules. Pass model, "
+                "optimizer and scheduler in "
                 "one call: accelerator.prepare(model, optimizer, scheduler, loader)."
             )
         owners[0].scheduler = scheduler
@@ -331,7 +337,8 @@ def _owner(optimizer: Optimizer | DummyOptim, groups: Sequence[Group]) -> Group:
         if any(id(parameter) in own for parameter in group.model.parameters()):
             return group
     raise ConfigurationError(
-        f"{type(optimizer).__name__} was passed to prepare without the model that it updates. DeepSpeed makes one engine of both: pass "
+        f"{type(optimizer).__name__} was passed to prepare without the model that it updates. DeepSpeed makes one "
+        "engine of both: pass "
         "them in one call, in any order: accelerator.prepare(model, optimizer, loader)."
     )
 
@@ -394,10 +401,11 @@ class Maker:
         """One engine, its prepared optimizer, and the prepared form of its DummyScheduler."""
         config = self.plugin.resolve(self.facts(group, objects))
         self._check_device(config)
-        stage = int(config.get(config, "zero_optimization.stage", 0))
-        if stage < 3 and config.get(config, "zero_optimization.offload_optimizer.device") == "nvme":
+        stage = int(config_paths.get(config, "zero_optimization.stage", 0))
+        if stage < 3 and config_paths.get(config, "zero_optimization.offload_optimizer.device") == "nvme":
             warn_once(
-                f"offload_optimizer_device='nvme' at ZeRO stage {stage}: DeepSpeed keeps the optimizer's states in host memory, as with "
+                f"offload_optimizer_device='nvme' at ZeRO stage {stage}: DeepSpeed keeps the optimizer's states in "
+                "host memory, as with "
                 "'cpu'. It writes them to a drive at stage 3 only."
             )
         if stage == 3:
@@ -417,7 +425,9 @@ class Maker:
 
     def _check_device(self, config: dict[str, Any]) -> None:
         names = [
-            f"zero_optimization.{name}" for name in _NEEDS_A_GPU if config.get(config, f"zero_optimization.{name}")
+            f"zero_optimization.{name}"
+            for name in _NEEDS_A_GPU
+            if config_paths.get(config, f"zero_optimization.{name}")
         ]
         if names and self.state.device.type == "cpu":
             raise ConfigurationError(
@@ -476,7 +486,8 @@ def _torch_scheduler_of(group: Group, objects: Sequence[Any]) -> Any:
 
 
 def make_engines(maker: Maker, objects: Sequence[Any]) -> list[Any]:
-    """The objects, with engines in place of models, and what belongs to them in place of optimizers and DummySchedulers.
+    """The objects, with engines in place of models, and what belongs to them in place of optimizers and
+    DummySchedulers.
 
     The new ones are noted as prepared; loaders and torch's schedulers are left for the caller to prepare.
     """

@@ -14,12 +14,15 @@ from torch.optim import Adagrad, Optimizer
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
+from . import config_paths
+
 
 class LateAdagrad(Optimizer):
     """The Adagrad of a script, in the form in which ZeRO can divide it.
 
-    torch's has its states from the beginning, so DeepSpeed puts a new one in its place: over all parameters in one group, and out of reach
-    of the script's schedulers. Other optimizers make their states at the first step, and so does this one.
+    torch's has its states from the beginning, so DeepSpeed puts a new one in its place: over all parameters in one
+    group, and out of reach of the script's schedulers. Other optimizers make their states at the first step, and so
+    does this one.
 
     Args:
         given: the optimizer; its parameter groups are shared, so what changes its learning rate changes this one's.
@@ -71,10 +74,11 @@ class DummyScheduler:
 
     Args:
         optimizer: the optimizer or DummyOptim that it schedules.
-        total_num_steps: steps of the schedule, in the same steps as those of a torch scheduler in this script; what "auto" stands for in
-            ``scheduler.params.total_num_steps``.
+        total_num_steps: steps of the schedule, in the same steps as those of a torch scheduler in this script; what
+            "auto" stands for in ``scheduler.params.total_num_steps``.
         warmup_num_steps: the same for ``scheduler.params.warmup_num_steps``.
-        lr_scheduler_callable: makes a scheduler of the optimizer that DeepSpeed made, for a configuration without a "scheduler".
+        lr_scheduler_callable: makes a scheduler of the optimizer that DeepSpeed made, for a configuration without a
+            "scheduler".
         **kwargs: what "auto" stands for in further ``scheduler.params``.
     """
 
@@ -122,7 +126,8 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
     """The optimizer of DeepSpeed that computes the same on a CPU, many times faster; the given one where there is none.
 
     Args:
-        optimizer: Adam, AdamW, Adagrad or Lion. One with an option that DeepSpeed's does not know (``maximize``) stays as it is.
+        optimizer: Adam, AdamW, Adagrad or Lion. One with an option that DeepSpeed's does not know (``maximize``) stays
+            as it is.
 
     Returns:
         An optimizer over the same parameter groups: what changes the learning rate of the given one changes this one's.
@@ -164,16 +169,19 @@ def for_offload(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
     Raises:
         ConfigurationError: DeepSpeed has none of this kind, and the configuration does not allow another one.
     """
-    device = config.get(config, "zero_optimization.offload_optimizer.device", "none")
+    device = config_paths.get(config, "zero_optimization.offload_optimizer.device", "none")
     if device in (None, "none") or config.get("zero_force_ds_cpu_optimizer") is False:
         return optimizer
     made = map_pytorch_optim_to_deepspeed(optimizer)
     if made is optimizer and not type(optimizer).__module__.startswith("deepspeed."):
         kind = type(optimizer).__name__
         raise ConfigurationError(
-            f"offload_optimizer_device={device!r} with {kind}({', '.join(_beyond(optimizer))}): DeepSpeed has fast optimizers for host "
-            "memory in place of Adam, AdamW, Adagrad and Lion only, without maximize, amsgrad, lr_decay and initial_accumulator_value. "
-            'Use one of them, or put "zero_force_ds_cpu_optimizer": false into the DeepSpeed configuration to have this one update the '
+            f"offload_optimizer_device={device!r} with {kind}({', '.join(_beyond(optimizer))}): DeepSpeed has fast "
+            "optimizers for host "
+            "memory in place of Adam, AdamW, Adagrad and Lion only, without maximize, amsgrad, lr_decay and "
+            "initial_accumulator_value. "
+            'Use one of them, or put "zero_force_ds_cpu_optimizer": false into the DeepSpeed configuration to have '
+            "this one update the "
             "offloaded states."
         )
     if made is not optimizer:
@@ -197,7 +205,7 @@ def for_engine(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
         ConfigurationError: its states are to be offloaded, and DeepSpeed cannot.
     """
     made = for_offload(optimizer, config)
-    divided = config.get(config, "zero_optimization.stage", 0) > 0
+    divided = config_paths.get(config, "zero_optimization.stage", 0) > 0
     return LateAdagrad(made) if divided and isinstance(made, torch.optim.Adagrad) else made
 
 
@@ -211,7 +219,8 @@ def check_ownership(model: nn.Module, optimizer: Optimizer | DummyOptim) -> None
     foreign = sum(id(parameter) not in own for parameter in parameters_of(optimizer))
     if foreign:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} has {foreign} parameters that are not those of {type(model).__name__}. A DeepSpeed engine "
+            f"{type(optimizer).__name__} has {foreign} parameters that are not those of {type(model).__name__}. A "
+            "DeepSpeed engine "
             "updates one model: give each model an optimizer of its own, made from its parameters."
         )
 

@@ -5,15 +5,17 @@ What the engine half of accel.deepspeed asks of a plugin:
 - ``plugin.strategy``: "deepspeed".
 - ``plugin.deepspeed_config``: the configuration as far as it is known, with "auto" in the rest.
 - ``plugin.resolve(facts) -> dict``: at prepare(), with a ``facts.PreparedFacts``: a new, complete dictionary for
-  ``deepspeed.initialize(config=...)``; raises ConfigurationError for whatever cannot be. The plugin's own ``deepspeed_config`` then shows
-  the values that were filled in, and the next ``resolve`` fills them anew (another model has another hidden size), unless the
-  script has changed them meanwhile.
-- ``plugin.accumulation_steps`` and ``plugin.precision``: what the configuration itself says, or None: they win over the Accelerator's.
+  ``deepspeed.initialize(config=...)``; raises ConfigurationError for whatever cannot be. The plugin's own
+  ``deepspeed_config`` then shows the values that were filled in, and the next ``resolve`` fills them anew (another
+  model has another hidden size), unless the script has changed them meanwhile.
+- ``plugin.accumulation_steps`` and ``plugin.precision``: what the configuration itself says, or None: they win over the
+  Accelerator's.
 - ``plugin.selected``, ``select(_from_accelerator_state=True)``, ``_unselect()``: for a dictionary of plugins.
 - ``plugin.set_moe_leaf_modules(model)`` before ``deepspeed.initialize`` at stage 3.
-- dummies.DummyOptim and dummies.DummyScheduler; ``resolve`` refuses combinations with the configuration that cannot work, so that
-  afterwards: a DummyOptim means that "optimizer" is in the dictionary; a DummyScheduler means that "scheduler" is, or that it has an
-  ``lr_scheduler_callable``. A model that comes without optimizer and scheduler has neither section in its dictionary.
+- dummies.DummyOptim and dummies.DummyScheduler; ``resolve`` refuses combinations with the configuration that cannot
+  work, so that afterwards: a DummyOptim means that "optimizer" is in the dictionary; a DummyScheduler means that
+  "scheduler" is, or that it has an ``lr_scheduler_callable``. A model that comes without optimizer and scheduler has
+  neither section in its dictionary.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import DeepSpeedOptions
 from accel_state.options.deepspeed import FILE_PATHS
 
-from . import auto_values, config, runtime, validation
-from .config import AUTO, Given, HfDeepSpeedConfig, PreparedFacts, copied, get, given, merge, read, template
+from . import auto_values, runtime, validation
+from . import config as ds_config
+from .config import Given, HfDeepSpeedConfig, PreparedFacts, given, merge, read, template
+from .config_paths import AUTO, copied, get
 from .runtime import micro_batch_of_others
 
 logger = get_logger(__name__)
@@ -40,25 +44,29 @@ logger = get_logger(__name__)
 class DeepSpeedPlugin:
     """How DeepSpeed trains.
 
-    A field that is left out takes the launcher's value (``--zero_stage``, ``deepspeed_config`` or an ``ACCELERATE_DEEPSPEED_...``
-    variable), and else the default that stands here. A DeepSpeed configuration (JSON) may have the same settings; where both have one,
-    and they differ, that is an error. Afterwards the fields say what was settled on.
+    A field that is left out takes the launcher's value (``--zero_stage``, ``deepspeed_config`` or an
+    ``ACCELERATE_DEEPSPEED_...`` variable), and else the default that stands here. A DeepSpeed configuration (JSON) may
+    have the same settings; where both have one, and they differ, that is an error. Afterwards the fields say what was
+    settled on.
 
     Args:
-        hf_ds_config: a DeepSpeed configuration: path of a JSON file, dictionary, JSON in base64, or an object with a dictionary as its
-            ``config``.
+        hf_ds_config: a DeepSpeed configuration: path of a JSON file, dictionary, JSON in base64, or an object with a
+            dictionary as its ``config``.
         gradient_accumulation_steps: micro batches an optimizer step; by default those of the Accelerator.
         gradient_clipping: norm that gradients are clipped to; by default they are not.
-        zero_stage: what is sharded over the processes: 0 nothing, 1 optimizer states, 2 gradients too (default), 3 parameters too.
-        is_train_batch_min: where several loaders are prepared together, take the smallest batch as the micro batch, not the largest.
+        zero_stage: what is sharded over the processes: 0 nothing, 1 optimizer states, 2 gradients too (default), 3
+            parameters too.
+        is_train_batch_min: where several loaders are prepared together, take the smallest batch as the micro batch, not
+            the largest.
         offload_optimizer_device: "none" (default), "cpu" or "nvme", from stage 1 on.
         offload_param_device: the same for parameters, with stage 3.
         offload_optimizer_nvme_path: folder on an NVMe drive.
         offload_param_nvme_path: the same for parameters.
-        zero3_init_flag: have Transformers create models sharded, within ``deepspeed.zero.Init``; by default with stage 3.
+        zero3_init_flag: have Transformers create models sharded, within ``deepspeed.zero.Init``; by default with stage
+            3.
         zero3_save_16bit_model: gather 16-bit weights when a model is saved, with stage 3.
-        transformer_moe_cls_names: class names of mixture-of-experts layers, separated by commas, whose parameters are fetched together,
-            with stage 3.
+        transformer_moe_cls_names: class names of mixture-of-experts layers, separated by commas, whose parameters are
+            fetched together, with stage 3.
         enable_msamp: MS-AMP's own DeepSpeed engine, which is not to be had any more.
         msamp_opt_level: its level, "O1" or "O2".
 
@@ -66,7 +74,8 @@ class DeepSpeedPlugin:
         deepspeed_config: the configuration; "auto" is filled in when a model is prepared.
 
     Raises:
-        ConfigurationError: a value that is not allowed, or two places that contradict each other; the message names both.
+        ConfigurationError: a value that is not allowed, or two places that contradict each other; the message names
+            both.
     """
 
     hf_ds_config: Any = None
@@ -121,7 +130,8 @@ class DeepSpeedPlugin:
             raise ConfigurationError(f"msamp_opt_level={self.msamp_opt_level!r} is not one of O1, O2.")
         if self.enable_msamp:
             raise ConfigurationError(
-                "enable_msamp=True asks for MS-AMP's own DeepSpeed engine, which is made for a DeepSpeed of 2023 and not maintained. "
+                "enable_msamp=True asks for MS-AMP's own DeepSpeed engine, which is made for a DeepSpeed of 2023 and "
+                "not maintained. "
                 'Leave it out; Accelerator(mixed_precision="fp8") trains in 8 bits without DeepSpeed.'
             )
         self.enable_msamp = False
@@ -146,7 +156,8 @@ class DeepSpeedPlugin:
     def _settle_moe(self, asked: Given | None) -> None:
         if asked is not None and not asked.by_launcher and self.zero_stage != 3:
             raise ConfigurationError(
-                f"{asked.source} says which modules ZeRO stage 3 fetches as a whole, but the stage is {self.zero_stage}. Leave it out, or "
+                f"{asked.source} says which modules ZeRO stage 3 fetches as a whole, but the stage is "
+                f"{self.zero_stage}. Leave it out, or "
                 "set zero_stage=3."
             )
         self.transformer_moe_cls_names = asked.value if asked is not None else None
@@ -164,7 +175,7 @@ class DeepSpeedPlugin:
     @property
     def precision(self) -> str | None:
         """What the configuration enables, "fp16" or "bf16"; None where it leaves that open or turns both off."""
-        return config.enabled(self._precision_filling.reopened(self.deepspeed_config))
+        return ds_config.enabled(self._precision_filling.reopened(self.deepspeed_config))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Enter the Accelerator's precision where the configuration leaves it open.
@@ -174,7 +185,7 @@ class DeepSpeedPlugin:
         """
         asked = self._precision_filling.reopened(self.deepspeed_config)
         settled = copied(asked)
-        config.settle(settled, mixed_precision, self._name)
+        ds_config.settle(settled, mixed_precision, self._name)
         self._precision_filling.show(self.deepspeed_config, asked, settled)
 
     def resolve(self, facts: PreparedFacts) -> dict[str, Any]:
@@ -184,7 +195,8 @@ class DeepSpeedPlugin:
             facts: what is prepared, and where.
 
         Returns:
-            A new dictionary for ``deepspeed.initialize``, whose ``train_batch_size`` is micro batch x accumulation steps x processes.
+            A new dictionary for ``deepspeed.initialize``, whose ``train_batch_size`` is micro batch x accumulation
+            steps x processes.
 
         Raises:
             ConfigurationError: a value cannot be found, or contradicts another; the message names both.
@@ -192,7 +204,7 @@ class DeepSpeedPlugin:
         config = self._filling.reopened(self.deepspeed_config)
         validation.check_sections(config, self._name)
         asked = copied(config)
-        config.settle(config, facts.mixed_precision, self._name)
+        ds_config.settle(config, facts.mixed_precision, self._name)
         if facts.known_micro_batch_size is None:
             facts = replace(facts, known_micro_batch_size=micro_batch_of_others(self))
         auto_values.complete(config, facts, self._name, self.is_train_batch_min)
@@ -224,7 +236,7 @@ class DeepSpeedPlugin:
         Raises:
             ConfigurationError: the value is "auto", and ``kwargs`` has none.
         """
-        config.fill_match(
+        ds_config.fill_match(
             self.deepspeed_config, ds_key_long, [] if mismatches is None else mismatches, must_match, kwargs
         )
 
@@ -249,7 +261,7 @@ class DeepSpeedPlugin:
             ConfigurationError: an "auto" without a value, or a difference.
         """
         lines: list[str] = [] if mismatches is None else mismatches
-        config.process(
+        ds_config.process(
             self.deepspeed_config,
             prefix,
             self.deepspeed_config if config is None else config,
@@ -317,7 +329,9 @@ class DeepSpeedPlugin:
             self.set_deepspeed_weakref()
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell Transformers whether models are created sharded; what it is told is in force as long as this plugin lives."""
+        """Tell Transformers whether models are created sharded; what it is told is in force as long as this plugin
+        lives.
+        """
         if self.zero3_init_flag and self.zero_stage == 3:
             self.dschf = runtime.announce(self.deepspeed_config)
         else:

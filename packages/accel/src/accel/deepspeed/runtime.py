@@ -22,7 +22,8 @@ from accel_state import AcceleratorState, PartialState, env, get_logger
 from accel_state.errors import ConfigurationError, MissingDependencyError, require
 from accel_state.imports import is_transformers_available
 
-from .config import AUTO, HfDeepSpeedConfig, autos, copied, drop
+from .config import HfDeepSpeedConfig
+from .config_paths import AUTO, autos, copied, drop
 from .validation import COUNTS
 
 logger = get_logger(__name__)
@@ -45,7 +46,8 @@ def load(state: PartialState) -> Any:
         found = library.get_accelerator().device_name().split(":")[0]
     if found != state.device.type:
         raise ConfigurationError(
-            f"deepspeed was imported before the Accelerator and works on {found}, but this process is on {state.device.type}. Import it "
+            f"deepspeed was imported before the Accelerator and works on {found}, but this process is on "
+            f"{state.device.type}. Import it "
             f"after the Accelerator, or set DS_ACCELERATOR={state.device.type}."
         )
     # It calls what torch renames; at each step, and it is not the user who can do something about it.
@@ -74,7 +76,8 @@ def announcing_builds() -> Iterator[None]:
         folder = _build_folder(builder.name)
         if not any(folder.glob("*.so")):
             logger.warning(
-                "DeepSpeed is compiling its operator %s, which takes a minute or two. It is kept in %s for the next time "
+                "DeepSpeed is compiling its operator %s, which takes a minute or two. It is kept in %s for the next "
+                "time "
                 "(TORCH_EXTENSIONS_DIR names another place).",
                 builder.name,
                 folder,
@@ -103,10 +106,15 @@ def announcing_builds() -> Iterator[None]:
 def _missing(operator: str) -> str:
     if operator == "async_io":
         return (
-            "offload to nvme needs libaio with its headers, which DeepSpeed's operator async_io is compiled with. Install it (apt install "
-            "libaio-dev, yum install libaio-devel), or say where it is (CFLAGS=-I..., LDFLAGS=-L...), or offload to cpu."
+            "offload to nvme needs libaio with its headers, which DeepSpeed's operator async_io is compiled with. "
+            "Install it (apt install "
+            "libaio-dev, yum install libaio-devel), or say where it is (CFLAGS=-I..., LDFLAGS=-L...), or offload to "
+            "cpu."
         )
-    return f"DeepSpeed cannot compile its operator {operator} here. The command ds_report tells what it needs of this machine."
+    return (
+        f"DeepSpeed cannot compile its operator {operator} here. The command ds_report tells what it needs of this "
+        "machine."
+    )
 
 
 def _build_folder(name: str) -> Path:
@@ -118,8 +126,8 @@ def _build_folder(name: str) -> Path:
 class Engines:
     """The engines of an Accelerator, and the process group that they talk over.
 
-    An engine holds the group, and threads that talk over it: if it outlives the group, the process may abort after all its work. So
-    engines are released first, at the end of training, or else of the interpreter.
+    An engine holds the group, and threads that talk over it: if it outlives the group, the process may abort after all
+    its work. So engines are released first, at the end of training, or else of the interpreter.
 
     Args:
         state: rank, world and device. Of a single process, which has no process group, one is made for it alone.
@@ -140,7 +148,9 @@ class Engines:
         atexit.register(self._at_exit)
 
     def connect(self) -> None:
-        """Make the group of a single process, if there is none; and set the variable that DeepSpeed reads, if the launcher did not."""
+        """Make the group of a single process, if there is none; and set the variable that DeepSpeed reads, if the
+        launcher did not.
+        """
         if env.read_str("LOCAL_RANK") is None:
             self._variables.enter_context(env.patch_environment(LOCAL_RANK=self._state.local_process_index))
         if not dist.is_initialized():
@@ -196,7 +206,8 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
     plugin = state.deepspeed_plugin
     if plugin is None:
         raise ConfigurationError(
-            f"there is no active DeepSpeedPlugin: this Accelerator's distributed type is {state.distributed_type}. Launch with "
+            f"there is no active DeepSpeedPlugin: this Accelerator's distributed type is {state.distributed_type}. "
+            "Launch with "
             "--use_deepspeed, or pass Accelerator(deepspeed_plugin=DeepSpeedPlugin(...))."
         )
     return plugin
@@ -217,7 +228,8 @@ def deepspeed_required(func: T) -> T:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Any:
-    """``deepspeed.zero.GatheredParameters`` for parameters that ZeRO stage 3 has divided; for others a block that does nothing.
+    """``deepspeed.zero.GatheredParameters`` for parameters that ZeRO stage 3 has divided; for others a block that does
+    nothing.
 
     Args:
         params: a parameter, several of them, or a module.
@@ -268,7 +280,8 @@ def mark(model: Any, names: str) -> None:
     for name in wanted:
         if name not in classes:
             raise ConfigurationError(
-                f"transformer_moe_cls_names={names!r}: {type(model).__name__} has no module of class {name}. Its classes: "
+                f"transformer_moe_cls_names={names!r}: {type(model).__name__} has no module of class {name}. Its "
+                "classes: "
                 f"{', '.join(sorted(classes))}."
             )
     utils = require("deepspeed.utils", purpose="ZeRO stage 3", install="accel[deepspeed]")
@@ -299,7 +312,9 @@ def withdraw() -> None:
 
 
 def usable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that ``deepspeed.zero.Init`` takes before a model is prepared: it wants batch sizes, and uses none of them."""
+    """A copy that ``deepspeed.zero.Init`` takes before a model is prepared: it wants batch sizes, and uses none of
+    them.
+    """
     ready = copied(config)
     train, micro, steps = COUNTS
     if any(ready.get(key) in (None, AUTO) for key in COUNTS):

@@ -38,7 +38,8 @@ def mark(engine: Any) -> dict[str, Any]:
 
 @contextmanager
 def converted(folder: Path, tag: str, engine: Any, saved_by: int | None, read: Callable[[Path], Any]) -> Iterator[Path]:
-    """A block in which an engine's state lies in a form that loads on any number of processes. Every rank must enter it.
+    """A block in which an engine's state lies in a form that loads on any number of processes. Every rank must enter
+    it.
 
     Args:
         folder: the checkpoint.
@@ -83,7 +84,8 @@ def converted(folder: Path, tag: str, engine: Any, saved_by: int | None, read: C
 
 def _convert(folder: Path, tag: str, saved_by: int | None, read: Callable[[Path], Any]) -> Path:
     logger.warning(
-        "%s was saved on %s processes and is loaded on %d: its states are converted first, beside it, which takes as much space and time "
+        "%s was saved on %s processes and is loaded on %d: its states are converted first, beside it, which takes as "
+        "much space and time "
         "as another save.",
         folder / tag,
         saved_by,
@@ -96,7 +98,8 @@ def _convert(folder: Path, tag: str, saved_by: int | None, read: Callable[[Path]
         place = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.accel-universal-"))
     except OSError as error:
         raise ConfigurationError(
-            f"{folder} was saved on another number of processes, and cannot be converted beside it ({error}). Copy it to a folder that "
+            f"{folder} was saved on another number of processes, and cannot be converted beside it ({error}). Copy it "
+            "to a folder that "
             f"can be written to, or start {saved_by} processes."
         ) from error
     said = io.StringIO()
@@ -106,14 +109,16 @@ def _convert(folder: Path, tag: str, saved_by: int | None, read: Callable[[Path]
     except Exception as error:
         shutil.rmtree(place, ignore_errors=True)
         raise CheckpointError(
-            f"{folder / tag} was saved on {saved_by} processes, and DeepSpeed cannot convert it for {PartialState().num_processes}: "
+            f"{folder / tag} was saved on {saved_by} processes, and DeepSpeed cannot convert it for "
+            f"{PartialState().num_processes}: "
             f"{type(error).__name__}: {error}. Start {saved_by} processes."
         ) from error
     return place
 
 
 def complete(engine: Any, source: Path, read: Callable[[Path], Any]) -> None:
-    """Put back what the universal format leaves out: buffers, frozen parameters, and at stage 3 what parameter groups have of their own.
+    """Put back what the universal format leaves out: buffers, frozen parameters, and at stage 3 what parameter groups
+    have of their own.
 
     Args:
         engine: what has loaded the rest.

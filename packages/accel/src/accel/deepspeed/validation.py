@@ -10,7 +10,7 @@ from typing import Any
 from accel_state.errors import ConfigurationError
 from accel_state.options.deepspeed import OFFLOAD_DEVICES
 
-from .config import AUTO, MISSING, drop, get
+from .config_paths import AUTO, MISSING, drop, get
 
 ZERO = "zero_optimization"
 COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -127,7 +127,8 @@ def check(config: Mapping[str, Any], name: str) -> None:
     _check_number(config, "gradient_clipping", name, least=0, whole=False)
     if get(config, "fp16.enabled") is True and get(config, "bf16.enabled") is True:
         raise ConfigurationError(
-            f"{name} has fp16.enabled: true and bf16.enabled: true; a model is trained in one of them. Remove the other."
+            f"{name} has fp16.enabled: true and bf16.enabled: true; a model is trained in one of them. Remove the "
+            "other."
         )
     for section in ("optimizer", "scheduler"):
         if section in config and not isinstance(get(config, f"{section}.type"), str):
@@ -152,13 +153,15 @@ def check_complete(config: Mapping[str, Any], name: str, world_size: int) -> Non
         section = f"{ZERO}.offload_{kind}"
         if get(config, f"{section}.device") == "nvme" and not get(config, f"{section}.nvme_path"):
             raise ConfigurationError(
-                f"{name} has {section}.device: nvme without a folder. Give {section}.nvme_path, or --offload_{kind}_nvme_path, or "
+                f"{name} has {section}.device: nvme without a folder. Give {section}.nvme_path, or "
+                f"--offload_{kind}_nvme_path, or "
                 f"DeepSpeedPlugin(offload_{kind}_nvme_path=...)."
             )
     group = get(config, f"{ZERO}.zero_hpz_partition_size", 1)
     if isinstance(group, int) and group > 1 and world_size % group:
         raise ConfigurationError(
-            f"{name} has {ZERO}.zero_hpz_partition_size: {group}, which does not divide the {world_size} processes. Set it to the number "
+            f"{name} has {ZERO}.zero_hpz_partition_size: {group}, which does not divide the {world_size} processes. "
+            "Set it to the number "
             "of processes on a node."
         )
 
@@ -175,8 +178,10 @@ def _check_stage(config: Mapping[str, Any], name: str) -> Any:
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
     if stage is None:
         raise ConfigurationError(
-            f"{name} does not say which ZeRO stage to train with: {ZERO} is {zero!r}. Please specify the ZeRO optimization config in "
-            f'it, as in "{ZERO}": {{"stage": 2}}, or pass --zero_stage or DeepSpeedPlugin(zero_stage=...); 0 shards nothing.'
+            f"{name} does not say which ZeRO stage to train with: {ZERO} is {zero!r}. Please specify the ZeRO "
+            "optimization config in "
+            f'it, as in "{ZERO}": {{"stage": 2}}, or pass --zero_stage or DeepSpeedPlugin(zero_stage=...); 0 shards '
+            "nothing."
         )
     if stage != AUTO and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
         raise ConfigurationError(f"{name} has {ZERO}.stage: {stage!r}, which is not one of 0, 1, 2, 3.")
@@ -210,7 +215,8 @@ def _check_offload(config: Mapping[str, Any], name: str, stage: int) -> None:
             )
         if device not in (None, "none") and stage < least:
             raise ConfigurationError(
-                f"{name} has {path}.device: {device}, which needs ZeRO stage {least}{' or more' if least < 3 else ''}, not {stage}. Raise "
+                f"{name} has {path}.device: {device}, which needs ZeRO stage "
+                f"{least}{' or more' if least < 3 else ''}, not {stage}. Raise "
                 "the stage, or set the device to none."
             )
 

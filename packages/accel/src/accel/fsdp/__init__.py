@@ -1,1 +1,3 @@
-"""Sharded models: settings, which modules become units, and what optimizers and gradients need. The strategies build on it."""
+"""Sharded models: settings, which modules become units, and what optimizers and gradients need. The strategies build on
+it.
+"""

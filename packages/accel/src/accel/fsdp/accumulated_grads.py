@@ -1,8 +1,9 @@
-"""Gradients of divided models in the middle of an accumulation window: as whole ones into a checkpoint, and back into any layout.
+"""Gradients of divided models in the middle of an accumulation window: as whole ones into a checkpoint, and back into
+any layout.
 
-What has been accumulated without synchronisation is each rank's own, and whole; what was reduced with every micro batch is divided.
-Synchronising averages over ranks, and the average of sums is the sum of averages: so both can be kept as their average, which then counts
-as reduced already.
+What has been accumulated without synchronisation is each rank's own, and whole; what was reduced with every micro batch
+is divided. Synchronising averages over ranks, and the average of sums is the sum of averages: so both can be kept as
+their average, which then counts as reduced already.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def gather_parameters(
     averaging: Collectives,
     everyone: Collectives,
 ) -> Gradients:
-    """The gradients of a model whose parameters are DTensors or whole, on rank 0; none on the others. Every rank must call it.
+    """The gradients of a model whose parameters are DTensors or whole, on rank 0; none on the others. Every rank must
+    call it.
 
     Args:
         model: the model.

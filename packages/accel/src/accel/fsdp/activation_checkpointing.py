@@ -35,7 +35,8 @@ def checkpoint_units(model: nn.Module, units: Sequence[nn.Module], offload: bool
 
     if not units:
         raise ConfigurationError(
-            "activation_checkpointing works on the units of auto_wrap_policy, and there are none. Set auto_wrap_policy to "
+            "activation_checkpointing works on the units of auto_wrap_policy, and there are none. Set "
+            "auto_wrap_policy to "
             "transformer_based_wrap or size_based_wrap."
         )
     before = checkpoints_in(model)

@@ -59,13 +59,15 @@ def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Shard a model in place, with ``fully_shard``, as ``prepare`` does; the Accelerator does not save it with its state.
+    """Shard a model in place, with ``fully_shard``, as ``prepare`` does; the Accelerator does not save it with its
+    state.
 
     Optimizers that were prepared before follow the parameters. Every rank must call it.
 
     Args:
         accelerator: with an ``fsdp_plugin`` of version 2.
-        model: the model, on the CPU, on the device, or on the meta device; one that is sharded already is left as it is.
+        model: the model, on the CPU, on the device, or on the meta device; one that is sharded already is left as it
+            is.
 
     Returns:
         The given model.
@@ -83,18 +85,21 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
 def _require_version_2(accelerator: Accelerator, what: str) -> Any:
     if not accelerator.is_fsdp2:
         raise ConfigurationError(
-            f"{what} needs an Accelerator that trains with version 2 of FSDP, and this one has {type(accelerator.strategy).__name__}. "
+            f"{what} needs an Accelerator that trains with version 2 of FSDP, and this one has "
+            f"{type(accelerator.strategy).__name__}. "
             "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) and start several processes."
         )
     return accelerator.strategy
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any, torch.Tensor]) -> None:
-    """Let an optimizer update other parameters, such as the DTensors that ``fully_shard`` has made of its own; its state is divided too.
+    """Let an optimizer update other parameters, such as the DTensors that ``fully_shard`` has made of its own; its
+    state is divided too.
 
     Args:
         optimizer: the optimizer.
-        mapping: the new parameter for each old one, which is given as itself or by its ``data_ptr()`` before it was replaced.
+        mapping: the new parameter for each old one, which is given as itself or by its ``data_ptr()`` before it was
+            replaced.
 
     Raises:
         ConfigurationError: there is no new parameter for one of the optimizer's; nothing has been changed then.
@@ -105,7 +110,8 @@ def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any
         new = mapping.get(old, mapping.get(old.data_ptr()))
         if new is None:
             raise ConfigurationError(
-                f"mapping has no new parameter for parameter {number} of the optimizer (shape {tuple(old.shape)}). Give one for each: "
+                f"mapping has no new parameter for parameter {number} of the optimizer (shape {tuple(old.shape)}). "
+                "Give one for each: "
                 "{parameter.data_ptr(): new, ...} with the pointers from before the model was sharded."
             )
         replacements.add(old, new, _cutter(new))  # type: ignore[arg-type]
@@ -168,7 +174,8 @@ def _check_names(model: nn.Module, wanted: Mapping[str, torch.Tensor], known: Ma
         shape = known.get(clean_name(name), (None,))[0]
         if shape != like.shape:
             raise ConfigurationError(
-                f"full_sd of rank 0 has {clean_name(name)} of shape {None if shape is None else tuple(shape)}, and {type(model).__name__} "
+                f"full_sd of rank 0 has {clean_name(name)} of shape {None if shape is None else tuple(shape)}, and "
+                f"{type(model).__name__} "
                 f"needs {tuple(like.shape)}. Pass the state dict of the whole, unsharded model on rank 0."
             )
 
@@ -178,7 +185,8 @@ def ensure_weights_retied(
 ) -> Callable[[nn.Module], Any]:
     """A ``param_init_fn`` after which weights that are tied in a model are tied still.
 
-    What gives modules on the meta device their memory makes a tensor of its own for each of them, so tied weights come apart.
+    What gives modules on the meta device their memory makes a tensor of its own for each of them, so tied weights come
+    apart.
 
     Args:
         param_init_fn: gives one module's parameters memory and values.
@@ -225,7 +233,8 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile a model region by region, in place: modules keep class, names and parameters, so it may be sharded before or after.
+    """Compile a model region by region, in place: modules keep class, names and parameters, so it may be sharded before
+    or after.
 
     Args:
         module: the model.

@@ -65,7 +65,9 @@ def norm_of(totals: Sequence[torch.Tensor], norm_type: float, stages: Groups, de
 
 
 def scale_to_norm(parts: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Multiply gradients in place so that their norm is at most ``max_norm``; the formula of ``torch.nn.utils.clip_grad_norm_``."""
+    """Multiply gradients in place so that their norm is at most ``max_norm``; the formula of
+    ``torch.nn.utils.clip_grad_norm_``.
+    """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for part in parts:

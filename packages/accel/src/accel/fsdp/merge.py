@@ -30,7 +30,8 @@ def merge_fsdp_weights(
 
     Large ones go into several files with an index.
 
-    At most one of the files that are written is in memory at a time. In a script on several processes the main one works; all wait for it.
+    At most one of the files that are written is in memory at a time. In a script on several processes the main one
+    works; all wait for it.
 
     Args:
         checkpoint_dir: the folder of a model's shards (``pytorch_model_fsdp_0``), or a checkpoint that has one.

@@ -63,7 +63,8 @@ def fill(module: nn.Module, settings: FullyShardedDataParallelPlugin) -> None:
     reset = getattr(module, "reset_parameters", None)
     if reset is None:
         raise ConfigurationError(
-            f"parameters or buffers of a {type(module).__name__} are on the meta device, and it has no reset_parameters() to give them "
+            f"parameters or buffers of a {type(module).__name__} are on the meta device, and it has no "
+            "reset_parameters() to give them "
             "values. Pass FullyShardedDataParallelPlugin(param_init_fn=...), or load the weights on rank 0."
         )
     reset()
@@ -114,7 +115,8 @@ class Materialiser:
             fills = self._fills[id(module)]
             if not fills and has_meta(module) and not self.settings.sync_module_states:
                 raise ConfigurationError(
-                    f"rank {self.state.process_index} has parameters of a {type(module).__name__} on the meta device where rank 0 has "
+                    f"rank {self.state.process_index} has parameters of a {type(module).__name__} on the meta device "
+                    "where rank 0 has "
                     "weights. Set sync_module_states=True (--fsdp_sync_module_states true) to send them."
                 )
             if fills or has_meta(module):

@@ -1,4 +1,6 @@
-"""One sharded model, or one optimizer, saved and loaded on its own, in the files that a checkpoint of ``save_state`` has for it."""
+"""One sharded model, or one optimizer, saved and loaded on its own, in the files that a checkpoint of ``save_state``
+has for it.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +42,23 @@ def save_fsdp_model(
 ) -> None:
     """Save the weights of a prepared model as ``fsdp_plugin.state_dict_type`` says. Every rank must call it.
 
-    What was there under these names before stays until the new files are whole. :meth:`Accelerator.save_state` saves everything that a run
-    needs, with a manifest; this is for the weights alone.
+    What was there under these names before stays until the new files are whole. :meth:`Accelerator.save_state` saves
+    everything that a run needs, with a manifest; this is for the weights alone.
 
     Args:
         fsdp_plugin: the settings; of these, ``state_dict_type``.
         accelerator: the one that has prepared the model.
         model: the prepared model.
         output_dir: the folder, which is made where it is missing.
-        model_index: the number in the name: ``pytorch_model_fsdp_0/``, or ``pytorch_model_fsdp.bin`` and ``pytorch_model_fsdp_1.bin``.
+        model_index: the number in the name: ``pytorch_model_fsdp_0/``, or ``pytorch_model_fsdp.bin`` and
+            ``pytorch_model_fsdp_1.bin``.
         adapter_only: of a model of peft, only the adapter's weights.
-        use_dcp: write SHARDED_STATE_DICT in the format of torch.distributed.checkpoint. Without it each rank writes a file of its own
-            (``pytorch_model_fsdp_0_rank0.bin``), which as many ranks can load.
+        use_dcp: write SHARDED_STATE_DICT in the format of torch.distributed.checkpoint. Without it each rank writes a
+            file of its own (``pytorch_model_fsdp_0_rank0.bin``), which as many ranks can load.
 
     Raises:
-        ConfigurationError: the model was not prepared by a strategy that shards; or adapter_only of a model that has none.
+        ConfigurationError: the model was not prepared by a strategy that shards; or adapter_only of a model that has
+            none.
         CheckpointError: it could not be written.
     """
     _require_sharded(accelerator, model, "save_fsdp_model")
@@ -83,7 +87,8 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Put weights of :func:`save_fsdp_model`, or of a checkpoint of any strategy, into a prepared model. Every rank must call it.
+    """Put weights of :func:`save_fsdp_model`, or of a checkpoint of any strategy, into a prepared model. Every rank
+    must call it.
 
     Nothing is changed before all of it has been read on every rank, and reading runs no code.
 
@@ -97,7 +102,8 @@ def load_fsdp_model(
         use_dcp: take the folder of torch.distributed.checkpoint, where there are files of single ranks beside it.
 
     Raises:
-        ConfigurationError: the model was not prepared by a strategy that shards; or adapter_only of a model that has none.
+        ConfigurationError: the model was not prepared by a strategy that shards; or adapter_only of a model that has
+            none.
         CheckpointError: files are missing or damaged, or do not fit the model; on every rank, if on one.
     """
     _require_sharded(accelerator, model, "load_fsdp_model")
@@ -141,7 +147,8 @@ def save_fsdp_optimizer(
         use_dcp: as of :func:`save_fsdp_model`.
 
     Raises:
-        ConfigurationError: the model was not prepared by a strategy that shards, or is not the one that the optimizer updates.
+        ConfigurationError: the model was not prepared by a strategy that shards, or is not the one that the optimizer
+            updates.
         CheckpointError: it could not be written.
     """
     _require_sharded(accelerator, model, "save_fsdp_optimizer")
@@ -164,7 +171,8 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Put a state of :func:`save_fsdp_optimizer`, or of a checkpoint of any strategy, into a prepared optimizer. Every rank must call it.
+    """Put a state of :func:`save_fsdp_optimizer`, or of a checkpoint of any strategy, into a prepared optimizer. Every
+    rank must call it.
 
     Args:
         fsdp_plugin: the settings. The form of the files is found out, whatever ``state_dict_type`` says.
@@ -173,12 +181,13 @@ def load_fsdp_optimizer(
         model: the prepared model that it updates.
         input_dir: the folder.
         optimizer_index: the number in the name.
-        adapter_only: the model was saved with ``adapter_only``. The state of an optimizer of the adapter's weights is the same either way.
+        adapter_only: the model was saved with ``adapter_only``. The state of an optimizer of the adapter's weights is
+            the same either way.
         use_dcp: as of :func:`load_fsdp_model`.
 
     Raises:
-        ConfigurationError: the model was not prepared by a strategy that shards, is not the one that the optimizer updates, or has no
-            adapter although adapter_only was asked for.
+        ConfigurationError: the model was not prepared by a strategy that shards, is not the one that the optimizer
+            updates, or has no adapter although adapter_only was asked for.
         CheckpointError: files are missing or damaged, or do not fit; on every rank, if on one.
     """
     _require_sharded(accelerator, model, "load_fsdp_optimizer")
@@ -195,7 +204,8 @@ def load_fsdp_optimizer(
 def _require_sharded(accelerator: Accelerator, model: nn.Module, what: str) -> None:
     if not (accelerator.strategy.divides_models and accelerator.strategy.is_wrapped(model)):
         raise ConfigurationError(
-            f"{what} got a {type(model).__name__} that is not sharded (the strategy is {type(accelerator.strategy).__name__}). Pass what "
+            f"{what} got a {type(model).__name__} that is not sharded (the strategy is "
+            f"{type(accelerator.strategy).__name__}). Pass what "
             "prepare() has returned under FSDP, or use accelerator.save_model(model, folder)."
         )
 
@@ -212,7 +222,8 @@ def _adapter_names(model: nn.Module) -> dict[str, str]:
         )
     peft = require("peft", purpose="saving an adapter on its own", install="peft")
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
-    # Only names matter here, and the model's own state_dict() would gather the values. peft looks its modules up under their wrapped names.
+    # Only names matter here, and the model's own state_dict() would gather the values. peft looks its modules up under
+    # their wrapped names.
     marks = {name: torch.empty(0) for name, _ in [*inner.named_parameters(), *inner.named_buffers()]}
     found = peft.get_peft_model_state_dict(inner, state_dict=dict(marks), save_embedding_layers=False)
     by_mark = {id(mark): clean_name(name) for name, mark in marks.items()}

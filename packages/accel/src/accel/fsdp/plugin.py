@@ -97,37 +97,39 @@ _ONLY_VERSION_1 = {
 class FullyShardedDataParallelPlugin:
     """How models are sharded over the ranks.
 
-    A field that is left out takes the launcher's value (``--fsdp_...``, ``fsdp_config`` or an ``FSDP_...`` variable), and else
-    the default that stands here.
+    A field that is left out takes the launcher's value (``--fsdp_...``, ``fsdp_config`` or an ``FSDP_...`` variable),
+    and else the default that stands here.
 
     Args:
         fsdp_version: 1 for torch's ``FullyShardedDataParallel`` (default), 2 for ``fully_shard``.
-        sharding_strategy: version 1: "FULL_SHARD" (default), "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD" or "HYBRID_SHARD_ZERO2", its
-            number (1 to 5), or torch's ``ShardingStrategy``.
-        reshard_after_forward: version 2: free gathered parameters after the forward pass (default True). With version 1 the
-            name or value of a sharding strategy, as in ``sharding_strategy``.
+        sharding_strategy: version 1: "FULL_SHARD" (default), "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD" or
+            "HYBRID_SHARD_ZERO2", its number (1 to 5), or torch's ``ShardingStrategy``.
+        reshard_after_forward: version 2: free gathered parameters after the forward pass (default True). With version 1
+            the name or value of a sharding strategy, as in ``sharding_strategy``.
         backward_prefetch: version 1: "BACKWARD_PRE", "BACKWARD_POST" or "NO_PREFETCH" (default).
-        mixed_precision_policy: "bf16" or "fp16" for everything that this version lets one choose; a dictionary of ``param_dtype``,
-            ``reduce_dtype`` and ``buffer_dtype`` (version 2: ``output_dtype``); or torch's own policy. By default the
-            Accelerator's mixed precision for parameters, with gradients reduced in fp32.
+        mixed_precision_policy: "bf16" or "fp16" for everything that this version lets one choose; a dictionary of
+            ``param_dtype``, ``reduce_dtype`` and ``buffer_dtype`` (version 2: ``output_dtype``); or torch's own policy.
+            By default the Accelerator's mixed precision for parameters, with gradients reduced in fp32.
         auto_wrap_policy: "transformer_based_wrap", "size_based_wrap", "no_wrap" (default), or a policy of torch's form.
         cpu_offload: keep parameters, gradients and optimizer state in CPU memory; or torch's own policy.
         ignored_modules: modules that stay whole on every rank; or a regular expression that matches their whole names.
-        state_dict_type: how ``save_state`` writes: "FULL_STATE_DICT" (default of version 1), "SHARDED_STATE_DICT" (default of version 2) or
-            "LOCAL_STATE_DICT" (version 1 only).
+        state_dict_type: how ``save_state`` writes: "FULL_STATE_DICT" (default of version 1), "SHARDED_STATE_DICT"
+            (default of version 2) or "LOCAL_STATE_DICT" (version 1 only).
         state_dict_config: torch's settings of that type of state dict.
         optim_state_dict_config: the same for optimizers.
         limit_all_gathers: version 1: wait before gathering too far ahead.
-        use_orig_params: version 1: keep the original parameters (default True), so that an optimizer may be made before ``prepare``
-            and frozen parameters may be mixed with trained ones.
-        param_init_fn: called with every module that has parameters on the meta device, after memory was allocated for them; by
-            default ``module.reset_parameters()``.
+        use_orig_params: version 1: keep the original parameters (default True), so that an optimizer may be made before
+            ``prepare`` and frozen parameters may be mixed with trained ones.
+        param_init_fn: called with every module that has parameters on the meta device, after memory was allocated for
+            them; by default ``module.reset_parameters()``.
         sync_module_states: start every rank with the weights of rank 0 (default True).
         forward_prefetch: version 1: gather the next parameters in the forward pass too.
         activation_checkpointing: compute the activations of each unit again in the backward pass.
         activation_checkpointing_offload: keep what is saved for that in CPU memory.
-        cpu_ram_efficient_loading: only rank 0 holds the weights that a model is loaded with; implies ``sync_module_states``.
-        transformer_cls_names_to_wrap: class names for "transformer_based_wrap"; by default the model's ``_no_split_modules``.
+        cpu_ram_efficient_loading: only rank 0 holds the weights that a model is loaded with; implies
+            ``sync_module_states``.
+        transformer_cls_names_to_wrap: class names for "transformer_based_wrap"; by default the model's
+            ``_no_split_modules``.
         min_num_params: least number of parameter elements for "size_based_wrap" (default 100,000,000).
 
     Raises:
@@ -187,7 +189,8 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version == 1:
             if isinstance(self.reshard_after_forward, bool):
                 raise ConfigurationError(
-                    f"reshard_after_forward={self.reshard_after_forward} is a switch of fsdp_version=2. With version 1 set "
+                    f"reshard_after_forward={self.reshard_after_forward} is a switch of fsdp_version=2. With version "
+                    "1 set "
                     'sharding_strategy="FULL_SHARD" (True) or "SHARD_GRAD_OP" (False).'
                 )
             # A newer spelling puts the name of the strategy here.
@@ -209,13 +212,16 @@ class FullyShardedDataParallelPlugin:
         same = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
         if name not in same:
             raise ConfigurationError(
-                f"sharding_strategy={name} is one of fsdp_version=1. With version 2: reshard_after_forward=True (FULL_SHARD) or False "
-                "(SHARD_GRAD_OP); for a copy on each node (HYBRID_SHARD), a mesh: ParallelismConfig(dp_replicate_size=..., "
+                f"sharding_strategy={name} is one of fsdp_version=1. With version 2: reshard_after_forward=True "
+                "(FULL_SHARD) or False "
+                "(SHARD_GRAD_OP); for a copy on each node (HYBRID_SHARD), a mesh: "
+                "ParallelismConfig(dp_replicate_size=..., "
                 "dp_shard_size=...); for whole models (NO_SHARD), no FSDP at all."
             )
         if "reshard_after_forward" in given and bool(self.reshard_after_forward) is not same[name]:
             raise ConfigurationError(
-                f"sharding_strategy={name} means reshard_after_forward={same[name]} in fsdp_version=2, but reshard_after_forward="
+                f"sharding_strategy={name} means reshard_after_forward={same[name]} in fsdp_version=2, but "
+                "reshard_after_forward="
                 f"{self.reshard_after_forward} was given too. Drop sharding_strategy."
             )
         self.reshard_after_forward = same[name]
@@ -239,7 +245,8 @@ class FullyShardedDataParallelPlugin:
             self.auto_wrap_policy = one_of("auto_wrap_policy", self.auto_wrap_policy.lower(), wrap_policy.POLICIES)
         elif self.auto_wrap_policy is not None and not callable(self.auto_wrap_policy):
             raise ConfigurationError(
-                f"auto_wrap_policy={self.auto_wrap_policy!r} is neither a policy of torch nor {', '.join(wrap_policy.POLICIES)}."
+                f"auto_wrap_policy={self.auto_wrap_policy!r} is neither a policy of torch nor "
+                f"{', '.join(wrap_policy.POLICIES)}."
             )
         names = self.transformer_cls_names_to_wrap
         if names is None and launched.transformer_layer_cls_to_wrap:
@@ -292,8 +299,8 @@ class FullyShardedDataParallelPlugin:
         """Choose how ``save_state`` writes.
 
         Args:
-            state_dict_type: "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", its number, or torch's ``StateDictType``; None
-                keeps the one there is.
+            state_dict_type: "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", its number, or torch's
+                ``StateDictType``; None keeps the one there is.
 
         Raises:
             ConfigurationError: another value, or one that this version of FSDP has not.
@@ -312,7 +319,8 @@ class FullyShardedDataParallelPlugin:
             state_dict_type = StateDictType[one_of("state_dict_type", by_number(state_dict_type, names), names)]
         if state_dict_type is StateDictType.LOCAL_STATE_DICT and self.fsdp_version == 2:
             raise ConfigurationError(
-                "state_dict_type=LOCAL_STATE_DICT is one of fsdp_version=1. With version 2: SHARDED_STATE_DICT, which loads on any number "
+                "state_dict_type=LOCAL_STATE_DICT is one of fsdp_version=1. With version 2: SHARDED_STATE_DICT, which "
+                "loads on any number "
                 "of ranks, or FULL_STATE_DICT."
             )
         self.state_dict_type = state_dict_type
@@ -339,7 +347,8 @@ class FullyShardedDataParallelPlugin:
                 )
         if self.use_orig_params is False:
             raise ConfigurationError(
-                f"use_orig_params=False is a setting of fsdp_version=1: {_ONLY_VERSION_1['use_orig_params']}. Leave it out."
+                f"use_orig_params=False is a setting of fsdp_version=1: {_ONLY_VERSION_1['use_orig_params']}. Leave "
+                "it out."
             )
         if not self.limit_all_gathers:
             raise ConfigurationError(
@@ -352,7 +361,8 @@ class FullyShardedDataParallelPlugin:
         for name, value in unwanted.items():
             if getattr(launched, name) == value and name not in given:
                 raise ConfigurationError(
-                    f"FSDP_{name.upper()}={str(value).lower() if isinstance(value, bool) else value} (--fsdp_{name}) is a setting of "
+                    f"FSDP_{name.upper()}={str(value).lower() if isinstance(value, bool) else value} (--fsdp_{name}) "
+                    "is a setting of "
                     f"fsdp_version=1: {_ONLY_VERSION_1[name]}. Leave it out, or set fsdp_version=1."
                 )
 
@@ -400,7 +410,8 @@ class FullyShardedDataParallelPlugin:
         if not found:
             names = [name for name, _ in model.named_modules() if name]
             raise ConfigurationError(
-                f"ignored_modules={self.ignored_modules!r} matches the name of no module of {type(model).__name__}. Names are such as "
+                f"ignored_modules={self.ignored_modules!r} matches the name of no module of {type(model).__name__}. "
+                "Names are such as "
                 f"{', '.join(names[:5])}."
             )
         return found
@@ -427,7 +438,8 @@ class FullyShardedDataParallelPlugin:
             self.cpu_offload = make()
         elif not isinstance(self.cpu_offload, kinds):
             raise ConfigurationError(
-                f"cpu_offload={self.cpu_offload!r} is neither True nor False nor, with fsdp_version={self.fsdp_version}, a "
+                f"cpu_offload={self.cpu_offload!r} is neither True nor False nor, with "
+                f"fsdp_version={self.fsdp_version}, a "
                 f"{kinds[0].__name__} of torch."
             )
 
@@ -483,8 +495,10 @@ class FullyShardedDataParallelPlugin:
             if all(isinstance(value, torch.dtype) for value in dtypes.values()):
                 return dtypes
         raise ConfigurationError(
-            f"mixed_precision_policy={asked!r} is not one of {', '.join(_DTYPES)}, nor a dictionary of {', '.join(keys)} with dtypes such "
-            f"as torch.bfloat16, nor a {precision_class(self.fsdp_version).__name__} of torch (fsdp_version={self.fsdp_version})."
+            f"mixed_precision_policy={asked!r} is not one of {', '.join(_DTYPES)}, nor a dictionary of "
+            f"{', '.join(keys)} with dtypes such "
+            f"as torch.bfloat16, nor a {precision_class(self.fsdp_version).__name__} of torch "
+            f"(fsdp_version={self.fsdp_version})."
         )
 
     def precision_policy(self, mixed_precision: str) -> MixedPrecision | MixedPrecisionPolicy | None:
@@ -495,7 +509,8 @@ class FullyShardedDataParallelPlugin:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(mixed_precision)
         if dtype is None:
             return None
-        # Sums over many ranks lose what bf16 cannot tell apart; buffers (of rotary embeddings, say) are read by autocast as they are.
+        # Sums over many ranks lose what bf16 cannot tell apart; buffers (of rotary embeddings, say) are read by
+        # autocast as they are.
         return precision_class(self.fsdp_version)(param_dtype=dtype, reduce_dtype=torch.float32)
 
 

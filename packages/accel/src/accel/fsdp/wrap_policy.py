@@ -43,7 +43,9 @@ def _bottom_up(model: nn.Module) -> list[nn.Module]:
 
 
 def _ask(module: nn.Module, policy: Callable[..., bool], skipped: set[int], chosen: set[int]) -> int:
-    """Ask a policy function about a module and all in it; returns the number of parameter elements that are now in units."""
+    """Ask a policy function about a module and all in it; returns the number of parameter elements that are now in
+    units.
+    """
     own = {id(parameter): parameter.numel() for parameter in module.parameters()}
     total = sum(own.values())
     if id(module) in skipped or not policy(module=module, recurse=True, nonwrapped_numel=total):
@@ -111,15 +113,18 @@ def transformer_policy(model: nn.Module, names: Sequence[str] | None) -> Callabl
     wanted = list(names) if names else list(getattr(model, "_no_split_modules", None) or ())
     if not wanted:
         raise ConfigurationError(
-            f"transformer_based_wrap needs the class names of the model's blocks, and {type(model).__name__} names none in "
-            "_no_split_modules. Set transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap), such as BertLayer."
+            f"transformer_based_wrap needs the class names of the model's blocks, and {type(model).__name__} names "
+            "none in "
+            "_no_split_modules. Set transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap), such as "
+            "BertLayer."
         )
     classes = {type(module).__name__: type(module) for module in model.modules()}
     missing = [name for name in wanted if name not in classes]
     # A list of the model's own may name blocks of its relatives.
     if missing and (names or len(missing) == len(wanted)):
         raise ConfigurationError(
-            f"transformer_cls_names_to_wrap: {type(model).__name__} has no module of class {', '.join(missing)}. Its classes: "
+            f"transformer_cls_names_to_wrap: {type(model).__name__} has no module of class {', '.join(missing)}. Its "
+            "classes: "
             f"{', '.join(sorted(classes))}."
         )
     found = {classes[name] for name in wanted if name in classes}

@@ -43,7 +43,8 @@ class Handlers:
         for handler in handlers or ():
             if not isinstance(handler, KwargsHandler):
                 raise ConfigurationError(
-                    f"kwargs_handlers got {handler!r}, which is a {type(handler).__name__} and no KwargsHandler. Allowed are "
+                    f"kwargs_handlers got {handler!r}, which is a {type(handler).__name__} and no KwargsHandler. "
+                    "Allowed are "
                     "instances of AutocastKwargs, DistributedDataParallelKwargs, FP8RecipeKwargs, GradScalerKwargs, "
                     "InitProcessGroupKwargs, ProfileKwargs and others derived from KwargsHandler."
                 )

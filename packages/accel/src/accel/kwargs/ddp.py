@@ -1,10 +1,10 @@
 """PowerSGD over whole buckets.
 
-torch has a hook of this kind, ``batched_powerSGD_hook``, but up to 2.13 at least it hands matrices to a function that asserts
-batches of matrices, so it fails at the first compressed step. This one keeps torch's state class and settings.
+torch has a hook of this kind, ``batched_powerSGD_hook``, but up to 2.13 at least it hands matrices to a function that
+asserts batches of matrices, so it fails at the first compressed step. This one keeps torch's state class and settings.
 
-Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019,
-https://arxiv.org/abs/1905.13727, Algorithm 1, with a bucket's gradients laid out as one square matrix.
+Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
+2019, https://arxiv.org/abs/1905.13727, Algorithm 1, with a bucket's gradients laid out as one square matrix.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 def batched_power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients in a low-rank approximation.
 
-    A bucket of n elements, padded to an s x s matrix M, travels as P (s x r) and Q (s x r), so as 2 s r numbers instead of n.
+    A bucket of n elements, padded to an s x s matrix M, travels as P (s x r) and Q (s x r), so as 2 s r numbers instead
+    of n.
 
     Args:
         state: settings (rank, when to start, error feedback, warm start) and what is kept between steps.
@@ -229,7 +230,8 @@ def _accepted_by_torch(hook: Hook) -> Hook:
 def _refuse_options(hook: str, options: dict[str, Any]) -> None:
     if options:
         raise ConfigurationError(
-            f"comm_state_option={options!r} has no effect with comm_hook={hook!r}, which keeps no state. It is for power_sgd and "
+            f"comm_state_option={options!r} has no effect with comm_hook={hook!r}, which keeps no state. It is for "
+            "power_sgd and "
             "batched_power_sgd."
         )
 

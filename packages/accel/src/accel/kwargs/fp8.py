@@ -16,7 +16,9 @@ from .base import KwargsHandler
 
 @dataclass
 class FP8Kwargs(KwargsHandler):
-    """What the handlers of all back ends have in common: a field left at None takes the launcher's setting, or its default."""
+    """What the handlers of all back ends have in common: a field left at None takes the launcher's setting, or its
+    default.
+    """
 
     backend_name: ClassVar[str | None] = None
 
@@ -71,8 +73,8 @@ class AORecipeKwargs(FP8Kwargs):
 
     Args:
         config: a ``torchao.float8.Float8LinearConfig``, which then says everything.
-        module_filter_func: called with a layer and its name; False keeps it in high precision. By default the first and the last
-            linear layer are kept.
+        module_filter_func: called with a layer and its name; False keeps it in high precision. By default the first and
+            the last linear layer are kept.
         pad_inner_dim: pad the inner dimension of products to a multiple of 16.
         enable_fsdp_float8_all_gather: gather the shards of FSDP 2 in 8 bits.
         ao_recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp", where there is no ``config``.
@@ -150,7 +152,8 @@ class FP8RecipeKwargs(FP8Kwargs):
         amax_compute_algo: likewise.
         override_linear_precision: likewise.
         use_mxfp8_block_scaling: for "te".
-        backend: "native", "ao", "te" or "msamp", in any case; None takes the launcher's choice, or else the best one here.
+        backend: "native", "ao", "te" or "msamp", in any case; None takes the launcher's choice, or else the best one
+            here.
         scaling: for "native".
         module_filter_func: for "native" and "ao".
         optimization_level: older name of ``opt_level``.

@@ -22,8 +22,8 @@ class AutocastKwargs(KwargsHandler):
     Args:
         enabled: False computes in full precision.
         cache_enabled: whether autocast keeps the converted weights until it ends; None leaves it to torch.
-        outputs_to_fp32: whether a prepared model's half-precision outputs come out as float32. Turn it off to keep large
-            outputs (logits, images) in the precision they were computed in.
+        outputs_to_fp32: whether a prepared model's half-precision outputs come out as float32. Turn it off to keep
+            large outputs (logits, images) in the precision they were computed in.
     """
 
     enabled: bool = True
@@ -136,13 +136,15 @@ def _schedule(options: dict[str, int]) -> Callable[..., Any]:
 
 @dataclass
 class TrackingKwargs(KwargsHandler):
-    """How logged values get from the loop to the trackers, and what happens if one fails; see :class:`accel_track.Delivery`.
+    """How logged values get from the loop to the trackers, and what happens if one fails; see
+    :class:`accel_track.Delivery`.
 
     Args:
         strict: a tracker that fails raises. Otherwise it is set aside with a warning, and the run goes on.
         queue_size: calls of ``log`` that may wait for one tracker.
         start_timeout: seconds that ``init_trackers`` waits for a tracker to start.
-        stall_timeout: seconds without any progress after which a tracker is given up, where somebody has to wait for it.
+        stall_timeout: seconds without any progress after which a tracker is given up, where somebody has to wait for
+            it.
         finish_timeout: seconds that ``end_training`` waits for a tracker to finish, once it has been given everything.
     """
 

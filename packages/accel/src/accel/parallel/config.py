@@ -1,4 +1,6 @@
-"""The sizes of a mesh of processes: which kinds of parallelism a run is made of. Torch is imported where a mesh is built."""
+"""The sizes of a mesh of processes: which kinds of parallelism a run is made of. Torch is imported where a mesh is
+built.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """The axes, from the one whose neighbours are furthest apart to the one whose neighbours are consecutive ranks.
 
-What talks most lies innermost, where ranks share a node: tensor parallelism all-reduces in every layer, a pipeline passes activations on
-once a stage.
+What talks most lies innermost, where ranks share a node: tensor parallelism all-reduces in every layer, a pipeline
+passes activations on once a stage.
 """
 
 MEANINGS: Mapping[str, str] = {
@@ -48,8 +50,9 @@ class TorchTensorParallelConfig:
 
     Args:
         enable_async_tp: overlap communication with matrix products, which this version does not do.
-        plan: how each module is divided, by name or by pattern with ``*``: a word of Transformers ("colwise", "rowwise", ...) or a
-            ``ParallelStyle`` of torch. None takes the model's own plan, or derives one for blocks shaped as Llama's or GPT-2's.
+        plan: how each module is divided, by name or by pattern with ``*``: a word of Transformers ("colwise",
+            "rowwise", ...) or a ``ParallelStyle`` of torch. None takes the model's own plan, or derives one for blocks
+            shaped as Llama's or GPT-2's.
 
     Raises:
         ConfigurationError: ``enable_async_tp`` is set.
@@ -61,7 +64,8 @@ class TorchTensorParallelConfig:
     def __post_init__(self) -> None:
         if self.enable_async_tp:
             raise ConfigurationError(
-                "enable_async_tp=True asks to overlap communication with matrix products, which needs compiled models on devices that map "
+                "enable_async_tp=True asks to overlap communication with matrix products, which needs compiled models "
+                "on devices that map "
                 "each other's memory, and is not part of this version. Leave it out: results are the same."
             )
 
@@ -71,8 +75,8 @@ class TorchContextParallelConfig:
     """How attention works where each process has a part of the sequence.
 
     Args:
-        cp_comm_strategy: how keys and values travel: "allgather" (all at once) or "alltoall" (round a ring). None takes the launcher's
-            choice (``--parallelism_config_cp_comm_strategy``), and "allgather" without one.
+        cp_comm_strategy: how keys and values travel: "allgather" (all at once) or "alltoall" (round a ring). None takes
+            the launcher's choice (``--parallelism_config_cp_comm_strategy``), and "allgather" without one.
 
     Raises:
         ConfigurationError: another value.
@@ -122,7 +126,8 @@ class ParallelismConfig:
 
     Args:
         dp_replicate_size: copies of the model, each with data of its own.
-        dp_shard_size: processes that a copy's parameters, gradients and optimizer state are divided over, each with data of its own.
+        dp_shard_size: processes that a copy's parameters, gradients and optimizer state are divided over, each with
+            data of its own.
         tp_size: processes that share each layer.
         cp_size: processes that share each sequence, in parts.
         cp_backend: implementation of that.
@@ -163,7 +168,8 @@ class ParallelismConfig:
             setattr(self, name, _one_of(name, getattr(self, name) or getattr(launched, name), _choices(name)))
         if self.size("cp") > 1 and self.size("sp") > 1:
             raise ConfigurationError(
-                f"cp_size={self.cp_size} and sp_size={self.sp_size} contradict each other: a sequence is shared in one way. Leave one of "
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} contradict each other: a sequence is shared in "
+                "one way. Leave one of "
                 "them at 1."
             )
         for axis, kind in _HANDLERS.items():
@@ -198,7 +204,8 @@ class ParallelismConfig:
             return self
         factors = " x ".join(f"{axis}_size={self.size(axis)}" for axis in AXES)
         raise ConfigurationError(
-            f"ParallelismConfig: {factors} = {self.total_size}, but there are {num_processes} processes. Start {self.total_size} "
+            f"ParallelismConfig: {factors} = {self.total_size}, but there are {num_processes} processes. Start "
+            f"{self.total_size} "
             f"(--num_processes), or choose sizes whose product is {num_processes}."
         )
 
@@ -299,11 +306,13 @@ class ParallelismConfig:
         """The mesh; it is built first if a kind of device is given and there is none yet.
 
         Raises:
-            ConfigurationError: there is no mesh yet, and no kind of device was given; or as in :meth:`build_device_mesh`.
+            ConfigurationError: there is no mesh yet, and no kind of device was given; or as in
+                :meth:`build_device_mesh`.
         """
         if self.device_mesh is None and self.active_mesh_dims and device_type is None:
             raise ConfigurationError(
-                "the device mesh has not been built. Give get_device_mesh a kind of device, or make the Accelerator first."
+                "the device mesh has not been built. Give get_device_mesh a kind of device, or make the Accelerator "
+                "first."
             )
         return self.device_mesh if device_type is None else self.build_device_mesh(device_type)
 

@@ -1,4 +1,6 @@
-"""Attention over sequences that ranks share: torch's ring, with kernels for the CPU too, and refusals of what it would compute wrongly."""
+"""Attention over sequences that ranks share: torch's ring, with kernels for the CPU too, and refusals of what it would
+compute wrongly.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def _templates() -> tuple[Kernel, Kernel]:
         from torch.distributed.tensor.experimental._context_parallel import _attention
     except ImportError as error:
         raise ConfigurationError(
-            f"context parallelism on the CPU needs torch 2.10 or newer, and this is {torch.__version__}. Upgrade torch, or set cp_size=1."
+            f"context parallelism on the CPU needs torch 2.10 or newer, and this is {torch.__version__}. Upgrade "
+            "torch, or set cp_size=1."
         ) from error
     return _attention._templated_ring_attention, _attention._templated_ring_attention_backward
 
@@ -125,7 +128,8 @@ class RingAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Causal attention of this rank's queries to the keys and values of the whole sequences: shapes ``[B, H, length / cp, D]``.
+        """Causal attention of this rank's queries to the keys and values of the whole sequences: shapes ``[B, H, length
+        / cp, D]``.
 
         Raises:
             ConfigurationError: a mask, dropout, or attention that is not causal.
@@ -145,7 +149,8 @@ class RingAttention:
     def _check_open(self, gradient: torch.Tensor) -> None:
         if self.closed:
             raise ConfigurationError(
-                "backward was called after the block of maybe_context_parallel: the backward pass sends keys and values around too, and "
+                "backward was called after the block of maybe_context_parallel: the backward pass sends keys and "
+                "values around too, and "
                 "needs the block. Call accelerator.backward(loss) inside of it."
             )
 
@@ -156,17 +161,20 @@ def _check_call(
     advice = "Train this model with cp_size=1, or with sp_size, which shares the heads instead."
     if attn_mask is not None:
         raise ConfigurationError(
-            f"scaled_dot_product_attention got a mask of shape {tuple(attn_mask.shape)} where ranks share sequences; the ring computes "
+            f"scaled_dot_product_attention got a mask of shape {tuple(attn_mask.shape)} where ranks share sequences; "
+            "the ring computes "
             f"causal attention without a mask. Leave padding at the end and attention_mask out. {advice}"
         )
     if not is_causal or query.shape[2] != key.shape[2]:
         raise ConfigurationError(
-            f"scaled_dot_product_attention got is_causal={is_causal} with {query.shape[2]} queries and {key.shape[2]} keys where ranks "
+            f"scaled_dot_product_attention got is_causal={is_causal} with {query.shape[2]} queries and {key.shape[2]} "
+            "keys where ranks "
             f"share sequences; the ring computes causal attention of a sequence to itself. {advice}"
         )
     if dropout_p:
         raise ConfigurationError(
-            f"scaled_dot_product_attention got dropout_p={dropout_p} where ranks share sequences; the ring has no dropout. Set the model's "
+            f"scaled_dot_product_attention got dropout_p={dropout_p} where ranks share sequences; the ring has no "
+            "dropout. Set the model's "
             "attention dropout to 0 (attention_dropout, attn_pdrop)."
         )
 
@@ -183,7 +191,9 @@ def _fused_kernels() -> Iterator[None]:
 
 @contextmanager
 def ring_attention(mesh: DeviceMesh) -> Iterator[RingAttention]:
-    """Put ring attention in the place of ``torch.nn.functional.scaled_dot_product_attention``, inside torch's own ``context_parallel``."""
+    """Put ring attention in the place of ``torch.nn.functional.scaled_dot_product_attention``, inside torch's own
+    ``context_parallel``.
+    """
     inner = functional.scaled_dot_product_attention
     ring = RingAttention(mesh, inner)
     functional.scaled_dot_product_attention = ring
@@ -204,8 +214,8 @@ class ContextParallel:
 
     Args:
         mesh: the axis, of one dimension.
-        rotation: how keys and values get around: "allgather" (all at once, and the memory of whole keys and values) or "alltoall" (one
-            neighbour's at a time).
+        rotation: how keys and values get around: "allgather" (all at once, and the memory of whole keys and values) or
+            "alltoall" (one neighbour's at a time).
 
     Raises:
         ConfigurationError: a rotation that is not known.
@@ -214,7 +224,8 @@ class ContextParallel:
     def __init__(self, mesh: DeviceMesh, rotation: str = "allgather") -> None:
         if rotation not in ROTATIONS:
             raise ConfigurationError(
-                f"cp_comm_strategy={rotation!r} is not one of {', '.join(ROTATIONS)}. Set it in TorchContextParallelConfig."
+                f"cp_comm_strategy={rotation!r} is not one of {', '.join(ROTATIONS)}. Set it in "
+                "TorchContextParallelConfig."
             )
         self.mesh = mesh
         self.rotation = rotation
@@ -238,7 +249,8 @@ class ContextParallel:
         if self._called and not ring.calls and not self._warned:
             self._warned = True
             logger.warning(
-                "%s has not called torch.nn.functional.scaled_dot_product_attention in a block of maybe_context_parallel. If it computes "
+                "%s has not called torch.nn.functional.scaled_dot_product_attention in a block of "
+                "maybe_context_parallel. If it computes "
                 "attention in another way, each rank attended to its own part of the sequences only.",
                 self._called,
                 main_process_only=True,
@@ -254,12 +266,14 @@ class ContextParallel:
         """Cut the buffers to this rank's part of the sequences, and compute attention over whole ones.
 
         Args:
-            buffers: tensors with a dimension of whole sequences, equal on the ranks of the axis. In the block each holds this rank's part.
+            buffers: tensors with a dimension of whole sequences, equal on the ranks of the axis. In the block each
+                holds this rank's part.
             seq_dims: that dimension of each.
             no_restore: those of them that keep the part after the block.
 
         Raises:
-            ConfigurationError: no buffers, sequences that cannot be divided, a block within a block, or a torch without rings.
+            ConfigurationError: no buffers, sequences that cannot be divided, a block within a block, or a torch without
+                rings.
         """
         chosen = self._checked(buffers, seq_dims, no_restore)
         kept = {id(tensor) for tensor in no_restore or ()}
@@ -294,7 +308,8 @@ class ContextParallel:
             from torch.distributed.tensor.experimental._attention import set_rotate_method
         except ImportError as error:
             raise ConfigurationError(
-                f"context parallelism needs torch 2.7 or newer, and this is {torch.__version__}. Upgrade torch, or set cp_size=1."
+                f"context parallelism needs torch 2.7 or newer, and this is {torch.__version__}. Upgrade torch, or "
+                "set cp_size=1."
             ) from error
         set_rotate_method(self.rotation)
         shared = context_parallel(self.mesh, buffers=parts, buffer_seq_dims=seq_dims, no_restore_buffers=set(parts))
@@ -309,16 +324,19 @@ class ContextParallel:
     ) -> list[tuple[torch.Tensor, int]]:
         if self.part is not None:
             raise ConfigurationError(
-                "maybe_context_parallel was entered within its own block. One block holds forward and backward of a step."
+                "maybe_context_parallel was entered within its own block. One block holds forward and backward of a "
+                "step."
             )
         if not buffers:
             raise ConfigurationError(
-                "maybe_context_parallel got no buffers, so there is nothing to share. Pass buffers=[batch['input_ids'], batch['labels']] "
+                "maybe_context_parallel got no buffers, so there is nothing to share. Pass "
+                "buffers=[batch['input_ids'], batch['labels']] "
                 "and buffer_seq_dims=[1, 1]."
             )
         if len(buffers) != len(seq_dims or ()):
             raise ConfigurationError(
-                f"maybe_context_parallel got {len(buffers)} buffers and {len(seq_dims or ())} buffer_seq_dims. Give one dimension for each."
+                f"maybe_context_parallel got {len(buffers)} buffers and {len(seq_dims or ())} buffer_seq_dims. Give "
+                "one dimension for each."
             )
         ids = [id(tensor) for tensor in buffers]
         if len(set(ids)) != len(ids):
@@ -340,11 +358,13 @@ class ContextParallel:
         size = self.mesh.size()
         if len(set(lengths)) > 1:
             raise ConfigurationError(
-                f"buffers have sequences of {lengths} positions, and a block has one length. Cut them equally, or check buffer_seq_dims."
+                f"buffers have sequences of {lengths} positions, and a block has one length. Cut them equally, or "
+                "check buffer_seq_dims."
             )
         if lengths[0] % (2 * size):
             raise ConfigurationError(
-                f"sequences of {lengths[0]} positions cannot be shared by cp_size={size} ranks, each of which takes two equal pieces. "
+                f"sequences of {lengths[0]} positions cannot be shared by cp_size={size} ranks, each of which takes "
+                "two equal pieces. "
                 f"Pad them to a multiple of {2 * size}, for example with pad_to_multiple_of={2 * size} in the collator."
             )
 
@@ -368,7 +388,9 @@ class ContextParallel:
 
 
 def positions_of(rank: int, size: int, length: int) -> torch.Tensor:
-    """The positions of a sequence that a rank gets: a piece from the front and its mirror image, so that causal work is equal."""
+    """The positions of a sequence that a rank gets: a piece from the front and its mirror image, so that causal work is
+    equal.
+    """
     pieces = torch.arange(length).chunk(2 * size)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
@@ -376,11 +398,13 @@ def positions_of(rank: int, size: int, length: int) -> torch.Tensor:
 def _dim_of(tensor: torch.Tensor, dim: int) -> int:
     if tensor.requires_grad or isinstance(tensor, nn.Parameter):
         raise ConfigurationError(
-            f"a buffer of shape {tuple(tensor.shape)} requires gradients, and buffers are cut in place. Name inputs, labels and tables of "
+            f"a buffer of shape {tuple(tensor.shape)} requires gradients, and buffers are cut in place. Name inputs, "
+            "labels and tables of "
             "positions; parameters stay whole."
         )
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ConfigurationError(
-            f"buffer_seq_dims has {dim} for a buffer of shape {tuple(tensor.shape)}. Give the dimension of the sequence."
+            f"buffer_seq_dims has {dim} for a buffer of shape {tuple(tensor.shape)}. Give the dimension of the "
+            "sequence."
         )
     return dim % tensor.ndim

@@ -34,15 +34,16 @@ _WORLDS: Any = WeakIdKeyDictionary()
 def build(config: ParallelismConfig, device_type: str) -> DeviceMesh:
     """A mesh of the active axes of a configuration; every rank must call it.
 
-    Beside the axes it knows "dp" (ranks with samples of their own), "dp_cp" (ranks over which losses and gradients are averaged) and
-    "dp_shard_cp" (ranks that parameters are divided over), where these have more than one rank.
+    Beside the axes it knows "dp" (ranks with samples of their own), "dp_cp" (ranks over which losses and gradients are
+    averaged) and "dp_shard_cp" (ranks that parameters are divided over), where these have more than one rank.
 
     Raises:
         ConfigurationError: there is another number of processes than the sizes say, or no process group.
     """
     if not dist.is_initialized():
         raise ConfigurationError(
-            f"a device mesh of {config.total_size} processes needs a process group. Start the script with `accel launch --num_processes "
+            f"a device mesh of {config.total_size} processes needs a process group. Start the script with `accel "
+            "launch --num_processes "
             f"{config.total_size}`, and make the Accelerator (or PartialState) first."
         )
     config.for_world(dist.get_world_size())
@@ -59,7 +60,9 @@ def build(config: ParallelismConfig, device_type: str) -> DeviceMesh:
 
 
 def is_alive(mesh: DeviceMesh | None) -> bool:
-    """Whether a mesh belongs to the process group there is; ending an Accelerator's training ends the group and its meshes."""
+    """Whether a mesh belongs to the process group there is; ending an Accelerator's training ends the group and its
+    meshes.
+    """
     world = _WORLDS.get(mesh) if mesh is not None else None
     return world is not None and dist.is_initialized() and world() is dist.group.WORLD
 
@@ -85,7 +88,8 @@ def config_of(mesh: DeviceMesh, tp_size: int) -> ParallelismConfig:
     names = list(mesh.mesh_dim_names or ())
     if names != [axis for axis in AXES if axis in names] or "tp" not in names:
         raise ConfigurationError(
-            f"torch_device_mesh has the axes {', '.join(names) or 'without names'}. Allowed: 'tp', and others of {', '.join(AXES)} in this "
+            f"torch_device_mesh has the axes {', '.join(names) or 'without names'}. Allowed: 'tp', and others of "
+            f"{', '.join(AXES)} in this "
             "order; or leave it out and give tp_size."
         )
     if tp_size not in (1, mesh["tp"].size()):
@@ -94,7 +98,8 @@ def config_of(mesh: DeviceMesh, tp_size: int) -> ParallelismConfig:
         )
     if "dp_replicate" in names and not set(names) & set(SHARDING_AXES):
         raise ConfigurationError(
-            "torch_device_mesh has dp_replicate, but no dp_shard: the copies of a model whose layers are shared are kept by fully_shard. "
+            "torch_device_mesh has dp_replicate, but no dp_shard: the copies of a model whose layers are shared are "
+            "kept by fully_shard. "
             "Add the axis dp_shard of size 1 after it, or leave the mesh out and give tp_size."
         )
     sizes = {f"{axis}_size": mesh[axis].size() if axis in names else 1 for axis in AXES}
@@ -112,7 +117,9 @@ def coordinate(mesh: DeviceMesh | None, axis: str) -> int:
 
 
 def collectives_over(mesh: DeviceMesh, name: str, state: PartialState) -> Collectives:
-    """The communication along an axis, or along axes that have a name together; of one process where the mesh has none of them."""
+    """The communication along an axis, or along axes that have a name together; of one process where the mesh has none
+    of them.
+    """
     part = sub_mesh(mesh, name)
     if part is None or part.size() == 1:
         return Collectives()
@@ -130,7 +137,9 @@ def sub_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
 
 
 def fsdp_mesh(config: ParallelismConfig, mesh: DeviceMesh) -> DeviceMesh | None:
-    """What ``fully_shard`` works on: the ranks that parameters are divided over, in as many copies as there are; None without them."""
+    """What ``fully_shard`` works on: the ranks that parameters are divided over, in as many copies as there are; None
+    without them.
+    """
     names = mesh.mesh_dim_names or ()
     sharding = [axis for axis in names if axis in SHARDING_AXES]
     if not sharding:

@@ -24,8 +24,8 @@ SCHEDULES: Mapping[str, str] = {
     "1f1b": "Schedule1F1B",
     "interleaved1f1b": "ScheduleInterleaved1F1B",
 }
-"""Schedules of torch.distributed.pipelining, by name. Those without bubbles are left out: with sharded parameters torch computes wrong
-gradients in them, without an error."""
+"""Schedules of torch.distributed.pipelining, by name. Those without bubbles are left out: with sharded parameters torch
+computes wrong gradients in them, without an error."""
 
 
 @dataclass
@@ -33,12 +33,16 @@ class PipelineParallelConfig:
     """How batches go through the stages of a pipeline.
 
     Args:
-        schedule: the order of forward and backward passes: "1f1b" (as few micro batches in memory as there are stages), "gpipe" (all
-            forward passes first), or "interleaved1f1b" (several stages on each rank, so that less time is spent waiting).
-        num_microbatches: parts that each batch of a rank is divided into; None takes as many as there are ranks in the pipeline.
+        schedule: the order of forward and backward passes: "1f1b" (as few micro batches in memory as there are stages),
+            "gpipe" (all forward passes first), or "interleaved1f1b" (several stages on each rank, so that less time is
+            spent waiting).
+        num_microbatches: parts that each batch of a rank is divided into; None takes as many as there are ranks in the
+            pipeline.
         stages_per_rank: stages on each rank; None takes 2 for "interleaved1f1b" and 1 otherwise.
-        loss_fn: the loss of a micro batch, from outputs and labels, a mean; None takes that of Transformers' causal language models.
-        example: a small batch, to compare the stages with the whole model: a tuple or a dict. Made up for models of Transformers.
+        loss_fn: the loss of a micro batch, from outputs and labels, a mean; None takes that of Transformers' causal
+            language models.
+        example: a small batch, to compare the stages with the whole model: a tuple or a dict. Made up for models of
+            Transformers.
 
     Raises:
         ConfigurationError: a value that is not known, or that contradicts another.
@@ -53,7 +57,8 @@ class PipelineParallelConfig:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ConfigurationError(
-                f"schedule={self.schedule!r} is not one of {', '.join(SCHEDULES)}. Set it in PipelineParallelConfig. (In torch's schedules "
+                f"schedule={self.schedule!r} is not one of {', '.join(SCHEDULES)}. Set it in PipelineParallelConfig. "
+                "(In torch's schedules "
                 "without bubbles, gradients of sharded parameters are wrong.)"
             )
         interleaved = self.schedule == "interleaved1f1b"
@@ -67,7 +72,8 @@ class PipelineParallelConfig:
                 )
         if (self.stages_per_rank > 1) != interleaved:
             raise ConfigurationError(
-                f"stages_per_rank={self.stages_per_rank} does not go with schedule={self.schedule!r}: several stages on a rank are "
+                f"stages_per_rank={self.stages_per_rank} does not go with schedule={self.schedule!r}: several stages "
+                "on a rank are "
                 "interleaved. Use schedule='interleaved1f1b' with 2 or more, or another schedule with 1."
             )
 
@@ -83,7 +89,10 @@ class PipelineParallelConfig:
         elif self.schedule == "interleaved1f1b" and parts % ranks:
             reason = f"interleaved1f1b needs a multiple of the {ranks} ranks of the pipeline"
         elif samples % parts:
-            reason = f"a batch of {samples} samples on a rank cannot be divided so (drop_last=True leaves a short last batch out)"
+            reason = (
+                f"a batch of {samples} samples on a rank cannot be divided so (drop_last=True leaves a short "
+                "last batch out)"
+            )
         else:
             return parts
         raise ConfigurationError(
@@ -113,7 +122,9 @@ class PipelineOutput:
 
 
 class _Deferred(torch.autograd.Function):
-    """A loss whose gradients have been computed already; its backward hands them over, multiplied by what the loss counts."""
+    """A loss whose gradients have been computed already; its backward hands them over, multiplied by what the loss
+    counts.
+    """
 
     @staticmethod
     def forward(
@@ -174,7 +185,9 @@ class Pipeline:
         self._words = getattr(getattr(model, "config", None), "vocab_size", None)
 
     def assemble(self) -> nn.Module:
-        """The model to give to the user: of the user's class, with the modules of this rank, and a forward that runs the pipeline."""
+        """The model to give to the user: of the user's class, with the modules of this rank, and a forward that runs
+        the pipeline.
+        """
         model = self.stages.part(self.numbers)
         model.__dict__.pop("_original_forward", None)
         model.forward = self._call_of(model)
@@ -195,7 +208,8 @@ class Pipeline:
             for name, parameter in self.stages.part([number]).named_parameters():
                 if id(parameter) in seen:
                     raise ConfigurationError(
-                        f"{name} is shared by blocks of several stages. A pipeline can share the words of the first stage with the head of "
+                        f"{name} is shared by blocks of several stages. A pipeline can share the words of the first "
+                        "stage with the head of "
                         "the last one only. Train this model with pp_size=1."
                     )
                 seen.add(id(parameter))
@@ -264,7 +278,8 @@ class Pipeline:
     ) -> PipelineOutput:
         if labels is None:
             raise ConfigurationError(
-                "a pipeline computes forward and backward passes in one call, and got no labels. Call model(input_ids=..., labels=...), "
+                "a pipeline computes forward and backward passes in one call, and got no labels. Call "
+                "model(input_ids=..., labels=...), "
                 "then accelerator.backward(output.loss); or use model.eval() and torch.no_grad() for outputs."
             )
         first, rest = self._inputs(args, batch)

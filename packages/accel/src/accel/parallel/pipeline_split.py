@@ -68,27 +68,32 @@ class Cut:
 
 
 def plan_cut(model: nn.Module, stages: int) -> Cut:
-    """Where to cut a model into so many stages of as many blocks; earlier stages get one more where that does not come out even.
+    """Where to cut a model into so many stages of as many blocks; earlier stages get one more where that does not come
+    out even.
 
     Raises:
-        ConfigurationError: there is no list of blocks, or it is too short; or something lies outside of it that no stage could have.
+        ConfigurationError: there is no list of blocks, or it is too short; or something lies outside of it that no
+            stage could have.
     """
     config = getattr(model, "config", None)
     kinds = sorted(set(getattr(config, "layer_types", None) or ()))
     if len(kinds) > 1:
         # Such models count their layers as they go through them, and would take those of a stage for the first ones.
         raise ConfigurationError(
-            f"{type(model).__name__} has layers of several kinds ({', '.join(kinds)}), which stages of a pipeline cannot tell apart. "
+            f"{type(model).__name__} has layers of several kinds ({', '.join(kinds)}), which stages of a pipeline "
+            "cannot tell apart. "
             "Train it with pp_size=1."
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigurationError(
-            f"{type(model).__name__} has an encoder and a decoder, and a pipeline is one sequence of blocks. Train it with pp_size=1."
+            f"{type(model).__name__} has an encoder and a decoder, and a pipeline is one sequence of blocks. Train it "
+            "with pp_size=1."
         )
     path, blocks = _find_blocks(model)
     if len(blocks) < stages:
         raise ConfigurationError(
-            f"{type(model).__name__} has {len(blocks)} blocks ({'.'.join(path)}), fewer than the {stages} stages of the pipeline. "
+            f"{type(model).__name__} has {len(blocks)} blocks ({'.'.join(path)}), fewer than the {stages} stages of "
+            "the pipeline. "
             "Choose a smaller pp_size, or fewer stages_per_rank."
         )
     _check_loose_parameters(model, path)
@@ -110,7 +115,8 @@ def _find_blocks(model: nn.Module) -> tuple[tuple[str, ...], nn.ModuleList]:
     alike = [(name, module) for name, module in lists if len({type(block) for block in module}) == 1]
     if not alike:
         raise ConfigurationError(
-            f"{type(model).__name__} has no nn.ModuleList of blocks of one class, where it could be cut into stages. Train it with "
+            f"{type(model).__name__} has no nn.ModuleList of blocks of one class, where it could be cut into stages. "
+            "Train it with "
             "pp_size=1."
         )
     name, blocks = max(alike, key=weight)
@@ -123,7 +129,8 @@ def _check_loose_parameters(model: nn.Module, path: tuple[str, ...]) -> None:
         loose = [*owner._parameters]
         if loose:
             raise ConfigurationError(
-                f"{type(owner).__name__}.{loose[0]} is a parameter beside the blocks, and nothing says which stage needs it. Put it into "
+                f"{type(owner).__name__}.{loose[0]} is a parameter beside the blocks, and nothing says which stage "
+                "needs it. Put it into "
                 "a module of its own, or train with pp_size=1."
             )
         owner = getattr(owner, step)
@@ -152,7 +159,9 @@ class Stages:
         return self._shell(self.model, 0, kept, first, last)
 
     def stage(self, number: int) -> nn.Module:
-        """A stage, whose forward takes the batch or what the stage before it returns, and returns what the next one takes."""
+        """A stage, whose forward takes the batch or what the stage before it returns, and returns what the next one
+        takes.
+        """
         shell = self.part([number])
         forward: Any = self._forward_of(shell, first=number == 0, last=number == len(self) - 1)
         wrapper: Any = self.model.__dict__.get("forward")
@@ -184,7 +193,9 @@ class Stages:
         return shell
 
     def _is_of_others(self, module: nn.Module, here: bool) -> bool:
-        """Whether a module beside the blocks is needed on another stage only. What has no parameters may be needed on all."""
+        """Whether a module beside the blocks is needed on another stage only. What has no parameters may be needed on
+        all.
+        """
         return not here and (
             isinstance(module, nn.modules.dropout._DropoutNd) or any(True for _ in module.parameters())
         )
@@ -198,7 +209,8 @@ class Stages:
         original = self.model.__dict__.get("_original_forward", self.model.forward)
         if getattr(original, "__self__", None) is not self.model:
             raise ConfigurationError(
-                f"{type(self.model).__name__}.forward was replaced on the object, so its stages cannot use it. Put it into the class."
+                f"{type(self.model).__name__}.forward was replaced on the object, so its stages cannot use it. Put it "
+                "into the class."
             )
         whole = types.MethodType(original.__func__, shell)
         if not self.library:
@@ -245,7 +257,8 @@ class Stages:
                 else f"in shape, {tuple(x.shape)}"
             )
             raise ConfigurationError(
-                f"{type(self.model).__name__} computes something beside its blocks ({'.'.join(self.cut.path)}) that stages of a pipeline "
+                f"{type(self.model).__name__} computes something beside its blocks ({'.'.join(self.cut.path)}) that "
+                "stages of a pipeline "
                 f"do not: outputs differ {error}. Train it with pp_size=1."
             )
 
@@ -255,7 +268,8 @@ class Stages:
             return (), {"input_ids": torch.arange(8, device=device).view(2, 4) % words}
         if example is None:
             raise ConfigurationError(
-                f"{type(self.model).__name__} is no model of Transformers, so how it is called is not known. Give a small batch, with "
+                f"{type(self.model).__name__} is no model of Transformers, so how it is called is not known. Give a "
+                "small batch, with "
                 "which its stages are compared with the whole: PipelineParallelConfig(example=(tokens,))."
             )
         if isinstance(example, Mapping):

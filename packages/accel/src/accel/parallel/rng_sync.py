@@ -16,10 +16,11 @@ _SAME_BATCH = ("tp", "cp", "sp", "pp")
 
 
 def share_generators(mesh: DeviceMesh, state: PartialState) -> None:
-    """Give ranks that get the same batch the same generators: python's, numpy's, torch's and the device's. Every rank must call it.
+    """Give ranks that get the same batch the same generators: python's, numpy's, torch's and the device's. Every rank
+    must call it.
 
-    What they augment is then the same, and so is what they drop of activations that each of them has; ranks with other samples keep
-    generators of their own.
+    What they augment is then the same, and so is what they drop of activations that each of them has; ranks with other
+    samples keep generators of their own.
     """
     device = state.device_backend
     for axis in _SAME_BATCH:

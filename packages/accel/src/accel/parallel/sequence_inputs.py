@@ -1,4 +1,6 @@
-"""What a causal language model must be told when a rank has a part of each sequence: positions, labels, and what a loss is a mean of."""
+"""What a causal language model must be told when a rank has a part of each sequence: positions, labels, and what a loss
+is a mean of.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ IGNORED = -100
 
 
 def shift_labels(labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
-    """The label of each position's prediction, which is the next token: ``[..., length]``, moved by one; the last has none.
+    """The label of each position's prediction, which is the next token: ``[..., length]``, moved by one; the last has
+    none.
 
     Do it before sequences are split: a part's last position predicts the first token of another part.
 
@@ -116,7 +119,8 @@ class Call:
             tokens = self._get(name)
             if tokens is not None and tokens.ndim > 1 and tokens.shape[1] != mine:
                 raise ConfigurationError(
-                    f"{name} has {tokens.shape[1]} positions, and this rank has {mine} of the {self.part.length} of each sequence. Name "
+                    f"{name} has {tokens.shape[1]} positions, and this rank has {mine} of the {self.part.length} of "
+                    "each sequence. Name "
                     "the tensor in buffers, with its sequence dimension in buffer_seq_dims."
                 )
             if tokens is not None:
@@ -135,10 +139,13 @@ class Call:
             whole = self.part.whole_of(mask)
             if whole is None or whole.ndim != 2 or bool((whole[:, 1:] > whole[:, :-1]).any()):
                 raise ConfigurationError(
-                    f"attention_mask of shape {tuple(mask.shape)} hides more than padding at the end (or was not cut from a buffer). "
-                    "Where ranks share sequences, attention is causal and has no mask: pad on the right, and leave attention_mask out."
+                    f"attention_mask of shape {tuple(mask.shape)} hides more than padding at the end (or was not cut "
+                    "from a buffer). "
+                    "Where ranks share sequences, attention is causal and has no mask: pad on the right, and leave "
+                    "attention_mask out."
                 )
-        # Ones say that nothing is hidden. Without them Transformers takes positions with gaps for several sequences in one.
+        # Ones say that nothing is hidden. Without them Transformers takes positions with gaps for several sequences in
+        # one.
         self.given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
 
     def _set_labels(self) -> None:
@@ -147,7 +154,8 @@ class Call:
             return
         if labels.ndim < 2:
             raise ConfigurationError(
-                f"labels of shape {tuple(labels.shape)} are one for each sequence, and no rank has a whole sequence. Train models that "
+                f"labels of shape {tuple(labels.shape)} are one for each sequence, and no rank has a whole sequence. "
+                "Train models that "
                 "predict tokens, or use cp_size=1 and sp_size=1."
             )
         # Transformers takes the causal loss where it knows no other.
@@ -157,14 +165,16 @@ class Call:
         if shifted is None:
             if whole is None:
                 raise ConfigurationError(
-                    "labels were cut into parts, and the model would shift each part by itself, which loses the label at its end. Name the "
+                    "labels were cut into parts, and the model would shift each part by itself, which loses the label "
+                    "at its end. Name the "
                     "very tensor in buffers, or pass shift_labels, made with accel.utils.shift_labels before the cut."
                 )
             whole = shift_labels(whole)
             self.given["shift_labels"] = self.part.cut(whole)
             self.given["labels"] = self.given["shift_labels"]
         if whole is not None and self.given.get("num_items_in_batch") is None:
-            # Gradients are averaged over ranks: with each a sum over this, the average is the mean over all labels of the batch.
+            # Gradients are averaged over ranks: with each a sum over this, the average is the mean over all labels of
+            # the batch.
             self.given["num_items_in_batch"] = (whole != IGNORED).sum().clamp(min=1) / self.part.size
 
 
@@ -172,17 +182,20 @@ def check_attention(config: Any, length: int, allowed: str) -> None:
     """Refuse a Transformers model whose attention would look at one rank's part only.
 
     Raises:
-        ConfigurationError: another implementation than the allowed one, or a window of attention that is shorter than sequences.
+        ConfigurationError: another implementation than the allowed one, or a window of attention that is shorter than
+            sequences.
     """
     if config._attn_implementation != allowed:
         raise ConfigurationError(
-            f"attn_implementation={config._attn_implementation!r} attends to this rank's part of each sequence only. Load the model with "
+            f"attn_implementation={config._attn_implementation!r} attends to this rank's part of each sequence only. "
+            "Load the model with "
             f"attn_implementation={allowed!r} (or model.set_attn_implementation({allowed!r}))."
         )
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if window is not None and window < length and (kinds is None or "sliding_attention" in kinds):
         raise ConfigurationError(
-            f"sliding_window={window} is shorter than sequences of {length} positions, and shared ones are attended to as a whole. Use "
+            f"sliding_window={window} is shorter than sequences of {length} positions, and shared ones are attended "
+            "to as a whole. Use "
             f"sequences of at most {window}, or cp_size=1 and sp_size=1."
         )

@@ -39,12 +39,15 @@ class SharedInput:
         self._mesh = mesh
         self._known: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
         self._open = False
-        # Every rank must find the same inputs to be the same ones, so what is known ends with the forward, and not when memory is freed.
+        # Every rank must find the same inputs to be the same ones, so what is known ends with the forward, and not when
+        # memory is freed.
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as :func:`shared` gives it, made once for calls with the same tensor within one forward of the module."""
+        """The input as :func:`shared` gives it, made once for calls with the same tensor within one forward of the
+        module.
+        """
         if not self._open or x.is_inference():
             return shared(x, self._mesh)
         known, key = self._known, (x._version, torch.is_grad_enabled())

@@ -1,7 +1,7 @@
 """Layers of which each rank of the tensor-parallel axis has a part.
 
-A parameter becomes a DTensor over the axis; the layer's forward computes with this rank's part of it. What goes in and comes out are plain
-tensors: whole ones, the same on all ranks of the axis, or parts along the last dimension.
+A parameter becomes a DTensor over the axis; the layer's forward computes with this rank's part of it. What goes in and
+comes out are plain tensors: whole ones, the same on all ranks of the axis, or parts along the last dimension.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 def is_conv1d(module: Any) -> bool:
-    """Whether a module is Transformers' Conv1D: a linear layer whose weight is of shape (inputs, outputs), as GPT-2 has them."""
+    """Whether a module is Transformers' Conv1D: a linear layer whose weight is of shape (inputs, outputs), as GPT-2 has
+    them.
+    """
     return (
         type(module).__name__ == "Conv1D"
         and hasattr(module, "nf")
@@ -35,12 +37,16 @@ def is_conv1d(module: Any) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module computes just what a linear layer does. Subclasses that compute otherwise (quantized, low-rank) do not."""
+    """Whether a module computes just what a linear layer does. Subclasses that compute otherwise (quantized, low-rank)
+    do not.
+    """
     return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Whether a module is an embedding of Transformers that multiplies what it has looked up by ``embed_scale``, as Gemma and BART have."""
+    """Whether a module is an embedding of Transformers that multiplies what it has looked up by ``embed_scale``, as
+    Gemma and BART have.
+    """
     return (
         isinstance(module, nn.Embedding)
         and type(module).__name__.endswith("ScaledWordEmbedding")
@@ -115,7 +121,8 @@ class Cut:
         new, done = self._made[old]
         if done != dim:
             raise ConfigurationError(
-                f"{name} of a {type(module).__name__} is shared with a layer that is divided along another dimension. Leave both whole: "
+                f"{name} of a {type(module).__name__} is shared with a layer that is divided along another dimension. "
+                "Leave both whole: "
                 "TorchTensorParallelConfig(plan=...)."
             )
         if pieces > 1:
@@ -157,8 +164,8 @@ class Columns(Style):
     """Each rank computes a part of the outputs.
 
     Args:
-        pieces: how many matrices the layer holds side by side (3 for fused queries, keys and values); each is divided, so that a rank's
-            part is the same heads of all of them.
+        pieces: how many matrices the layer holds side by side (3 for fused queries, keys and values); each is divided,
+            so that a rank's part is the same heads of all of them.
         gathers: whether the outputs are put together again.
     """
 
@@ -173,7 +180,8 @@ class Columns(Style):
         width = int(module.weight.shape[outputs])  # type: ignore[index]
         if self.pieces > 1 and width % (self.pieces * mesh.size()):
             raise ConfigurationError(
-                f"a layer of {width} outputs holds {self.pieces} matrices side by side, which tp_size={mesh.size()} does not divide "
+                f"a layer of {width} outputs holds {self.pieces} matrices side by side, which tp_size={mesh.size()} "
+                "does not divide "
                 "evenly. Choose a size that does, or leave the layer whole: TorchTensorParallelConfig(plan=...)."
             )
         cut(module, "weight", outputs, self.pieces)
@@ -215,7 +223,10 @@ class Rows(Style):
 class VocabularyRows(Style):
     """Each rank looks up its part of the words."""
 
-    divides = "torch.nn.Embedding itself and Transformers' ScaledWordEmbedding, without max_norm, scale_grad_by_freq and sparse"
+    divides = (
+        "torch.nn.Embedding itself and Transformers' ScaledWordEmbedding, without max_norm, scale_grad_by_freq "
+        "and sparse"
+    )
 
     def fits(self, module: nn.Module) -> bool:
         if not isinstance(module, nn.Embedding) or not (
@@ -246,7 +257,9 @@ class VocabularyRows(Style):
 
 
 class Heads(Style):
-    """A norm of single heads (of queries or keys, say): whole on every rank, which has a part of the heads to use it on."""
+    """A norm of single heads (of queries or keys, say): whole on every rank, which has a part of the heads to use it
+    on.
+    """
 
     divides = "modules whose parameters are of one head"
 

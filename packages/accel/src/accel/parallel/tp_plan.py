@@ -76,8 +76,8 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> tup
         size: of the axis.
 
     Returns:
-        A style for each name of a module that is divided (modules that are not named are whole on every rank), and whether that was
-        derived from the shape of the blocks.
+        A style for each name of a module that is divided (modules that are not named are whole on every rank), and
+        whether that was derived from the shape of the blocks.
 
     Raises:
         ConfigurationError: a plan names what the model has not, or what cannot be divided; or there is no plan.
@@ -93,7 +93,8 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> tup
         plan = dict(_derived(model, size))
     if not plan:
         raise ConfigurationError(
-            f"{type(model).__name__} has no plan for tensor parallelism, and no blocks of a known shape (q_proj, k_proj, v_proj, o_proj; "
+            f"{type(model).__name__} has no plan for tensor parallelism, and no blocks of a known shape (q_proj, "
+            "k_proj, v_proj, o_proj; "
             "gate_proj, up_proj, down_proj; c_attn, c_fc, c_proj; ...). Give one: "
             "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={'layers.*.q_proj': 'colwise', ...}))."
         )
@@ -109,7 +110,8 @@ def _resolve(model: nn.Module, plan: Mapping[str, Any], must_match: bool) -> Pla
         matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matching and must_match:
             raise ConfigurationError(
-                f"the plan names {pattern!r}, and {type(model).__name__} has no such module. Names are such as {', '.join(names[:5])}."
+                f"the plan names {pattern!r}, and {type(model).__name__} has no such module. Names are such as "
+                f"{', '.join(names[:5])}."
             )
         for name in matching:
             if style is not None:
@@ -123,7 +125,8 @@ def _style(pattern: str, word: Any) -> Any:
         return word
     if word not in _WORDS:
         raise ConfigurationError(
-            f"the plan divides {pattern!r} by {word!r}, which is not one of {', '.join(_WORDS)}, nor a ParallelStyle of torch. "
+            f"the plan divides {pattern!r} by {word!r}, which is not one of {', '.join(_WORDS)}, nor a ParallelStyle "
+            "of torch. "
             "Give a plan without it: TorchTensorParallelConfig(plan=...)."
         )
     return _WORDS[word]()
@@ -132,11 +135,13 @@ def _style(pattern: str, word: Any) -> Any:
 def _check_style(name: str, module: nn.Module, style: Any, word: Any) -> None:
     if isinstance(style, Style) and not style.fits(module):
         raise ConfigurationError(
-            f"the plan divides {name} by {word!r}, and it is a {type(module).__name__}, which that cannot divide. Allowed: {style.divides}."
+            f"the plan divides {name} by {word!r}, and it is a {type(module).__name__}, which that cannot divide. "
+            f"Allowed: {style.divides}."
         )
     if word == "packed_colwise" and "gate_up" not in name:
         raise ConfigurationError(
-            f"the plan divides {name} by 'packed_colwise' without saying what is packed in it; known is gate_up_proj. Give a plan in which "
+            f"the plan divides {name} by 'packed_colwise' without saying what is packed in it; known is gate_up_proj. "
+            "Give a plan in which "
             "it is whole, or Columns(pieces=n) of accel.parallel.tp_layers."
         )
 
@@ -152,7 +157,8 @@ def _check_heads(where: str, name: str, heads: Any, size: int) -> None:
     if isinstance(heads, int) and heads % size:
         allowed = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigurationError(
-            f"tp_size={size} does not divide {name}={heads} of {where}: attention is divided between heads. Allowed: {', '.join(allowed)}."
+            f"tp_size={size} does not divide {name}={heads} of {where}: attention is divided between heads. Allowed: "
+            f"{', '.join(allowed)}."
         )
 
 
@@ -186,7 +192,8 @@ def _count_own_heads(name: str, block: nn.Module, size: int) -> None:
     known = {key: getattr(block, key) for key in _HEADS if isinstance(getattr(block, key, None), int)}
     if not known:
         raise ConfigurationError(
-            f"{name or 'the model'} is attention, but does not say how many heads it has ({', '.join(_HEADS)}), between which it would be "
+            f"{name or 'the model'} is attention, but does not say how many heads it has ({', '.join(_HEADS)}), "
+            "between which it would be "
             "divided. Give a plan: TorchTensorParallelConfig(plan=...)."
         )
     for key, heads in known.items():

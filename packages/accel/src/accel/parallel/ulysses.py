@@ -38,7 +38,8 @@ class _Exchange(torch.autograd.Function):
 
 
 class SequenceParallel:
-    """Shares sequences among the ranks of one mesh axis, each of which computes the attention of some heads over whole sequences.
+    """Shares sequences among the ranks of one mesh axis, each of which computes the attention of some heads over whole
+    sequences.
 
     Args:
         mesh: the axis, of one dimension.
@@ -51,7 +52,8 @@ class SequenceParallel:
     def __init__(self, mesh: DeviceMesh, settings: DeepSpeedSequenceParallelConfig) -> None:
         if settings.sp_attn_implementation != "sdpa":
             raise ConfigurationError(
-                f"sp_attn_implementation={settings.sp_attn_implementation!r} is not available here. Use 'sdpa', which takes the fastest "
+                f"sp_attn_implementation={settings.sp_attn_implementation!r} is not available here. Use 'sdpa', which "
+                "takes the fastest "
                 "kernel of the device."
             )
         self.mesh, self.settings = mesh, settings
@@ -69,13 +71,15 @@ class SequenceParallel:
         set_attention: Any = getattr(model, "set_attn_implementation", None)
         if set_attention is None or not hasattr(config, "_attn_implementation"):
             raise ConfigurationError(
-                f"{type(model).__name__} is no model of Transformers, in whose attention sp_size={self.size} works. Share its sequences "
+                f"{type(model).__name__} is no model of Transformers, in whose attention sp_size={self.size} works. "
+                "Share its sequences "
                 "with cp_size and accelerator.maybe_context_parallel."
             )
         heads = config.get_text_config().num_attention_heads
         if heads % self.size:
             raise ConfigurationError(
-                f"sp_size={self.size} does not divide num_attention_heads={heads} of {type(model).__name__}. Choose one that does, or use "
+                f"sp_size={self.size} does not divide num_attention_heads={heads} of {type(model).__name__}. Choose "
+                "one that does, or use "
                 "cp_size."
             )
         from transformers import AttentionInterface
@@ -92,8 +96,10 @@ class SequenceParallel:
             if any(id(tensor) in given for tensor, _ in part.wholes):
                 return Call(model, args, kwargs, part, ATTENTION).fit()
         raise ConfigurationError(
-            f"{type(model).__name__} was called with tensors that are not those of a split batch, and sp_size={self.size} shares "
-            "sequences. Read batches from accelerator.deepspeed_ulysses_dl_adapter(loader, model), and pass their tensors on as they are."
+            f"{type(model).__name__} was called with tensors that are not those of a split batch, and "
+            f"sp_size={self.size} shares "
+            "sequences. Read batches from accelerator.deepspeed_ulysses_dl_adapter(loader, model), and pass their "
+            "tensors on as they are."
         )
 
     def attend(
@@ -120,9 +126,11 @@ class SequenceParallel:
         strange = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
         if not causal or attention_mask is not None or strange or query.shape[2] != key.shape[2]:
             raise ConfigurationError(
-                f"{type(module).__name__} computes attention of {query.shape[2]} queries to {key.shape[2]} keys with causal={causal}, "
+                f"{type(module).__name__} computes attention of {query.shape[2]} queries to {key.shape[2]} keys with "
+                f"causal={causal}, "
                 f"{'a' if attention_mask is not None else 'no'} mask, {', '.join(strange) or 'nothing else'}; with "
-                f"sp_size={self.size} it is that of a sequence to itself, causal and plain. Train this model with sp_size=1."
+                f"sp_size={self.size} it is that of a sequence to itself, causal and plain. Train this model with "
+                "sp_size=1."
             )
         group = self.mesh.get_group()
         if query.shape[1] % self.size:
@@ -153,7 +161,8 @@ class SequenceParallel:
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
             raise ConfigurationError(
-                f"a batch of {type(batch).__name__} has no input_ids of shape (samples, positions), by which sp_size={self.size} shares "
+                f"a batch of {type(batch).__name__} has no input_ids of shape (samples, positions), by which "
+                f"sp_size={self.size} shares "
                 "sequences. Let the collator return a dictionary."
             )
         length = self._check_length(tokens.shape[1])
@@ -176,12 +185,14 @@ class SequenceParallel:
         wanted = self.settings.sp_seq_length
         if wanted is not None and not self.settings.sp_seq_length_is_variable and length != wanted:
             raise ConfigurationError(
-                f"a batch has sequences of {length} positions, and sp_seq_length={wanted} with sp_seq_length_is_variable=False. Pad or cut "
+                f"a batch has sequences of {length} positions, and sp_seq_length={wanted} with "
+                "sp_seq_length_is_variable=False. Pad or cut "
                 "them, or let the length vary."
             )
         if length % self.size:
             raise ConfigurationError(
-                f"sequences of {length} positions cannot be shared by sp_size={self.size} ranks. Pad them to a multiple, for example with "
+                f"sequences of {length} positions cannot be shared by sp_size={self.size} ranks. Pad them to a "
+                "multiple, for example with "
                 f"pad_to_multiple_of={self.size} in the collator."
             )
         return length

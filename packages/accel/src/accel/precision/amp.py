@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class AutocastForward:
     """A model's forward under autocast.
 
-    A callable object rather than a closure: copying or pickling the model copies the forward with it, where a closure would go
-    on calling the original model's.
+    A callable object rather than a closure: copying or pickling the model copies the forward with it, where a closure
+    would go on calling the original model's.
 
     Args:
         forward: the bound forward of the model.
@@ -63,7 +63,8 @@ class HalfPrecision(Precision):
         super().__init__(state, handlers)
         if not state.device_backend.supports_autocast(self.dtype):
             raise ConfigurationError(
-                f"mixed_precision={self.name!r} is not available on {state.device.type} here: autocast does not compute in "
+                f"mixed_precision={self.name!r} is not available on {state.device.type} here: autocast does not "
+                "compute in "
                 f"{self.dtype} on it. Use mixed_precision='no', or another device."
             )
 

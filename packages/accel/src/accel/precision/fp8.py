@@ -53,7 +53,8 @@ class FP8Forward(AutocastForward):
 
 
 class FP8(Precision):
-    """Linear layers multiply in 8 bits, other operations compute in bfloat16, and weights stay in the precision they have.
+    """Linear layers multiply in 8 bits, other operations compute in bfloat16, and weights stay in the precision they
+    have.
 
     Attributes:
         backend: the name of the back end.
@@ -67,7 +68,8 @@ class FP8(Precision):
         super().__init__(state, handlers)
         if not state.device_backend.supports_autocast(torch.bfloat16):
             raise ConfigurationError(
-                f"mixed_precision='fp8' is not available on {state.device.type} here: what is not multiplied in 8 bits computes in "
+                f"mixed_precision='fp8' is not available on {state.device.type} here: what is not multiplied in 8 "
+                "bits computes in "
                 "bfloat16, and autocast does not do so on it. Use mixed_precision='no', or another device."
             )
         recipe = ENGINE.load("recipe").from_environment(**handlers.get(FP8Kwargs).recipe_settings())
@@ -98,8 +100,10 @@ class FP8(Precision):
         # Gathering in 8 bits replaces every parameter, and the optimizer of the script holds the ones from before.
         if self.backend == "ao" and AcceleratorState().is_fsdp2 and self.engine.recipe.enable_fsdp_float8_all_gather:
             logger.info(
-                "FSDP gathers weights in the precision they are sharded in: enable_fsdp_float8_all_gather has no effect under an "
-                "Accelerator. accel_fp8.convert(model, recipe, sharded=True), before the optimizer is made, gathers in 8 bits."
+                "FSDP gathers weights in the precision they are sharded in: enable_fsdp_float8_all_gather has no "
+                "effect under an "
+                "Accelerator. accel_fp8.convert(model, recipe, sharded=True), before the optimizer is made, gathers "
+                "in 8 bits."
             )
 
     def join_optimizer(self, objects: list[Any]) -> list[Any]:
@@ -111,7 +115,8 @@ class FP8(Precision):
             return objects
         if len(models) != 1 or len(optimizers) != 1:
             raise ConfigurationError(
-                f"prepare() got {len(models)} models and {len(optimizers)} optimizers, but the FP8 back end {self.backend!r} prepares "
+                f"prepare() got {len(models)} models and {len(optimizers)} optimizers, but the FP8 back end "
+                f"{self.backend!r} prepares "
                 "one model together with its optimizer. Call prepare(model, optimizer, ...) for each pair."
             )
         before = objects[optimizers[0]]
@@ -124,14 +129,17 @@ class FP8(Precision):
 
     def watch(self, optimizer: Optimizer) -> None:
         if self._delayed and self.state.use_distributed:
-            # Whoever saves a model does so between two steps, often on one rank only, and must find what all ranks have seen.
+            # Whoever saves a model does so between two steps, often on one rank only, and must find what all ranks have
+            # seen.
             optimizer.register_step_post_hook(self._synchronize)
 
     def check_uneven_inputs(self) -> None:
         if self._delayed and self.state.use_distributed:
             raise ConfigurationError(
-                "join_uneven_inputs cannot be used with delayed FP8 scaling: ranks that have no data left would be missing where all "
-                "ranks agree on scales. Use NativeRecipeKwargs(scaling='dynamic') or --fp8_scaling dynamic, or keep even_batches=True and "
+                "join_uneven_inputs cannot be used with delayed FP8 scaling: ranks that have no data left would be "
+                "missing where all "
+                "ranks agree on scales. Use NativeRecipeKwargs(scaling='dynamic') or --fp8_scaling dynamic, or keep "
+                "even_batches=True and "
                 "leave join_uneven_inputs out."
             )
 

@@ -52,7 +52,8 @@ class Precision:
         return model
 
     def join_optimizer(self, objects: list[Any]) -> list[Any]:
-        """Prepare a model together with its optimizer, where this precision has to; called before each is prepared by itself.
+        """Prepare a model together with its optimizer, where this precision has to; called before each is prepared by
+        itself.
 
         Args:
             objects: all that was given to ``prepare``, in any order.

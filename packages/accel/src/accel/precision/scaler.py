@@ -13,16 +13,18 @@ from torch.optim import Optimizer
 class SharedGradScaler(torch.amp.GradScaler):
     """torch's GradScaler, made safe for optimizers that do not know of each other.
 
-    torch asks for one ``update()`` after the last of all optimizers has stepped: an earlier one forgets which gradients are
-    already unscaled, and the next ``step()`` divides them again. Prepared optimizers each call ``update()`` after their own
-    step, so here it takes effect when all of them have stepped, or at the latest when the next loss is scaled. Unscaling
-    twice, or without gradients, does nothing.
+    torch asks for one ``update()`` after the last of all optimizers has stepped: an earlier one forgets which gradients
+    are already unscaled, and the next ``step()`` divides them again. Prepared optimizers each call ``update()`` after
+    their own step, so here it takes effect when all of them have stepped, or at the latest when the next loss is
+    scaled. Unscaling twice, or without gradients, does nothing.
     """
 
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
         self.over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Takes the maximum of a tensor over the ranks that divide gradients among them; None where each rank has all of them."""
+        """Takes the maximum of a tensor over the ranks that divide gradients among them; None where each rank has all
+        of them.
+        """
         self._expected: set[int] = set()
         self._stepped: set[int] = set()
 

@@ -1,8 +1,9 @@
 """The training as it was at the end of a loop, to go back to when the evaluation that follows is interrupted.
 
-A script cannot be entered in the middle of an evaluation. What it can do is to enter the epoch at the end of its training loop, and run
-all that comes after it again. For that, everything has to be as it was there. An evaluation leaves weights alone, so only small things
-are remembered: what the code between the two loops may change, as a scheduler that steps once an epoch does.
+A script cannot be entered in the middle of an evaluation. What it can do is to enter the epoch at the end of its
+training loop, and run all that comes after it again. For that, everything has to be as it was there. An evaluation
+leaves weights alone, so only small things are remembered: what the code between the two loops may change, as a
+scheduler that steps once an epoch does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class LoopEnd:
-    """Remembers everything but weights and the optimizers' state, at the moment when a training loop asks for a batch beyond its last.
+    """Remembers everything but weights and the optimizers' state, at the moment when a training loop asks for a batch
+    beyond its last.
 
     Args:
         accelerator: whose training it is.

@@ -38,13 +38,15 @@ class SaveOnSignal:
     """How an Accelerator saves when the process is told to end: ``Accelerator(save_on_signal=SaveOnSignal(...))``.
 
     Attributes:
-        signals: names or numbers. Schedulers send SIGTERM before they kill, and SLURM with ``--signal`` one of your choice earlier.
-        output_dir: the folder of that state. None is a numbered one with automatic naming, and else ``<project_dir>/preempted``, where
-            ``load_state("latest")`` finds it.
-        exit_code: what the process ends with once it has saved; 1 to 125. 75 means to ``accel launch``, and by an old convention
-            (EX_TEMPFAIL) to others, that the same command goes on from there.
+        signals: names or numbers. Schedulers send SIGTERM before they kill, and SLURM with ``--signal`` one of your
+            choice earlier.
+        output_dir: the folder of that state. None is a numbered one with automatic naming, and else
+            ``<project_dir>/preempted``, where ``load_state("latest")`` finds it.
+        exit_code: what the process ends with once it has saved; 1 to 125. 75 means to ``accel launch``, and by an old
+            convention (EX_TEMPFAIL) to others, that the same command goes on from there.
         grace_seconds: how long ``accel launch`` lets this process live after the signal.
-        meeting_seconds: how long a rank that stopped waits for the others to stop too, before it gives up and ends without saving.
+        meeting_seconds: how long a rank that stopped waits for the others to stop too, before it gives up and ends
+            without saving.
 
     Raises:
         ConfigurationError: a value that is not allowed.
@@ -110,7 +112,8 @@ def resolve(value: Any) -> SaveOnSignal | None:
     if isinstance(value, str | int) or (isinstance(value, Iterable) and not isinstance(value, bytes)):
         return SaveOnSignal(signals=value if not isinstance(value, str | int) else (value,))
     raise ConfigurationError(
-        f"save_on_signal={value!r} is not understood. Give True (SIGTERM and SIGUSR1), a signal's name, several of them, or SaveOnSignal."
+        f"save_on_signal={value!r} is not understood. Give True (SIGTERM and SIGUSR1), a signal's name, several of "
+        "them, or SaveOnSignal."
     )
 
 
@@ -128,14 +131,16 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Watches for signals, and ends the run between two steps. It acts on the process, so the newest one takes the place of another.
+    """Watches for signals, and ends the run between two steps. It acts on the process, so the newest one takes the
+    place of another.
 
     Args:
         settings: what to do when.
         accelerator: what saves.
 
     Raises:
-        ConfigurationError: there is no folder to save in, or this is not the main thread, where alone Python handles signals.
+        ConfigurationError: there is no folder to save in, or this is not the main thread, where alone Python handles
+            signals.
     """
 
     def __init__(self, settings: SaveOnSignal, accelerator: Accelerator) -> None:
@@ -159,7 +164,8 @@ class Preemption:
     def _install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigurationError(
-                "save_on_signal works in the main thread only, where Python handles signals; make the Accelerator there."
+                "save_on_signal works in the main thread only, where Python handles signals; make the Accelerator "
+                "there."
             )
         other = loop_hooks.current()
         if isinstance(other, Preemption):
@@ -180,7 +186,9 @@ class Preemption:
             former(number, frame)
 
     def _hand_over(self, number: int, frame: FrameType | None, former: Any) -> None:
-        """Let a signal do what it did before: the Accelerator was collected in a thread, where the handlers had to stay."""
+        """Let a signal do what it did before: the Accelerator was collected in a thread, where the handlers had to
+        stay.
+        """
         is_ours = signal.getsignal(number) == self._handle
         self.remove()
         if is_ours:
@@ -236,7 +244,8 @@ class Preemption:
             between = latest is not None and order > latest[1] and self._is_iterating(latest[0]())
             self._latest = weakref.ref(loader), order
             if between:
-                # The loop draws from several loaders, and the one before this has handed out what the step is yet to work on.
+                # The loop draws from several loaders, and the one before this has handed out what the step is yet to
+                # work on.
                 return
         self._pass(loader, begins=False)
 
@@ -271,7 +280,8 @@ class Preemption:
         self._note(saved=str(checkpoint))
         if accelerator.is_main_process:
             print(
-                f"accel: {name}: the training was saved to {checkpoint}, and ends with exit code {self.settings.exit_code}. "
+                f"accel: {name}: the training was saved to {checkpoint}, and ends with exit code "
+                f"{self.settings.exit_code}. "
                 "load_state('latest') or resume() goes on from there.",
                 file=sys.stderr,
                 flush=True,
@@ -279,18 +289,22 @@ class Preemption:
         raise Preempted(self.settings.exit_code, checkpoint)
 
     def _leave_evaluation(self, accelerator: Accelerator, loader: PreparedLoader, begins: bool) -> None:
-        """Bring the training to where a script can enter it: what an evaluation has seen so far is in the script's hands, and lost."""
+        """Bring the training to where a script can enter it: what an evaluation has seen so far is in the script's
+        hands, and lost.
+        """
         end = self._loop_end
         if end is not None and end.holds(accelerator):
             end.put_back(accelerator)
         elif not begins:
-            # In the middle of a training loop, or after one that was left early: the next evaluation is to see all of its data.
+            # In the middle of a training loop, or after one that was left early: the next evaluation is to see all of
+            # its data.
             loader.abandon()
 
     def _give_up(self, accelerator: Accelerator, name: str, missing: list[int]) -> None:
         print(
             f"accel: {name}: rank {accelerator.process_index} waited {self.settings.meeting_seconds:g} s for rank "
-            f"{', '.join(map(str, missing))} to reach the same step, in vain. It ends without saving. Ranks must run the same loops over "
+            f"{', '.join(map(str, missing))} to reach the same step, in vain. It ends without saving. Ranks must run "
+            "the same loops over "
             "prepared loaders.",
             file=sys.stderr,
             flush=True,
@@ -309,7 +323,8 @@ def check_folder(settings: SaveOnSignal, accelerator: Accelerator) -> None:
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming and settings.output_dir is not None:
         raise ConfigurationError(
-            f"SaveOnSignal(output_dir={str(settings.output_dir)!r}) contradicts automatic_checkpoint_naming, which chooses the folder. "
+            f"SaveOnSignal(output_dir={str(settings.output_dir)!r}) contradicts automatic_checkpoint_naming, which "
+            "chooses the folder. "
             "Leave one of them out."
         )
     if settings.output_dir is None and project.project_dir is None:
@@ -344,10 +359,11 @@ class Resuming:
             self.preemption = None
 
     def resume(self) -> bool:
-        """Load the newest complete state, if there is one. Call it on every rank, when everything has been prepared and registered.
+        """Load the newest complete state, if there is one. Call it on every rank, when everything has been prepared and
+        registered.
 
-        States are looked for where :meth:`save_state` puts them with automatic naming, else in the project's folder, or in that of
-        :class:`SaveOnSignal`. Afterwards a loader's ``iteration`` is the epoch to go on with.
+        States are looked for where :meth:`save_state` puts them with automatic naming, else in the project's folder, or
+        in that of :class:`SaveOnSignal`. Afterwards a loader's ``iteration`` is the epoch to go on with.
 
         Returns:
             Whether there was one.
@@ -386,7 +402,8 @@ def _newest(accelerator: Accelerator) -> str | None:
     if not folder.is_dir():
         return None
     recover_all(folder)
-    # What a killed process left unfinished under a temporary name was never a checkpoint; one that is damaged is worth an error.
+    # What a killed process left unfinished under a temporary name was never a checkpoint; one that is damaged is worth
+    # an error.
     if not any(not info.path.name.startswith(".") for info in list_checkpoints(folder)):
         return None
     return str((newest_complete if automatic else newest_saved)(folder))

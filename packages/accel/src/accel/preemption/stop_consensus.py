@@ -1,11 +1,11 @@
 """How ranks agree, without a collective, on the step after which all of them stop.
 
-Every rank passes the same sequence of points: the beginning of each loop, and the moments between two steps of loops that have equally
-many steps on every rank. Some of these points are open to a stop, and which ones follows from that sequence alone, so it is the same
-on all ranks. At an open point each rank asks the store of the process group for the verdict; the first one there gives it, in one atomic
-operation: go on, and after how many points the next open one comes, or stop. No rank waits for another, so a program whose ranks
-do different things runs as it does without this. A rank that was told to stop announces that at the next point that nobody has
-passed.
+Every rank passes the same sequence of points: the beginning of each loop, and the moments between two steps of loops
+that have equally many steps on every rank. Some of these points are open to a stop, and which ones follows from that
+sequence alone, so it is the same on all ranks. At an open point each rank asks the store of the process group for the
+verdict; the first one there gives it, in one atomic operation: go on, and after how many points the next open one
+comes, or stop. No rank waits for another, so a program whose ranks do different things runs as it does without this. A
+rank that was told to stop announces that at the next point that nobody has passed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def agreement_of_world(rank: int, world_size: int) -> StopAgreement | None:
         store = _get_default_store()
     except (RuntimeError, ValueError, AssertionError) as error:
         raise ConfigurationError(
-            f"save_on_signal needs the store of torch's process group, to agree on a step, and there is none: {error}. Leave it out, and "
+            f"save_on_signal needs the store of torch's process group, to agree on a step, and there is none: "
+            f"{error}. Leave it out, and "
             "save at intervals."
         ) from None
     # A second Accelerator of the same processes counts its points anew.

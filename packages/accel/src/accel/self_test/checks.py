@@ -101,7 +101,8 @@ def check_training(accelerator: Accelerator) -> None:
         allowed = TOLERANCES.get(str(accelerator.mixed_precision), max(TOLERANCES.values()))
         if not distance <= allowed:
             raise SelfTestError(
-                f"weights after {STEPS} steps with gradient accumulation {accumulation} are off by {distance:.2e} from those of plain "
+                f"weights after {STEPS} steps with gradient accumulation {accumulation} are off by {distance:.2e} "
+                "from those of plain "
                 "PyTorch; "
                 f"allowed with mixed precision {accelerator.mixed_precision}: {allowed:.0e}"
             )

@@ -30,7 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = ConfigParser(
         prog="accel test",
         usage="accel test [--config_file FILE] [options of accel launch]",
-        description="Run collectives, loaders, a training and a checkpoint on the processes that the configuration asks for, and compare "
+        description="Run collectives, loaders, a training and a checkpoint on the processes that the configuration "
+        "asks for, and compare "
         "the results with those of plain PyTorch in one process.",
         allow_abbrev=False,
     )

@@ -87,7 +87,8 @@ class Strategy:
         settings: the plugin of this strategy, of those that have one.
 
     Attributes:
-        distributed_type: what ``accelerator.distributed_type`` says where this strategy trains; None: what the devices say.
+        distributed_type: what ``accelerator.distributed_type`` says where this strategy trains; None: what the devices
+            say.
         trains_alone: whether it does something for a single process, without a process group.
         holds_gradients: whether gradients that accumulate are in engines, and not in ``parameter.grad``.
         data_mesh: the mesh whose axes say which ranks get the same samples; None where each gets samples of its own.
@@ -104,7 +105,9 @@ class Strategy:
         self.settings = settings
 
     def axis_rank(self, axis: str) -> int:
-        """This process's coordinate on a mesh axis ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp"); 0 on an axis of size 1."""
+        """This process's coordinate on a mesh axis ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp"); 0 on an axis
+        of size 1.
+        """
         return 0
 
     @property
@@ -114,7 +117,9 @@ class Strategy:
 
     @property
     def data_collectives(self) -> Collectives:
-        """The communication of this process with those that get other samples; ranks that share each other's samples are no part of it."""
+        """The communication of this process with those that get other samples; ranks that share each other's samples
+        are no part of it.
+        """
         return self.state.collectives
 
     @property
@@ -123,7 +128,9 @@ class Strategy:
         return self.state.collectives
 
     def share_generators(self) -> None:
-        """Give processes that compute the same thing the same random numbers; called when generators have been put back."""
+        """Give processes that compute the same thing the same random numbers; called when generators have been put
+        back.
+        """
 
     def computes_in(self, mixed_precision: str) -> bool:
         """Whether the strategy itself computes in a precision, so that nothing is put around a model's forward."""
@@ -145,7 +152,9 @@ class Strategy:
         return model
 
     def adopt_optimizer(self, optimizer: Optimizer) -> None:
-        """Let an optimizer update what wrapping has made of its parameters; called for each prepared one after each wrapping."""
+        """Let an optimizer update what wrapping has made of its parameters; called for each prepared one after each
+        wrapping.
+        """
 
     def is_wrapped(self, model: nn.Module) -> bool:
         """Whether a model has been through :meth:`wrap`."""
@@ -168,7 +177,9 @@ class Strategy:
         return nullcontext()
 
     def whole_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
-        """What was computed from this process's part of sequences, such as logits, for whole sequences in order, without a gradient."""
+        """What was computed from this process's part of sequences, such as logits, for whole sequences in order,
+        without a gradient.
+        """
         return tensor
 
     def sequence_parallel_loader(self, loader: Any, model: nn.Module) -> Any:
@@ -182,9 +193,11 @@ class Strategy:
             torch._foreach_mul_(gradients, factor)
 
     def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
-        """Gradients accumulated so far of a model that is divided among ranks: whole, averaged over the ranks, by name; on rank 0 only.
+        """Gradients accumulated so far of a model that is divided among ranks: whole, averaged over the ranks, by name;
+        on rank 0 only.
 
-        Every rank must call it. None where the strategy cannot say; it does not divide models, or does so in a way of its own.
+        Every rank must call it. None where the strategy cannot say; it does not divide models, or does so in a way of
+        its own.
         """
         return None
 

@@ -32,8 +32,10 @@ class DDPStrategy(Strategy):
         placed = set(map(str, getattr(model, "hf_device_map", {}).values()))
         if len(placed) > 1:
             raise ConfigurationError(
-                f"the model was loaded with a device map over {sorted(placed)}, so it already occupies several devices; data "
-                "parallelism needs it whole on the device of each process. Load it with device_map={'': accelerator.device}, or start "
+                f"the model was loaded with a device map over {sorted(placed)}, so it already occupies several "
+                "devices; data "
+                "parallelism needs it whole on the device of each process. Load it with device_map={'': "
+                "accelerator.device}, or start "
                 "one process."
             )
 
@@ -72,7 +74,9 @@ class DDPStrategy(Strategy):
 
 @contextmanager
 def sync_in_backward(model: nn.Module) -> Iterator[None]:
-    """Let backward passes in the block synchronise a DDP model whose forward ran under ``no_sync``; other models have no need."""
+    """Let backward passes in the block synchronise a DDP model whose forward ran under ``no_sync``; other models have
+    no need.
+    """
     if not isinstance(model, DistributedDataParallel):
         yield
         return
@@ -97,7 +101,8 @@ class MeshDDPStrategy(DDPStrategy):
         super().__init__(state, handlers, settings)
         if fsdp is not None:
             raise ConfigurationError(
-                f"FSDP divides a model over the ranks of dp_shard, but the mesh has dp_replicate_size={settings.dp_replicate_size} and "
+                f"FSDP divides a model over the ranks of dp_shard, but the mesh has "
+                f"dp_replicate_size={settings.dp_replicate_size} and "
                 "dp_shard_size=1. Set dp_shard_size, or leave FSDP out."
             )
         self.mesh: DeviceMesh | None = settings.build_device_mesh(state.device.type)

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from accel_state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.errors import ConfigurationError
 
-from ..deepspeed import engine, gradients, runtime
+from ..deepspeed import engine as ds_engine
+from ..deepspeed import gradients, runtime
 from ..deepspeed.engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, reached
 from ..deepspeed.optimizer import warn_once
 from .base import Strategy
@@ -82,7 +83,8 @@ class DeepSpeedStrategy(Strategy):
     def _check_precision(self) -> None:
         if AcceleratorState().mixed_precision == "fp16" and not runtime.supports_half(self._library):
             raise ConfigurationError(
-                f"mixed_precision='fp16' is not available: DeepSpeed does not compute in fp16 on {self.state.device.type}. "
+                f"mixed_precision='fp16' is not available: DeepSpeed does not compute in fp16 on "
+                f"{self.state.device.type}. "
                 "Use 'bf16' or 'no', also in the DeepSpeed configuration."
             )
 
@@ -91,7 +93,8 @@ class DeepSpeedStrategy(Strategy):
         steps = self.plugin.accumulation_steps
         if steps is not None and plugin.num_steps not in (None, 1, steps):
             warn_once(
-                f"gradient_accumulation_steps={plugin.num_steps} of the Accelerator gives way to {steps} of the DeepSpeed configuration. "
+                f"gradient_accumulation_steps={plugin.num_steps} of the Accelerator gives way to {steps} of the "
+                "DeepSpeed configuration. "
                 'Write "auto" there to have the former.'
             )
         return plugin if steps is None else replace(plugin, num_steps=steps)
@@ -100,9 +103,9 @@ class DeepSpeedStrategy(Strategy):
         """Engines in place of models, and what belongs to them in place of optimizers and stand-ins."""
         if any(isinstance(obj, nn.Module) for obj in objects):
             self._check_precision()
-        maker = engine.Maker(self._library, self.plugin, self.state, AcceleratorState().mixed_precision, preparation)
+        maker = ds_engine.Maker(self._library, self.plugin, self.state, AcceleratorState().mixed_precision, preparation)
         before = len(preparation.optimizers), len(preparation.models)
-        prepared = engine.make_engines(maker, objects)
+        prepared = ds_engine.make_engines(maker, objects)
         self._models = preparation.models
         for optimizer in preparation.optimizers[before[0] :]:
             if isinstance(optimizer, DeepSpeedOptimizerWrapper) and optimizer.engine_wrapper is not None:
@@ -119,7 +122,8 @@ class DeepSpeedStrategy(Strategy):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            f"{type(optimizer).__name__} was prepared without the model that it updates. DeepSpeed makes one engine of both: pass them in "
+            f"{type(optimizer).__name__} was prepared without the model that it updates. DeepSpeed makes one engine "
+            "of both: pass them in "
             "one call, in any order: accelerator.prepare(model, optimizer, loader)."
         )
 
@@ -137,7 +141,8 @@ class DeepSpeedStrategy(Strategy):
             **kwargs: ``retain_graph``.
 
         Raises:
-            ConfigurationError: there is no engine to compute gradients for, or DeepSpeed cannot do it for several at once.
+            ConfigurationError: there is no engine to compute gradients for, or DeepSpeed cannot do it for several at
+                once.
         """
         chosen = self._engines_of(loss)
         boundary = self._gradient_state.sync_gradients if in_window else None
@@ -154,7 +159,8 @@ class DeepSpeedStrategy(Strategy):
             return self._wrappers
         if not self._wrappers:
             raise ConfigurationError(
-                "backward was called, but no model with an optimizer was prepared, so DeepSpeed has nothing to train. Pass model and "
+                "backward was called, but no model with an optimizer was prepared, so DeepSpeed has nothing to train. "
+                "Pass model and "
                 "optimizer to one call of prepare()."
             )
         chosen = reached(loss, self._wrappers)
@@ -164,20 +170,25 @@ class DeepSpeedStrategy(Strategy):
             )
         if len(chosen) > 1 and self.engines_scale_losses:
             raise ConfigurationError(
-                f"a loss of {len(chosen)} models that are trained together has one loss scale, and in fp16 each engine has its own. Train "
+                f"a loss of {len(chosen)} models that are trained together has one loss scale, and in fp16 each "
+                "engine has its own. Train "
                 "them in bf16, or with a loss for each."
             )
         return chosen
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Let backward passes in the block end no accumulation window. At stages 2 and 3 they reduce gradients all the same."""
+        """Let backward passes in the block end no accumulation window. At stages 2 and 3 they reduce gradients all the
+        same.
+        """
         wrappers = [wrapper for wrapper in self._wrappers if wrapper.engine is model]
         for wrapper in wrappers:
             if self._gradient_state.sync_gradients and wrapper.engine.zero_optimization_partition_gradients():
                 warn_once(
-                    f"no_sync() at ZeRO stage {int(wrapper.engine.zero_optimization_stage())}: each rank keeps only its part of the "
-                    "gradients, so every backward pass sends them; what is left out is the step. Stages 0 and 1 send them once."
+                    f"no_sync() at ZeRO stage {int(wrapper.engine.zero_optimization_stage())}: each rank keeps only "
+                    "its part of the "
+                    "gradients, so every backward pass sends them; what is left out is the step. Stages 0 and 1 send "
+                    "them once."
                 )
             wrapper.no_sync_depth += 1
         try:
@@ -225,7 +236,8 @@ class DeepSpeedStrategy(Strategy):
         configured = wrapper.configured_clipping
         if configured and configured != max_norm:
             warn_once(
-                f"clip_grad_norm_ was called with max_norm={max_norm}, but the DeepSpeed configuration has gradient_clipping={configured}, "
+                f"clip_grad_norm_ was called with max_norm={max_norm}, but the DeepSpeed configuration has "
+                f"gradient_clipping={configured}, "
                 'which is what is clipped to. Set it to "auto", or leave it out, to clip to what the script says.'
             )
         elif not configured:
@@ -237,7 +249,8 @@ class DeepSpeedStrategy(Strategy):
             left = sum(own.requires_grad and id(own) not in given for own in wrapper.engine.module.parameters())
             if left:
                 raise ConfigurationError(
-                    f"clip_grad_norm_ got {len(chosen)} parameters and left out {left} that are trained. DeepSpeed clips all gradients of "
+                    f"clip_grad_norm_ got {len(chosen)} parameters and left out {left} that are trained. DeepSpeed "
+                    "clips all gradients of "
                     "a model together: pass model.parameters()."
                 )
 
@@ -248,7 +261,8 @@ class DeepSpeedStrategy(Strategy):
         ]
         if divided:
             raise ConfigurationError(
-                f"clip_grad_value_ at ZeRO stage {divided[0]}: the engine has the gradients, and clips them by their norm only. Use "
+                f"clip_grad_value_ at ZeRO stage {divided[0]}: the engine has the gradients, and clips them by their "
+                "norm only. Use "
                 "clip_grad_norm_, or stage 0."
             )
         super().clip_grad_value(chosen, clip_value)
@@ -256,7 +270,8 @@ class DeepSpeedStrategy(Strategy):
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The weights under the names of the user's own model; at stage 3 the whole on rank 0, in CPU memory, and empty on the others.
+        """The weights under the names of the user's own model; at stage 3 the whole on rank 0, in CPU memory, and empty
+        on the others.
 
         Raises:
             ConfigurationError: stage 3 without ``zero3_save_16bit_model``.
@@ -266,9 +281,11 @@ class DeepSpeedStrategy(Strategy):
             return super().state_dict(model, unwrap)
         if not engine.zero_gather_16bit_weights_on_model_save():
             raise ConfigurationError(
-                "the weights of a model at ZeRO stage 3 are divided among the ranks, and gathering them on one takes its memory and time. "
+                "the weights of a model at ZeRO stage 3 are divided among the ranks, and gathering them on one takes "
+                "its memory and time. "
                 "Allow it with DeepSpeedPlugin(zero3_save_16bit_model=True), --zero3_save_16bit_model true, or "
-                '"stage3_gather_16bit_weights_on_model_save": true in the DeepSpeed configuration; or save with save_state() and make '
+                '"stage3_gather_16bit_weights_on_model_save": true in the DeepSpeed configuration; or save with '
+                "save_state() and make "
                 "whole fp32 weights of it with its zero_to_fp32.py."
             )
         return dict(engine._zero3_consolidated_16bit_state_dict() or {})

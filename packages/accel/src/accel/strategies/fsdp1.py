@@ -85,12 +85,15 @@ class FSDP1Strategy(ShardedStrategy):
 
     def _fully_sharded(self, model: nn.Module, **arguments: Any) -> FullyShardedDataParallel:
         with warnings.catch_warnings():
-            # Who asks for NO_SHARD may have reasons that torch does not know: the same script and file as for the other strategies.
+            # Who asks for NO_SHARD may have reasons that torch does not know: the same script and file as for the other
+            # strategies.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*", category=FutureWarning)
             return FullyShardedDataParallel(model, **arguments)
 
     def _starting_weights(self, model: nn.Module) -> dict[str, Any]:
-        """How every rank comes to the weights of rank 0: torch's own way, which sends from accelerator to accelerator, or ours."""
+        """How every rank comes to the weights of rank 0: torch's own way, which sends from accelerator to accelerator,
+        or ours.
+        """
         if self.state.device.type == "cpu":
             start_from_rank_0(model, self.settings, self.state)
             return {}
@@ -127,7 +130,8 @@ class FSDP1Strategy(ShardedStrategy):
         parameters = [item for group in optimizer.param_groups for item in group["params"]]
         if any(item in self._flattened and optimizer.state.get(item) for item in parameters):
             raise ConfigurationError(
-                "the optimizer has a state already, and use_orig_params=False cannot merge it. Prepare it before its first step (some, "
+                "the optimizer has a state already, and use_orig_params=False cannot merge it. Prepare it before its "
+                "first step (some, "
                 "such as Adagrad, have one from the start), or set use_orig_params=True (--fsdp_use_orig_params true)."
             )
         for parameter in parameters:
@@ -149,7 +153,8 @@ class FSDP1Strategy(ShardedStrategy):
         """Say that rows and columns are no longer there, which such optimizers compute with."""
         if type(optimizer).__name__ in _NEED_SHAPES and any(item in self._groups for item in parameters):
             logger.warning(
-                "%s computes with rows and columns of parameters, and with fsdp_version=1 they are pieces of flat ones: it will not train "
+                "%s computes with rows and columns of parameters, and with fsdp_version=1 they are pieces of flat "
+                "ones: it will not train "
                 "as in one process. Use an optimizer of single elements, such as AdamW.",
                 type(optimizer).__name__,
                 main_process_only=True,
@@ -165,13 +170,16 @@ class FSDP1Strategy(ShardedStrategy):
         whole = [item for item in self._flattened if id(self._flattened[item]) in lists]
         if len(lists) > 1 or len(whole) != len(parameters):
             raise ConfigurationError(
-                f"use_orig_params=False merges all parameters of a model into flat ones, but a group of the optimizer has "
-                f"{len(parameters)} of the model's {len(whole)}. Set use_orig_params=True (--fsdp_use_orig_params true)."
+                f"use_orig_params=False merges all parameters of a model into flat ones, but a group of the optimizer "
+                "has "
+                f"{len(parameters)} of the model's {len(whole)}. Set use_orig_params=True (--fsdp_use_orig_params "
+                "true)."
             )
         return next(iter(lists.values()))
 
     def _mesh(self) -> DeviceMesh:
-        """The ranks that parameters are divided over; for the hybrid strategies nodes by ranks of a node, each node with a whole copy.
+        """The ranks that parameters are divided over; for the hybrid strategies nodes by ranks of a node, each node
+        with a whole copy.
 
         With a mesh, sharded states are made of DTensors, as those of version 2 are.
         """
@@ -180,7 +188,8 @@ class FSDP1Strategy(ShardedStrategy):
             return init_device_mesh(self.state.device.type, (world,), mesh_dim_names=("dp_shard",))
         if world % local_world or world == local_world:
             raise ConfigurationError(
-                f"sharding_strategy={self.settings.sharding_strategy.name} keeps a copy of the model on each of several nodes, and here "
+                f"sharding_strategy={self.settings.sharding_strategy.name} keeps a copy of the model on each of "
+                "several nodes, and here "
                 f"are {world} processes with {local_world} on this node. Use FULL_SHARD on one node."
             )
         return init_device_mesh(
@@ -210,7 +219,8 @@ class FSDP1Strategy(ShardedStrategy):
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         if not unwrap or not self.is_wrapped(model):
             return super().state_dict(model, unwrap)
-        # What is offloaded must be a copy: memory that is in the CPU already is freed when the parameters are divided again.
+        # What is offloaded must be a copy: memory that is in the CPU already is freed when the parameters are divided
+        # again.
         config = FullStateDictConfig(offload_to_cpu=self.state.device.type != "cpu", rank0_only=True)
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
             whole = {clean_name(name): value for name, value in model.state_dict().items()}

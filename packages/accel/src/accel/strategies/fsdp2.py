@@ -66,7 +66,8 @@ class FSDP2Strategy(ShardedStrategy):
         owned = owned_by(model, units)
         self.ties[model] = tied_names(model)
         materialiser = Materialiser(model, settings, self.state, self.model_collectives)
-        # A checkpoint lies inside of its unit, so that the unit is gathered once for computing again and for the backward pass.
+        # A checkpoint lies inside of its unit, so that the unit is gathered once for computing again and for the
+        # backward pass.
         if settings.activation_checkpointing:
             checkpoint_units(model, units, settings.activation_checkpointing_offload)
         checkpoints = checkpoints_in(model)
@@ -76,7 +77,8 @@ class FSDP2Strategy(ShardedStrategy):
             materialiser.run(own)
             self._shard(module, own, untouched, materialiser)
         if units and self.settings.reshard_after_forward is True and isinstance(model, FSDPModule):
-            # What lies in no unit (embeddings, the head) is needed first in the backward pass: to free it would only gather it twice.
+            # What lies in no unit (embeddings, the head) is needed first in the backward pass: to free it would only
+            # gather it twice.
             model.set_reshard_after_forward(False, recurse=False)
         self._settle_whole(model, untouched)
         self._remember_holders(model)
@@ -122,7 +124,8 @@ class FSDP2Strategy(ShardedStrategy):
         if untouched:
             if "ignored_params" not in inspect.signature(fully_shard).parameters:
                 raise ConfigurationError(
-                    f"ignored_modules with fsdp_version=2 needs a newer torch than {torch.__version__}. Upgrade, or use version 1."
+                    f"ignored_modules with fsdp_version=2 needs a newer torch than {torch.__version__}. Upgrade, or "
+                    "use version 1."
                 )
             chosen["ignored_params"] = untouched
         return chosen
@@ -172,7 +175,8 @@ class FSDP2Strategy(ShardedStrategy):
     def pending(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Torch keeps them beside the parameters, and names them only for itself.
 
-        Between forward and backward a model may have its gathered parameters in place of the divided ones, which have gradients too.
+        Between forward and backward a model may have its gathered parameters in place of the divided ones, which have
+        gradients too.
         """
         chosen = {id(parameter) for parameter in parameters}
         found: list[torch.Tensor | None] = []
@@ -217,7 +221,9 @@ class FSDP2Strategy(ShardedStrategy):
 
 
 def _unreduced(holder: Any) -> list[torch.Tensor | None]:
-    """Whole gradients that torch keeps for a parameter: in the dtype of the reduction where that is another, else in the parameter's."""
+    """Whole gradients that torch keeps for a parameter: in the dtype of the reduction where that is another, else in
+    the parameter's.
+    """
     whole = getattr(holder, "_unsharded_param", None)
     return [getattr(holder, "unsharded_accumulated_grad", None), None if whole is None else whole.grad]
 

@@ -2,18 +2,22 @@
 
 How the axes come together, and where each one is attached:
 
-============ ======================================================================================================================
-axis         what it does here
-============ ======================================================================================================================
-tp           `_divide_layers`, while a unit is still whole: parameters become DTensors over "tp".
-dp_shard     ``fully_shard`` over :func:`accel.parallel.mesh.fsdp_mesh`, after that: DTensors over two axes.
-dp_replicate the same call: the outer axis of that mesh, along which gradients are averaged.
-cp, sp       their ranks are part of the axis that ``fully_shard`` divides over ("dp_shard_cp"), so gradients are averaged over all
-             tokens. `data_collectives` leaves them out (they get the same batch), `averaging_collectives` has them. `context_parallel`
-             and `sequence_parallel_loader` share the sequences, `share_sequences` tells a model about it when it is wrapped.
-pp           a stage is a model of its own (:mod:`accel.strategies.mesh_pp`), which `wrap` divides over the stage's part of the mesh:
+============
+======================================================================================================================
+axis         what it does here ============
+======================================================================================================================
+tp           `_divide_layers`, while a unit is still whole: parameters become DTensors over "tp". dp_shard
+``fully_shard`` over :func:`accel.parallel.mesh.fsdp_mesh`, after that: DTensors over two axes. dp_replicate the same
+call: the outer axis of that mesh, along which gradients are averaged. cp, sp       their ranks are part of the axis
+    that ``fully_shard`` divides over ("dp_shard_cp"), so gradients are averaged over all
+             tokens. `data_collectives` leaves them out (they get the same batch), `averaging_collectives` has them.
+             `context_parallel` and `sequence_parallel_loader` share the sequences, `share_sequences` tells a model
+             about it when it is wrapped.
+pp           a stage is a model of its own (:mod:`accel.strategies.mesh_pp`), which `wrap` divides over the stage's part
+of the mesh:
              `model_collectives` are those of the stage, and `stages` lets clipping add up the norms of all of them.
-============ ======================================================================================================================
+============
+======================================================================================================================
 """
 
 from __future__ import annotations
@@ -72,7 +76,8 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
         fsdp = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp is None else fsdp
         if fsdp.fsdp_version != 2:
             raise ConfigurationError(
-                f"fsdp_version={fsdp.fsdp_version} cannot be laid over a mesh. Set fsdp_version=2 (--fsdp_version 2); `accel to-fsdp2` "
+                f"fsdp_version={fsdp.fsdp_version} cannot be laid over a mesh. Set fsdp_version=2 (--fsdp_version 2); "
+                "`accel to-fsdp2` "
                 "converts a configuration file."
             )
         super().__init__(state, handlers, fsdp)
@@ -122,7 +127,8 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
     def check_model(self, model: nn.Module) -> None:
         if not self.is_wrapped(model) and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ConfigurationError(
-                f"the parameters of {type(model).__name__} are divided already (they are DTensors), and a mesh divides whole ones. Load "
+                f"the parameters of {type(model).__name__} are divided already (they are DTensors), and a mesh "
+                "divides whole ones. Load "
                 "the model without tp_plan, and without fully_shard."
             )
 

@@ -1,4 +1,6 @@
-"""Pipelines on a mesh: each rank of the pp axis has some blocks of a model, shared and divided over the other axes of its stage."""
+"""Pipelines on a mesh: each rank of the pp axis has some blocks of a model, shared and divided over the other axes of
+its stage.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ class PipelineStrategy(MeshStrategy):
         for axis in ("cp", "sp"):
             if settings.size(axis) > 1:
                 raise ConfigurationError(
-                    f"pp_size={settings.pp_size} with {axis}_size={settings.size(axis)}: stages of a pipeline pass whole sequences on. "
+                    f"pp_size={settings.pp_size} with {axis}_size={settings.size(axis)}: stages of a pipeline pass "
+                    "whole sequences on. "
                     "Leave one of them at 1, and use tp_size or dp_shard_size instead."
                 )
         super().__init__(state, handlers, settings, fsdp)

@@ -33,5 +33,6 @@ PLUGINS: Registry[type[Any]] = Registry(
     },
     entry_point_group="accel.strategy_plugins",
 )
-"""The settings of strategies that have some, by what the launcher and the Accelerator call them. Made without arguments, such an
-object reads what the launcher handed over; its ``strategy`` is the name of the strategy that it configures."""
+"""The settings of strategies that have some, by what the launcher and the Accelerator call them. Made without
+arguments, such an object reads what the launcher handed over; its ``strategy`` is the name of the strategy that it
+configures."""

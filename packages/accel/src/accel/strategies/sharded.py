@@ -48,7 +48,8 @@ class ShardedStrategy(Strategy):
         super().__init__(state, handlers, settings)
         if not state.use_distributed:
             raise ConfigurationError(
-                "FSDP shards a model over processes, and this script was started without a process group. Start it with "
+                "FSDP shards a model over processes, and this script was started without a process group. Start it "
+                "with "
                 "`accel launch --use_fsdp --num_processes N script.py`, or leave fsdp_plugin out."
             )
         self.settings: FullyShardedDataParallelPlugin = settings
@@ -85,7 +86,8 @@ class ShardedStrategy(Strategy):
             parameter.data = parameter.data.float()
         if low:
             logger.warning(
-                "%d trained parameters (the first is %s) are now fp32: they are the master weights of mixed precision, and what is saved. "
+                "%d trained parameters (the first is %s) are now fp32: they are the master weights of mixed "
+                "precision, and what is saved. "
                 "Load the model in fp32 to be rid of this message.",
                 len(low),
                 low[0][0],
@@ -97,7 +99,8 @@ class ShardedStrategy(Strategy):
         trained = sum(parameter.requires_grad for module in ignored for parameter in module.parameters())
         if trained:
             logger.warning(
-                "ignored_modules has %d trained parameters. FSDP leaves their gradients to each rank: average them yourself, or freeze "
+                "ignored_modules has %d trained parameters. FSDP leaves their gradients to each rank: average them "
+                "yourself, or freeze "
                 "them.",
                 trained,
                 main_process_only=True,
@@ -108,11 +111,14 @@ class ShardedStrategy(Strategy):
         return ()
 
     def pending(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients that have been accumulated and are no parameter's ``grad`` now: not reduced yet, or of parameters that are gathered."""
+        """Gradients that have been accumulated and are no parameter's ``grad`` now: not reduced yet, or of parameters
+        that are gathered.
+        """
         return []
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        # Which groups there are follows from the parameters, which are the same on all ranks; a rank may hold no gradient at all.
+        # Which groups there are follows from the parameters, which are the same on all ranks; a rank may hold no
+        # gradient at all.
         by_groups: dict[Groups, list[torch.Tensor]] = {}
         for parameter in parameters:
             parts = by_groups.setdefault(self.groups_of(parameter), [])

@@ -46,7 +46,8 @@ class Tracking:
 
         Args:
             project_name: name of the project or experiment.
-            config: hyperparameters to keep with the run: a dictionary, a namespace of argparse, or a data class; values of any kind.
+            config: hyperparameters to keep with the run: a dictionary, a namespace of argparse, or a data class; values
+                of any kind.
             init_kwargs: further arguments for a tracker's constructor, by the tracker's name.
 
         Raises:

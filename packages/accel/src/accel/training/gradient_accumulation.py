@@ -1,8 +1,9 @@
 """Gradient accumulation: which micro batch ends a window, and what each loss counts.
 
-Within a window of ``k`` micro batches each loss counts ``1/k``. Two things are known only when a window ends: that it is short,
-because the loader has ended, and how many items (tokens, say) it held over all ranks. Both are put right at the start of the
-backward pass that ends the window, by rescaling the gradients accumulated so far, so that the synchronised result is exact.
+Within a window of ``k`` micro batches each loss counts ``1/k``. Two things are known only when a window ends: that it
+is short, because the loader has ended, and how many items (tokens, say) it held over all ranks. Both are put right at
+the start of the backward pass that ends the window, by rescaling the gradients accumulated so far, so that the
+synchronised result is exact.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Window:
         """
         if self.by_items not in (None, by_items):
             raise ConfigurationError(
-                "this accumulation window holds losses with num_items and losses without, which cannot be weighed against each other. "
+                "this accumulation window holds losses with num_items and losses without, which cannot be weighed "
+                "against each other. "
                 "Pass num_items to every backward of a window, or to none."
             )
         self.by_items = by_items
@@ -120,7 +122,9 @@ class Accumulation:
         return [(loader, list(windows.values())) for loader, windows in self._by_loader.items() if windows]
 
     def add_window(self, loader: Any, window: Window) -> None:
-        """Have a window open that was begun elsewhere; the next step of its loader (None for no loader) goes on with it."""
+        """Have a window open that was begun elsewhere; the next step of its loader (None for no loader) goes on with
+        it.
+        """
         windows = self._without_loader if loader is None else self._windows_of(loader)
         windows[window.models] = window
         self._has_accumulated = True
@@ -203,8 +207,9 @@ class Accumulation:
     def weigh_items(self, loss: torch.Tensor, num_items: int | torch.Tensor, reduction: ItemReduction) -> torch.Tensor:
         """The loss as it counts when every item of the window, on all ranks, counts the same.
 
-        Gradients of sums are accumulated as they are. At the end of the window the number of items is summed over ranks, and
-        since synchronising averages over ``world_size`` ranks, gradients are multiplied by ``world_size / items``.
+        Gradients of sums are accumulated as they are. At the end of the window the number of items is summed over
+        ranks, and since synchronising averages over ``world_size`` ranks, gradients are multiplied by ``world_size /
+        items``.
 
         Raises:
             ConfigurationError: ``reduction`` is not known.

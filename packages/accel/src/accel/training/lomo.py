@@ -1,6 +1,8 @@
-"""LOMO and AdaLomo (package lomo-optim): optimizers that update each weight as its gradient appears, in the backward pass.
+"""LOMO and AdaLomo (package lomo-optim): optimizers that update each weight as its gradient appears, in the backward
+pass.
 
-Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", https://arxiv.org/abs/2306.09782
+Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources",
+https://arxiv.org/abs/2306.09782
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def fused_backward(optimizers: Iterable[Any], loss: torch.Tensor, learning_rate:
     fused = fused_optimizers(optimizers)
     if not fused:
         raise ConfigurationError(
-            "no prepared optimizer updates weights in the backward pass. Prepare a Lomo or AdaLomo optimizer (pip install lomo-optim), or "
+            "no prepared optimizer updates weights in the backward pass. Prepare a Lomo or AdaLomo optimizer (pip "
+            "install lomo-optim), or "
             "call accelerator.backward(loss) without learning_rate."
         )
     if learning_rate is None:

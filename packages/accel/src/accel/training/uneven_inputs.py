@@ -39,7 +39,8 @@ def _override_even_batches(loaders: list[Any], even_batches: bool | None) -> Ite
     shards = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
     if len(shards) < len(loaders):
         warnings.warn(
-            f"even_batches={even_batches} has no effect on {len(loaders) - len(shards)} of {len(loaders)} loaders: it is for map-style "
+            f"even_batches={even_batches} has no effect on {len(loaders) - len(shards)} of {len(loaders)} loaders: it "
+            "is for map-style "
             "data that each process reads for itself.",
             stacklevel=5,
         )

@@ -22,8 +22,8 @@ from ...checkpoint.names import CheckpointError
 from .saved_tensors import Kind, SavedTensors
 
 Like = Callable[[tuple[Any, ...], torch.Size, torch.dtype], "torch.Tensor | None"]
-"""Memory for a saved tensor, whole or this rank's part of it, from its path in the nested state, its whole shape and its dtype; None leaves
-the tensor out."""
+"""Memory for a saved tensor, whole or this rank's part of it, from its path in the nested state, its whole shape and
+its dtype; None leaves the tensor out."""
 
 # Everything that torch writes into a table of contents, and nothing that does more than hold values.
 _ALLOWED = {
@@ -116,7 +116,9 @@ class _Reader(FileSystemReader):
         return done
 
     def _read_tensor(self, item: ReadItem, saved: SavedTensors, planner: LoadPlanner) -> bool:
-        """Read a tensor; False for other values, and for files that have been changed on the way to the disk (compressed, say)."""
+        """Read a tensor; False for other values, and for files that have been changed on the way to the disk
+        (compressed, say).
+        """
         place = self.storage_data[item.storage_index]
         if item.type is LoadItemType.BYTE_IO or getattr(place, "transform_descriptors", None):
             return False

@@ -1,8 +1,9 @@
 """Sharded states in the format of ``torch.distributed.checkpoint``, written without a word between ranks.
 
-torch's own writer lets ranks talk while they write, which a thread beside the training loop cannot do. Here they talk while the state is
-gathered: each rank then knows what it writes, and what each of the others does. Where in its file each tensor came to lie, a rank leaves
-in a small file, from which the main process makes the table of contents when all have finished.
+torch's own writer lets ranks talk while they write, which a thread beside the training loop cannot do. Here they talk
+while the state is gathered: each rank then knows what it writes, and what each of the others does. Where in its file
+each tensor came to lie, a rank leaves in a small file, from which the main process makes the table of contents when all
+have finished.
 """
 
 from __future__ import annotations
@@ -106,10 +107,12 @@ class ShardedState:
 
 
 def shard_state(state: dict[str, Any], folder: str, collectives: Collectives) -> ShardedState:
-    """Divide the writing of a state among the ranks: each writes its own parts of tensors, and a share of what all have.
+    """Divide the writing of a state among the ranks: each writes its own parts of tensors, and a share of what all
+    have.
 
     Args:
-        state: nested dictionaries and lists of DTensors, of plain tensors that are the same on all ranks, and of other values.
+        state: nested dictionaries and lists of DTensors, of plain tensors that are the same on all ranks, and of other
+            values.
         folder: the folder's name within the checkpoint.
         collectives: of all ranks. Every rank must call this.
     """

@@ -1,14 +1,17 @@
 """The files of sharded models and their optimizers within a checkpoint, written and read.
 
-=================== ======================================================== =====================================================
-state-dict type     a model                                                  its optimizer
-=================== ======================================================== =====================================================
+=================== ========================================================
+===================================================== state-dict type     a model
+          its optimizer =================== ========================================================
+          =====================================================
 FULL_STATE_DICT     ``pytorch_model_fsdp.bin``                               ``optimizer.bin``, by parameter name
 SHARDED_STATE_DICT  ``pytorch_model_fsdp_0/``, of torch.distributed.checkpoint  ``optimizer_0/``, likewise
 LOCAL_STATE_DICT    ``pytorch_model_fsdp_rank0.bin``, one for each rank      ``optimizer_rank0.bin``, likewise
-=================== ======================================================== =====================================================
+=================== ========================================================
+=====================================================
 
-Those of further models have their index: ``pytorch_model_fsdp_1.bin``, ``pytorch_model_fsdp_1/``, ``pytorch_model_fsdp_1_rank0.bin``.
+Those of further models have their index: ``pytorch_model_fsdp_1.bin``, ``pytorch_model_fsdp_1/``,
+``pytorch_model_fsdp_1_rank0.bin``.
 """
 
 from __future__ import annotations
@@ -90,7 +93,8 @@ def gather_one(
         index: its number.
         state: each rank's part; with FULL_STATE_DICT of a model the whole on rank 0.
         collectives: of all ranks.
-        use_dcp: write SHARDED_STATE_DICT in the format of torch.distributed.checkpoint; without it, one file of torch's for each rank.
+        use_dcp: write SHARDED_STATE_DICT in the format of torch.distributed.checkpoint; without it, one file of torch's
+            for each rank.
     """
     gathered = Gathered()
     if kind is StateDictType.SHARDED_STATE_DICT and not use_dcp:
@@ -237,7 +241,8 @@ class ShardedReader:
         made = _into(layout, name, value)
         if isinstance(made, torch.Tensor) and name in layout.tensors and made.shape != layout.tensors[name].shape:
             raise CheckpointError(
-                f"{self.folder} was saved with LOCAL_STATE_DICT, and its part of {name} has shape {tuple(value.shape)}, which is not how "
+                f"{self.folder} was saved with LOCAL_STATE_DICT, and its part of {name} has shape "
+                f"{tuple(value.shape)}, which is not how "
                 "this strategy divides it. Load it with FSDP on the same ranks, or save with SHARDED_STATE_DICT."
             )
         return made
@@ -266,7 +271,8 @@ class ShardedReader:
         saved = content.get("world_size", "other")
         if saved != self.world_size:
             raise CheckpointError(
-                f"{self.folder} was saved with LOCAL_STATE_DICT on {saved} processes, and loads on as many only; here are "
+                f"{self.folder} was saved with LOCAL_STATE_DICT on {saved} processes, and loads on as many only; here "
+                "are "
                 f"{self.world_size}. Save with SHARDED_STATE_DICT to load on any number."
             )
         self.used.update(

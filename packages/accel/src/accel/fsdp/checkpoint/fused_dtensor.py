@@ -1,8 +1,9 @@
 """Parameters that are held in another shape than the one they are saved in.
 
-Of a matrix that holds several side by side (fused queries, keys and values) a rank has a part of each, which is no range of its rows or
-columns. With a dimension of its own for the pieces it is one: the parameter is a DTensor of that shape, with its elements in the order they
-always had. Here is what gives it back the model's own shape in files, where a rank's part is several ranges.
+Of a matrix that holds several side by side (fused queries, keys and values) a rank has a part of each, which is no
+range of its rows or columns. With a dimension of its own for the pieces it is one: the parameter is a DTensor of that
+shape, with its elements in the order they always had. Here is what gives it back the model's own shape in files, where
+a rank's part is several ranges.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def packed_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 class Packed(torch.Tensor):
-    """A DTensor that is saved in another shape, in the words of ``torch.distributed.checkpoint``, which takes tensors only.
+    """A DTensor that is saved in another shape, in the words of ``torch.distributed.checkpoint``, which takes tensors
+    only.
 
     Args:
         tensor: of a shape in which one dimension of the other is two, the first of them that of the pieces.
@@ -127,12 +129,15 @@ def pack_state(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> di
 
 
 def whole(value: Any) -> Any:
-    """A divided tensor as a whole, in the shape in which it is saved; other values as they are. Every rank must call it."""
+    """A divided tensor as a whole, in the shape in which it is saved; other values as they are. Every rank must call
+    it.
+    """
     if isinstance(value, Packed):
         return value.full_tensor()
     if not isinstance(value, DTensor):
         return value
-    # Of two axes that divide one dimension, the one that divided last is gathered first: in one go torch warns that it takes two.
+    # Of two axes that divide one dimension, the one that divided last is gathered first: in one go torch warns that it
+    # takes two.
     placements = [placement if isinstance(placement, Shard) else Replicate() for placement in value.placements]
     return value.redistribute(placements=placements).full_tensor()
 

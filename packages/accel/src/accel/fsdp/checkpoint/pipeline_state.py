@@ -1,4 +1,6 @@
-"""States of models whose stages lie on different ranks: brought together on one, and found again among those of the whole model."""
+"""States of models whose stages lie on different ranks: brought together on one, and found again among those of the
+whole model.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ State = dict[str, Any]
 def collect(
     entries: Mapping[Any, Any], mesh: DeviceMesh, device: torch.device, keep: Callable[[torch.Tensor], Any]
 ) -> dict[Any, Any]:
-    """The values of all stages on the first rank, nothing on the others; one tensor is whole at a time. Every rank must call it.
+    """The values of all stages on the first rank, nothing on the others; one tensor is whole at a time. Every rank must
+    call it.
 
     Args:
         entries: of this rank's stages: divided tensors, whole ones, or other values.

@@ -1,8 +1,8 @@
 """Tensors that ``torch.save`` has put into a file one after another, read straight into their place.
 
-torch's own way unpickles each of them, reads its elements into memory of its own, and copies them from there. Most are much alike: which
-tensor a description stands for is found out once by ``torch.load``, and the elements of others with the same description (byte by byte)
-are read to where they belong. Whatever looks unusual is left to ``torch.load``.
+torch's own way unpickles each of them, reads its elements into memory of its own, and copies them from there. Most are
+much alike: which tensor a description stands for is found out once by ``torch.load``, and the elements of others with
+the same description (byte by byte) are read to where they belong. Whatever looks unusual is left to ``torch.load``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-# The parts of the ZIP format that torch writes: the header of a record, its line in the directory, and where the directory is.
+# The parts of the ZIP format that torch writes: the header of a record, its line in the directory, and where the
+# directory is.
 _HEADER = struct.Struct("<4s5H3L2H")
 _LINE = struct.Struct("<4s6H3L5H2L")
 _END = struct.Struct("<4s4H2LH")
@@ -122,7 +123,9 @@ class SavedTensors:
             done += count
 
     def _records(self, offset: int, length: int) -> Mapping[str, tuple[int, int]]:
-        """Where in the file the header of each record of a tensor is, and the bytes of the record; none if that is unusual."""
+        """Where in the file the header of each record of a tensor is, and the bytes of the record; none if that is
+        unusual.
+        """
         begin = max(length - _TAIL_BYTES, 0)
         tail = self._bytes(offset + begin, length - begin)
         at = tail.rfind(b"PK\5\6")

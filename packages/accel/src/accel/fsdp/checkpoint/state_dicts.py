@@ -1,7 +1,7 @@
 """States of sharded models and of their optimizers: from any number of ranks and any strategy to any other.
 
-The common language is that of ``torch.distributed.checkpoint.state_dict``: weights by their full names, and an optimizer's state by the
-full names of the parameters. Each rank handles its own parts of tensors only.
+The common language is that of ``torch.distributed.checkpoint.state_dict``: weights by their full names, and an
+optimizer's state by the full names of the parameters. Each rank handles its own parts of tensors only.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def owner_of(optimizer: Optimizer, models: Iterable[nn.Module], what: str) -> nn
         if held <= {id(parameter) for parameter in model.parameters()}:
             return model
     raise ConfigurationError(
-        f"{what} updates parameters that no single prepared model has, so its state has no names to be saved under. Prepare the model too, "
+        f"{what} updates parameters that no single prepared model has, so its state has no names to be saved under. "
+        "Prepare the model too, "
         "and use one optimizer for each model."
     )
 
@@ -133,7 +134,8 @@ def whole_optimizer_state(state: State, on_host: Any) -> State:
 
     Args:
         state: of :func:`optimizer_state`. Every rank must call this.
-        on_host: where rank 0 keeps a whole tensor: called with it, returns what takes its place. None on the other ranks.
+        on_host: where rank 0 keeps a whole tensor: called with it, returns what takes its place. None on the other
+            ranks.
     """
     gathered: dict[str, dict[str, Any]] = {}
     for name, entries in state["state"].items():
@@ -247,7 +249,8 @@ def named(state: Mapping[str, Any], names: Sequence[str], path: Path) -> State:
 
 
 def numbered(state: Mapping[str, Any], names: Sequence[str], path: Path) -> State:
-    """An optimizer's state with parameters called by number, for torch's own ``load_state_dict``; the opposite of :func:`named`.
+    """An optimizer's state with parameters called by number, for torch's own ``load_state_dict``; the opposite of
+    :func:`named`.
 
     Raises:
         CheckpointError: a name is none of these.
@@ -297,7 +300,8 @@ def plan_model(layout: Layout, state: State, strict: bool, path: Path) -> partia
     )
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{path} does not fit {type(layout.model).__name__}: missing {_some(missing)}; unexpected {_some(unexpected)}. Load it into "
+            f"{path} does not fit {type(layout.model).__name__}: missing {_some(missing)}; unexpected "
+            f"{_some(unexpected)}. Load it into "
             "the model that was saved, or pass strict=False."
         )
     known = {name: unpack(value) for name, value in state.items() if name in layout.tensors}
@@ -340,7 +344,8 @@ def _require_parameters(model: nn.Module, optimizer: Optimizer, state: State, pa
     missing = [min(names[id(item)]) for item in updated if id(item) in names and not names[id(item)] & known]
     if missing:
         raise CheckpointError(
-            f"{path} has the state of an optimizer that does not update {_some(missing)}. Load it into the optimizer that was saved."
+            f"{path} has the state of an optimizer that does not update {_some(missing)}. Load it into the optimizer "
+            "that was saved."
         )
 
 
@@ -348,7 +353,8 @@ def _same_shape(path: Path, name: str, size: torch.Size, layout: Layout) -> None
     wanted = layout.shape(name)
     if size != wanted:
         raise CheckpointError(
-            f"{path}: {name} has shape {tuple(size)}, and in this model {tuple(wanted)}. Load it into the model that was saved."
+            f"{path}: {name} has shape {tuple(size)}, and in this model {tuple(wanted)}. Load it into the model that "
+            "was saved."
         )
 
 
