@@ -119,7 +119,7 @@ class DeepSpeedPlugin:
         self.deepspeed_config = config
         if not isinstance(getattr(self.hf_ds_config, "config", None), dict):
             self.hf_ds_config = _holder(config)
-        self._filling, self._precision_filling = config.Filling(), config.Filling()
+        self._filling, self._precision_filling = ds_config.Filling(), ds_config.Filling()
         self._read_back()
         self._settle_zero3_init(given("zero3_init_flag", self.zero3_init_flag))
         self._settle_moe(given("transformer_moe_cls_names", self.transformer_moe_cls_names))
