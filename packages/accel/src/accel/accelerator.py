@@ -38,8 +38,6 @@ from .precision.scaler import SharedGradScaler
 from .preemption.handler import Resuming, SaveOnSignal
 from .properties import SettingsView
 from .scheduler import AcceleratedScheduler
-from .strategies.base import OwnsBackward, no_sync_context
-from .strategies.ddp import sync_in_backward
 from .training import lomo
 from .training.gather_for_metrics import Gathering
 from .training.gradient_accumulation import Accumulation, ItemReduction
@@ -137,7 +135,7 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         self.gradient_state = parts.gradient_state
         self.strategy = parts.strategy
         # Asked once: this is in the way of every step.
-        self._engines = parts.strategy if isinstance(parts.strategy, OwnsBackward) else None
+        self._engine_strategy = parts.strategy if parts.strategy.uses_engine else None
         self.precision = parts.precision
         self.scaler = parts.precision.scaler
         self.prepared = Preparation(
@@ -278,8 +276,8 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         if "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])
             return
-        if self._engines is not None:
-            self._engines.backward(loss, self._accumulation.current is not None, **kwargs)
+        if self._engine_strategy is not None:
+            self._engine_strategy.backward(loss, self._accumulation.current is not None, **kwargs)
             return
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
@@ -313,12 +311,11 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         """A block in which backward passes do not synchronise the model's gradients; nothing to skip in a single
         process.
         """
-        return no_sync_context(self.strategy, model)
+        return self.strategy.no_sync(model)
 
-    @staticmethod
-    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block whose backward pass synchronises gradients although its forward ran under :meth:`no_sync`."""
-        return sync_in_backward(model)
+        return self.strategy.sync_in_backward(model)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, once a step; nothing while they accumulate, or without a loss scale.

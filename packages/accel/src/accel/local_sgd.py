@@ -14,8 +14,6 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
-from .strategies.base import SkipsGradientSync
-
 if TYPE_CHECKING:
     from .accelerator import Accelerator
 
@@ -38,7 +36,7 @@ class LocalSGD:
             raise ConfigurationError(f"local_sgd_steps={local_sgd_steps} must be at least 1.")
         self.enabled = enabled and accelerator.use_distributed
         strategy = accelerator.strategy
-        if self.enabled and (not isinstance(strategy, SkipsGradientSync) or strategy.divides_models):
+        if self.enabled and (not strategy.skips_gradient_sync or strategy.shards_parameters):
             raise ConfigurationError(
                 f"LocalSGD needs whole models with their own optimizer on each rank; {type(strategy).__name__} does "
                 "not keep them so. "

@@ -54,10 +54,10 @@ def capture(accumulation: Accumulation, loaders: Sequence[Any], models: Sequence
         return None
     strategy, own, averaged = accumulation.strategy, {}, {}
     for index in used:
-        whole = strategy.gather_gradients(models[index]) if strategy.divides_models else None
+        whole = strategy.gather_gradients(models[index]) if strategy.shards_parameters else None
         if whole is not None:
             averaged[index] = whole
-        elif not (strategy.divides_models or strategy.holds_gradients) and all(
+        elif not (strategy.shards_parameters or strategy.uses_engine) and all(
             map(_is_whole, models[index].parameters())
         ):
             own[index] = _gradients(models[index])

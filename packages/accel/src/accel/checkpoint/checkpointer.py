@@ -17,7 +17,7 @@ from accel_state import GradientState, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
 from ..core.prepare import Preparation
-from ..strategies.base import ReadsItsOwnState, Strategy
+from ..strategies.base import Strategy
 from ..training.experiment_tracking import Tracking
 from ..training.gradient_accumulation import Accumulation
 from . import accumulation_state, weights_io
@@ -33,8 +33,7 @@ from .staging import HostCopies
 from .writer import BackgroundSave, StateWriter
 
 if TYPE_CHECKING:
-    from ..fsdp.checkpoint.files import Gathered
-    from ..fsdp.checkpoint.state_dicts import Layout
+    from ..core.types import Gathered, Layout
 
 logger = get_logger(__name__)
 
@@ -135,7 +134,7 @@ class StateSaving(Tracking):
                 f"save_state got {', '.join(save_model_func_kwargs)}, which {type(self.strategy).__name__} has no use "
                 "for. Leave it out."
             )
-        if self.strategy.divides_models or isinstance(self.strategy, ReadsItsOwnState):
+        if self.strategy.shards_parameters or self.strategy.uses_engine:
             weights_io.refuse_each_node(self.process_state, self.project_configuration.save_on_each_node)
         self.wait_for_save()
         # A path made of the time, say, may differ between ranks.
@@ -189,7 +188,7 @@ class StateSaving(Tracking):
         """
         settings, folder = self.project_configuration, CheckpointFolder(target)
         parts: list[Part] = []
-        closings: list[Callable[[Path], None]] = []
+        finalizers: list[Callable[[Path], None]] = []
         try:
             self._on_all_ranks(
                 f"saving {target}", lambda: self._begin(folder, must_be_new=settings.automatic_checkpoint_naming)
@@ -205,7 +204,7 @@ class StateSaving(Tracking):
                 f"saving {target}",
                 lambda: parts.extend(self._collect(weights, gathered, windows, safe_serialization, copies)),
             )
-            closings.extend(gathered.closings if gathered is not None else ())
+            finalizers.extend(gathered.finalizers if gathered is not None else ())
         except BaseException:
             if self._writes_state:
                 folder.abandon()
@@ -217,7 +216,7 @@ class StateSaving(Tracking):
             world_size=self.process_state.num_processes,
             counters=self._counters(),
             total_limit=settings.total_limit if settings.automatic_checkpoint_naming else None,
-            closings=closings,
+            finalizers=finalizers,
         )
 
     def _counters(self) -> dict[str, int]:
@@ -363,7 +362,7 @@ class StateSaving(Tracking):
         share = self._share_of(folder)
         readers: list[StateReader] = []
         # Where ranks hold parts of models, they may talk to find out which.
-        divided = self.strategy.divides_models and not isinstance(self.strategy, ReadsItsOwnState)
+        divided = self.strategy.shards_parameters and not self.strategy.uses_engine
         layouts = [self.strategy.layout(model) for model in self.prepared.models] if divided else None
         self._on_all_ranks(
             f"loading {folder}",

@@ -15,7 +15,7 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
 from ..core.unwrap import clean_name, extract_model_from_parallel, id_tensor_storage
-from ..strategies.base import ReadsItsOwnState, Strategy
+from ..strategies.base import Strategy
 from . import contents
 from .accumulation_state import check, combine, gradients_file, gradients_files
 from .digests import Workers
@@ -44,7 +44,7 @@ from .safe_load import (
 from .weights_io import MODEL_NAME, SAFE_MODEL_NAME
 
 if TYPE_CHECKING:
-    from ..fsdp.checkpoint.state_dicts import Layout
+    from ..core.types import Layout
 
 
 class StateReader:
@@ -181,8 +181,9 @@ class StateReader:
             raise CheckpointError(
                 f"{self.folder} has lost its {MANIFEST_NAME}: it is not whole. Copy it again, or choose another one."
             )
-        if isinstance(strategy, ReadsItsOwnState):
-            self._changes += strategy.plan_state(self, models, load_model_kwargs)
+        engine_changes = None if strategy is None else strategy.plan_state(self, models, load_model_kwargs)
+        if engine_changes is not None:
+            self._changes += engine_changes
         elif strategy is not None and (layouts is not None or holds_shards(self._names)):
             self._read_divided(models, optimizers, load_model_kwargs, strategy, layouts)
         else:
@@ -252,7 +253,7 @@ class StateReader:
             and first.get("averaging_ranks", world) == ranks
         )
         # Where ranks have parts of a model, they take them of the average of what all have saved.
-        own_only = same_ranks and not (strategy.divides_models and first["gradients"])
+        own_only = same_ranks and not (strategy.shards_parameters and first["gradients"])
         saved = [self._read_window(name) for name in ([gradients_file(self.rank)] if own_only else names)]
         for name, one in zip([gradients_file(self.rank)] if own_only else names, saved, strict=True):
             check(one, str(self.folder / name), loaders, models, strategy)

@@ -64,7 +64,7 @@ class Saving:
             raise ConfigurationError(
                 f"save_directory={str(folder)!r} is a file. Give a folder to put the weights into."
             )
-        if self.strategy.divides_models:
+        if self.strategy.shards_parameters:
             weights_io.refuse_each_node(self.process_state, self.project_configuration.save_on_each_node)
         state_dict = self.get_state_dict(model)
         weights_io.refuse_unsavable(model, state_dict)

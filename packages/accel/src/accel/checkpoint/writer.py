@@ -221,7 +221,7 @@ class StateWriter:
         world_size: number of processes.
         counters: for the manifest.
         total_limit: how many automatically named checkpoints to keep; None keeps all.
-        closings: called on the writer, with the folder that is being written, when all ranks have written their parts.
+        finalizers: called on the writer, with the folder that is being written, when all ranks have written their parts.
         workers: threads for digests; by default as many as there are processors.
         committed: whether the checkpoint is in its place.
     """
@@ -232,7 +232,7 @@ class StateWriter:
     world_size: int
     counters: Mapping[str, int]
     total_limit: int | None = None
-    closings: Sequence[Callable[[Path], None]] = ()
+    finalizers: Sequence[Callable[[Path], None]] = ()
     workers: int | None = None
     committed: bool = False
     _records: Mapping[str, FileRecord] = field(default_factory=dict)
@@ -268,7 +268,7 @@ class StateWriter:
     def _commit(self) -> None:
         if self.is_writer:
             with self.folder.explaining_write_errors():
-                for close in self.closings:
+                for close in self.finalizers:
                     close(self.folder.partial)
                 records = {**self._records_of_others(), **self._records}
                 write_manifest(self.folder.partial, self.world_size, self.counters, records, self.workers)

@@ -112,13 +112,13 @@ def build(
     # What users ask the state for; inside, nobody branches on it.
     state._distributed_type = strategy.distributed_type
     if strategy.settings is not None:
-        for name, in_use in {str(engine): settings, **strategy.companions}.items():
+        for name, in_use in {str(engine): settings, **strategy.active_plugins}.items():
             setattr(state, _PLACES.get(name, f"{name}_plugin"), in_use)
-    precision = PRECISIONS.load("no" if strategy.computes_in(state.mixed_precision) else state.mixed_precision)(
+    precision = PRECISIONS.load("no" if strategy.handles_precision(state.mixed_precision) else state.mixed_precision)(
         process, handlers
     )
     if isinstance(precision.scaler, SharedGradScaler):
-        strategy.adopt_scaler(precision.scaler)
+        strategy.configure_scaler(precision.scaler)
     accumulation_plugin = strategy.accumulation(accumulation_plugin)
     return Setup(
         state=state,
@@ -195,7 +195,7 @@ def _choose_strategy(
     name = engine
     if engine is not None and engine in PLUGINS:
         name = next(iter(settings.values())).strategy if isinstance(settings, dict) else settings.strategy
-    if name is not None and not process.use_distributed and not STRATEGIES.load(name).trains_alone:
+    if name is not None and not process.use_distributed and not STRATEGIES.load(name).supports_single_process:
         logger.warning(
             "%s divides a model among processes, and there is one: it trains as it is. Start several: `accel launch "
             "--num_processes N`.",

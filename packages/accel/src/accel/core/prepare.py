@@ -16,7 +16,6 @@ from accel_state.errors import ConfigurationError
 
 from ..optimizer import AcceleratedOptimizer
 from ..scheduler import AcceleratedScheduler
-from ..strategies.base import PreparesTogether
 from .compile import compile_model, compile_regions
 from .config_resolution import Setup
 from .unwrap import extract_model_from_parallel
@@ -54,8 +53,7 @@ class Preparation:
     def prepare(self, objects: tuple[Any, ...], device_placement: list[bool | None]) -> list[Any]:
         """Prepare objects of any kind, in any order; what is of no known kind passes through."""
         joined = self.setup.precision.join_optimizer(list(objects))
-        if isinstance(self.setup.strategy, PreparesTogether):
-            joined = self.setup.strategy.prepare_together(joined, self)
+        joined = self.setup.strategy.prepare_together(joined, self)
         # Schedulers come last: they belong to prepared optimizers.
         prepared = [self._prepare_first(obj, place) for obj, place in zip(joined, device_placement, strict=True)]
         return [self.scheduler(obj) if is_scheduler(obj) else obj for obj in prepared]
@@ -78,7 +76,7 @@ class Preparation:
         if any(model is known for known in self.models):
             return model
         strategy, dynamo = self.setup.strategy, self.setup.dynamo
-        if isinstance(strategy, PreparesTogether):
+        if strategy.uses_engine:
             prepared: nn.Module = strategy.prepare_together([model], self)[0]
             return prepared
         strategy.check_model(model)
@@ -91,7 +89,7 @@ class Preparation:
         if not evaluation_mode:
             model = strategy.wrap(model)
             for optimizer in self.optimizers:
-                strategy.adopt_optimizer(optimizer.optimizer)
+                strategy.remap_optimizer(optimizer.optimizer)
         if dynamo.compiles:
             model = (compile_regions if dynamo.use_regional_compilation else compile_model)(model, **dynamo.to_kwargs())
         self.models.append(model)
@@ -112,7 +110,7 @@ class Preparation:
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         place = self.device_placement if device_placement is None else device_placement
-        self.setup.strategy.adopt_optimizer(optimizer)
+        self.setup.strategy.remap_optimizer(optimizer)
         prepared = AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.setup.precision.scaler)
         self.setup.precision.watch(optimizer)
         self.optimizers.append(prepared)

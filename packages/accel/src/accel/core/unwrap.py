@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 
 # What torch.compile, FSDP and activation checkpointing put into the names of parameters.
 _MARKS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -139,6 +140,20 @@ def clean_name(name: str) -> str:
     for mark in _MARKS:
         name = name.replace(mark, "")
     return name
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Groups of names that refer to the same parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(clean_name(name))
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def names_in_order(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The names of an optimizer's parameters in the order of its groups."""
+    names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:

@@ -31,7 +31,7 @@ from . import universal
 from .runtime import is_engine
 
 if TYPE_CHECKING:
-    from ..fsdp.checkpoint.files import Gathered
+    from ..core.types import Gathered
 
 LATEST, RECOVERY = "latest", "zero_to_fp32.py"
 # What DeepSpeed's files hold besides tensors and plain values: settings, and how the loss is scaled. Nothing of it runs
@@ -148,7 +148,7 @@ def gather_engines(models: Sequence[nn.Module], gathered: Gathered) -> None:
         else:
             gathered.parts.extend(_parts_of(model, tag))
     if any(is_engine(model) and not is_frozen(model) and model.zero_optimization() for model in models):  # type: ignore[operator]
-        gathered.closings.append(partial(_add_recovery, tag=tag_of(0)))
+        gathered.finalizers.append(partial(_add_recovery, tag=tag_of(0)))
 
 
 def _parts_of(engine: Any, tag: str) -> list[Part]:

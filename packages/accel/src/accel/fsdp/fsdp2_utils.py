@@ -78,7 +78,7 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
     strategy = _require_version_2(accelerator, "fsdp2_prepare_model")
     model = strategy.wrap(model)
     for optimizer in accelerator.prepared.optimizers:
-        strategy.adopt_optimizer(optimizer.optimizer)
+        strategy.remap_optimizer(optimizer.optimizer)
     return model
 
 

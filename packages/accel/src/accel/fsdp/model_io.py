@@ -22,9 +22,10 @@ from ..checkpoint.names import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError
 from ..checkpoint.rank_consensus import on_all_ranks
 from ..checkpoint.safe_load import read
 from ..checkpoint.writer import sync_folders, write_parts
+from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, extract_model_from_parallel, is_peft_model
 from .checkpoint import state_dicts
-from .checkpoint.files import Gathered, ShardedReader, gather_one, plan_optimizer
+from .checkpoint.files import ShardedReader, gather_one, plan_optimizer
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -114,7 +115,7 @@ def load_fsdp_model(
     def plan() -> Callable[[], Any]:
         if names is None:
             return state_dicts.plan_model(layout, reader.model(model_index, layout), True, reader.folder)
-        short = state_dicts.Layout(layout.model, {name: layout.tensors[full] for name, full in names.items()})
+        short = Layout(layout.model, {name: layout.tensors[full] for name, full in names.items()})
         found = reader.model(model_index, short)
         missing = sorted(set(names) - set(found))
         if missing:
@@ -202,7 +203,7 @@ def load_fsdp_optimizer(
 
 
 def _require_sharded(accelerator: Accelerator, model: nn.Module, what: str) -> None:
-    if not (accelerator.strategy.divides_models and accelerator.strategy.is_wrapped(model)):
+    if not (accelerator.strategy.shards_parameters and accelerator.strategy.is_wrapped(model)):
         raise ConfigurationError(
             f"{what} got a {type(model).__name__} that is not sharded (the strategy is "
             f"{type(accelerator.strategy).__name__}). Pass what "
@@ -264,7 +265,7 @@ def _write(accelerator: Accelerator, folder: Path, gathered: Gathered) -> None:
 
     def close() -> None:
         if process.is_main_process:
-            for closing in gathered.closings:
+            for closing in gathered.finalizers:
                 closing(partial)
             for found in [path for path in partial.iterdir() if path.is_dir()]:
                 sync_folders(found)

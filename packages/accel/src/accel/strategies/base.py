@@ -1,13 +1,10 @@
-"""What a strategy does for a model; the base class is the complete behaviour of one process.
-
-What not every strategy can do is a small protocol of its own: callers ask for the capability, never for a name.
-"""
+"""The interface of a strategy; the base class implements it completely for one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,87 +13,40 @@ from torch.optim import Optimizer
 from accel_state import DistributedType, GradientAccumulationPlugin, PartialState
 from accel_state.collectives.single import Collectives
 
-from ..core.unwrap import clean_name, extract_model_from_parallel, parameter_state_dict
+from ..core.types import Gathered, Layout
+from ..core.unwrap import clean_name, extract_model_from_parallel, names_in_order, parameter_state_dict, tied_names
 
 if TYPE_CHECKING:
-    from ..checkpoint.loader import StateReader
-    from ..core.prepare import Preparation
-    from ..fsdp.checkpoint.files import Gathered
-    from ..fsdp.checkpoint.state_dicts import Layout
     from ..kwargs.base import Handlers
     from ..precision.scaler import SharedGradScaler
 
 
-@runtime_checkable
-class SkipsGradientSync(Protocol):
-    """Can leave gradients unsynchronised for a while, and synchronise what has been accumulated later."""
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Let backward passes in the block accumulate locally."""
-
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Synchronise in backward passes in the block, although their forward ran under :meth:`no_sync`."""
-
-
-@runtime_checkable
-class JoinsUnevenInputs(Protocol):
-    """Can keep ranks without data in step with those that still have some."""
-
-    def join(self, models: list[Any]) -> AbstractContextManager[None]:
-        """Let ranks leave the block's loop at different times."""
-
-
-@runtime_checkable
-class PreparesTogether(Protocol):
-    """Makes one thing of a model and its optimizer, so both have to be prepared in one call."""
-
-    def prepare_together(self, objects: list[Any], preparation: Preparation) -> list[Any]:
-        """The objects, with prepared ones in place of those that belong together; these are noted in ``preparation``."""
-
-
-@runtime_checkable
-class OwnsBackward(Protocol):
-    """Has engines that run the backward pass themselves."""
-
-    def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
-        """Compute gradients of a loss that is weighed already; ``in_window``: within ``accumulate``."""
-
-
-@runtime_checkable
-class ReadsItsOwnState(Protocol):
-    """Has engines that load what they have saved."""
-
-    def plan_state(
-        self, reader: StateReader, models: Sequence[nn.Module], options: dict[str, Any]
-    ) -> list[Callable[[], Any]]:
-        """What puts the states of models and optimizers in place; every rank must call that, in this order.
-
-        Args:
-            reader: the checkpoint.
-            models: those to load, of the prepared ones.
-            options: the caller's, such as ``strict``.
-        """
-
-
 class Strategy:
-    """Wrapping, gradients and weights of models in one process.
+    """Wraps models, synchronises and clips gradients, and collects weights.
+
+    A subclass overrides the hooks in which it differs from training in one process. Callers check the capabilities
+    below and never the class or the name of a strategy.
 
     Args:
-        state: rank, world and device.
-        handlers: the settings given to the Accelerator.
-        settings: the plugin of this strategy, of those that have one.
+        state: rank, world size and device.
+        handlers: the settings given to the Accelerator as ``kwargs_handlers``.
+        settings: the strategy's plugin, if it has one.
 
     Attributes:
-        distributed_type: what ``accelerator.distributed_type`` says where this strategy trains; None: what the devices
-            say.
-        trains_alone: whether it does something for a single process, without a process group.
-        holds_gradients: whether gradients that accumulate are in engines, and not in ``parameter.grad``.
-        data_mesh: the mesh whose axes say which ranks get the same samples; None where each gets samples of its own.
+        distributed_type: what ``accelerator.distributed_type`` reports; None reports the type of the devices.
+        supports_single_process: whether the strategy works without a process group.
+        skips_gradient_sync: whether :meth:`no_sync` leaves gradients unsynchronised.
+        joins_uneven_inputs: whether :meth:`join` works.
+        uses_engine: whether an engine (such as DeepSpeed's) holds the gradients, runs the backward pass, and saves and
+            loads its own state; see :meth:`backward` and :meth:`plan_state`.
+        data_mesh: the device mesh whose axes define which ranks get the same samples; None if every rank gets its own.
     """
 
     distributed_type: DistributedType | None = None
-    trains_alone: ClassVar[bool] = True
-    holds_gradients: ClassVar[bool] = False
+    supports_single_process: ClassVar[bool] = True
+    skips_gradient_sync: ClassVar[bool] = False
+    joins_uneven_inputs: ClassVar[bool] = False
+    uses_engine: ClassVar[bool] = False
     data_mesh: Any = None
 
     def __init__(self, state: PartialState, handlers: Handlers, settings: Any = None) -> None:
@@ -104,68 +54,99 @@ class Strategy:
         self.handlers = handlers
         self.settings = settings
 
+    # -- topology ----------------------------------------------------------------------------------------------------
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether ranks hold parts of a model's tensors."""
+        return False
+
     def axis_rank(self, axis: str) -> int:
-        """This process's coordinate on a mesh axis ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp"); 0 on an axis
-        of size 1.
+        """This process's coordinate on a mesh axis ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp").
+
+        It is 0 on an axis of size 1.
         """
         return 0
 
     @property
-    def companions(self) -> Mapping[str, Any]:
-        """Settings of other engines that are in use here, by the engine's name."""
+    def active_plugins(self) -> Mapping[str, Any]:
+        """Plugins of other strategies that this one uses too, by strategy name."""
         return {}
 
     @property
     def data_collectives(self) -> Collectives:
-        """The communication of this process with those that get other samples; ranks that share each other's samples
-        are no part of it.
-        """
+        """Collectives over the ranks that get different samples."""
         return self.state.collectives
 
     @property
     def averaging_collectives(self) -> Collectives:
-        """The communication of the processes over which losses and gradients are averaged: their tokens differ."""
+        """Collectives over the ranks whose losses and gradients are averaged, because their tokens differ."""
         return self.state.collectives
 
     def share_generators(self) -> None:
-        """Give processes that compute the same thing the same random numbers; called when generators have been put
-        back.
-        """
+        """Synchronise the random generators of ranks that compute the same thing; called after they were restored."""
 
-    def computes_in(self, mixed_precision: str) -> bool:
-        """Whether the strategy itself computes in a precision, so that nothing is put around a model's forward."""
+    # -- models and optimizers ---------------------------------------------------------------------------------------
+
+    def handles_precision(self, mixed_precision: str) -> bool:
+        """Whether the strategy computes in this precision itself, so that the model's forward is not wrapped."""
         return False
 
     def accumulation(self, plugin: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
-        """The settings of gradient accumulation, where those of the strategy have a say."""
+        """The settings of gradient accumulation to use, given those of the Accelerator."""
         return plugin
 
+    def configure_scaler(self, scaler: SharedGradScaler) -> None:
+        """Set up the loss scaler; where ranks hold different parts of the gradients, set ``scaler.over_ranks``."""
+
     def check_model(self, model: nn.Module) -> None:
-        """Refuse a model that this strategy cannot train."""
+        """Raise ConfigurationError for a model that this strategy cannot train."""
+
+    def prepare_together(self, objects: list[Any], preparation: Any) -> list[Any]:
+        """Prepare a model together with its optimizer, where the strategy makes one engine of both.
+
+        Args:
+            objects: the arguments of ``prepare``, in any order.
+            preparation: the :class:`accel.core.prepare.Preparation`; what is prepared here is added to its lists.
+
+        Returns:
+            The objects, with prepared ones in the place of those that were prepared here.
+        """
+        return objects
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to this process's device."""
         return model.to(self.state.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Make a model ready for training; it is on its device."""
+        """Wrap a model, which is on its device, for training."""
         return model
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
-        """Let an optimizer update what wrapping has made of its parameters; called for each prepared one after each
-        wrapping.
+    def remap_optimizer(self, optimizer: Optimizer) -> None:
+        """Point an optimizer at the parameters of the wrapped models.
+
+        Called when an optimizer is prepared, and for every prepared optimizer after each call of :meth:`wrap`.
         """
 
     def is_wrapped(self, model: nn.Module) -> bool:
-        """Whether a model has been through :meth:`wrap`."""
+        """Whether a model was returned by :meth:`wrap`."""
         return False
 
     def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
-        """The user's model inside."""
+        """The user's model inside the wrappers; see :func:`accel.core.unwrap.extract_model_from_parallel`."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
-    def adopt_scaler(self, scaler: SharedGradScaler) -> None:
-        """Let the loss scale know whether ranks have different parts of the gradients; here each has all of them."""
+    def join(self, models: list[Any]) -> AbstractContextManager[None]:
+        """A block in which ranks may leave the loop at different times; see ``joins_uneven_inputs``."""
+        return nullcontext()
+
+    def forget(self) -> None:
+        """Drop references to prepared objects."""
+
+    def close(self) -> None:
+        """Release what must be released before the process group is destroyed."""
+
+    # -- sequences ---------------------------------------------------------------------------------------------------
 
     def context_parallel(
         self,
@@ -173,48 +154,42 @@ class Strategy:
         buffer_seq_dims: list[int] | None,
         no_restore_buffers: set[torch.Tensor] | None,
     ) -> AbstractContextManager[None]:
-        """A block in which sequences are shared between processes; here each process has whole sequences."""
+        """A block in which sequences are split over ranks; see :meth:`accel.Accelerator.maybe_context_parallel`."""
         return nullcontext()
 
     def whole_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
-        """What was computed from this process's part of sequences, such as logits, for whole sequences in order,
-        without a gradient.
-        """
+        """Gather what was computed from this rank's part of the sequences, such as logits, without a gradient."""
         return tensor
 
     def sequence_parallel_loader(self, loader: Any, model: nn.Module) -> Any:
-        """A loader whose sequences are split between processes; here each process has whole sequences."""
+        """A loader whose sequences are split over ranks."""
         return loader
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
+        """Run the backward pass; called only if ``uses_engine``.
+
+        Args:
+            loss: the loss, scaled for its accumulation window.
+            in_window: whether it was computed inside ``accumulate``.
+            **kwargs: for ``torch.Tensor.backward``.
+        """
+        loss.backward(**kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A block whose backward passes accumulate gradients locally."""
+        return nullcontext()
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A block whose backward passes synchronise gradients although their forward ran under :meth:`no_sync`."""
+        return nullcontext()
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients accumulated so far, in place."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
-
-    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
-        """Gradients accumulated so far of a model that is divided among ranks: whole, averaged over the ranks, by name;
-        on rank 0 only.
-
-        Every rank must call it. None where the strategy cannot say; it does not divide models, or does so in a way of
-        its own.
-        """
-        return None
-
-    def gradient_shapes(self, model: nn.Module) -> dict[str, torch.Size]:
-        """The shapes of the gradients of a model by name, whole."""
-        named = extract_model_from_parallel(model, keep_torch_compile=False).named_parameters()
-        return {clean_name(name): parameter.shape for name, parameter in named}
-
-    def drop_gradients(self, model: nn.Module) -> None:
-        """Forget what a model has accumulated."""
-        extract_model_from_parallel(model).zero_grad(set_to_none=True)
-
-    def put_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Let whole gradients be what a model has accumulated; parameters without one have none."""
-        for name, parameter in extract_model_from_parallel(model, keep_torch_compile=False).named_parameters():
-            gradient = gradients.get(clean_name(name))
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip the global gradient norm; returns the norm before clipping, equal on all ranks."""
@@ -224,54 +199,71 @@ class Strategy:
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
         nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
-        """What of a model goes into a checkpoint. Every rank must call it."""
-        return self.state_dict(model)
+    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        """The full accumulated gradients of a sharded model by name, averaged over the ranks; empty except on rank 0.
 
-    def gather_state(
-        self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
-    ) -> Gathered | None:
-        """Models and optimizers in files of this strategy's own; None: each as a whole. Every rank must call it.
-
-        Args:
-            models: the prepared models.
-            weights: of each, as :meth:`weights_to_save` gave them, without those that somebody else has saved.
-            optimizers: those that were prepared.
+        Every rank must call it. None if the strategy does not shard the model, or cannot gather its gradients.
         """
         return None
 
-    def layout(self, model: nn.Module) -> Layout:
-        """How a model's tensors lie on the ranks, for reading them from files of any strategy. Every rank must call it."""
-        from ..fsdp.checkpoint.state_dicts import Layout, tied_names
+    def gradient_shapes(self, model: nn.Module) -> dict[str, torch.Size]:
+        """The full shapes of a model's gradients by name."""
+        named = extract_model_from_parallel(model, keep_torch_compile=False).named_parameters()
+        return {clean_name(name): parameter.shape for name, parameter in named}
 
-        whole = extract_model_from_parallel(model, keep_torch_compile=False)
-        tensors = {
-            name: value for name, value in parameter_state_dict(whole).items() if isinstance(value, torch.Tensor)
-        }
-        return Layout(whole, tensors, tied_names(whole))
+    def drop_gradients(self, model: nn.Module) -> None:
+        """Discard the accumulated gradients of a model."""
+        extract_model_from_parallel(model).zero_grad(set_to_none=True)
 
-    def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
-        """The names of an optimizer's parameters, in the order in which its state counts them."""
-        from ..fsdp.checkpoint.state_dicts import names_in_order
+    def put_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Set the accumulated gradients of a model from full ones by name; a parameter without one gets None."""
+        for name, parameter in extract_model_from_parallel(model, keep_torch_compile=False).named_parameters():
+            gradient = gradients.get(clean_name(name))
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
 
-        return names_in_order(extract_model_from_parallel(model, keep_torch_compile=False), optimizer)
-
-    @property
-    def divides_models(self) -> bool:
-        """Whether ranks hold parts of a model's tensors."""
-        return False
+    # -- weights and checkpoints -------------------------------------------------------------------------------------
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state, under the names of the user's own model unless ``unwrap`` is off."""
         return parameter_state_dict(self.unwrap(model, keep_torch_compile=False)) if unwrap else model.state_dict()
 
-    def forget(self) -> None:
-        """Drop references to prepared objects."""
+    def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
+        """The weights of a model for a checkpoint. Every rank must call it."""
+        return self.state_dict(model)
 
-    def close(self) -> None:
-        """Let go of what must be gone before the process group."""
+    def gather_state(
+        self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
+    ) -> Gathered | None:
+        """Models and optimizers in files of the strategy's own format; None saves each as a full state dict.
 
+        Every rank must call it.
 
-def no_sync_context(strategy: Strategy, model: nn.Module) -> AbstractContextManager[None]:
-    """``no_sync`` where the strategy can, else nothing."""
-    return strategy.no_sync(model) if isinstance(strategy, SkipsGradientSync) else nullcontext()
+        Args:
+            models: the prepared models.
+            weights: of each model, what :meth:`weights_to_save` returned and no save hook has taken out.
+            optimizers: the prepared optimizers.
+        """
+        return None
+
+    def plan_state(
+        self, reader: Any, models: Sequence[nn.Module], options: dict[str, Any]
+    ) -> list[Callable[[], Any]] | None:
+        """The calls that load the engines' own state, which every rank makes in this order; None without engines.
+
+        Args:
+            reader: the :class:`accel.checkpoint.loader.StateReader` of the checkpoint.
+            models: the prepared models to load.
+            options: the keyword arguments for loading models, such as ``strict``.
+        """
+        return None
+
+    def layout(self, model: nn.Module) -> Layout:
+        """How a model's tensors are distributed, for loading files of any strategy. Every rank must call it."""
+        inner = extract_model_from_parallel(model, keep_torch_compile=False)
+        state = parameter_state_dict(inner)
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return Layout(inner, tensors, tied_names(inner))
+
+    def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
+        """The names of an optimizer's parameters, in the order of its state dict."""
+        return names_in_order(extract_model_from_parallel(model, keep_torch_compile=False), optimizer)

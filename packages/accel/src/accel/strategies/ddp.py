@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 class DDPStrategy(Strategy):
     """``torch.nn.parallel.DistributedDataParallel`` around each model that has something to train."""
 
+    skips_gradient_sync = True
+    joins_uneven_inputs = True
+
     def axis_rank(self, axis: str) -> int:
         return self.state.process_index if axis == "dp_replicate" else 0
 
@@ -62,32 +65,24 @@ class DDPStrategy(Strategy):
         else:
             yield
 
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Synchronise in the next backward, although its forward ran under :meth:`no_sync`."""
-        return sync_in_backward(model)
+    @contextmanager
+    def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        # The forward under no_sync did not prepare the reducer.
+        model.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
 
     def join(self, models: list[Any]) -> AbstractContextManager[None]:
         """``torch.distributed.algorithms.join.Join`` over the wrapped models."""
         joinables = [model for model in models if isinstance(model, Joinable)]
         return Join(joinables, enable=True, throw_on_early_termination=False)
-
-
-@contextmanager
-def sync_in_backward(model: nn.Module) -> Iterator[None]:
-    """Let backward passes in the block synchronise a DDP model whose forward ran under ``no_sync``; other models have
-    no need.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    before = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = True
-    # The forward under no_sync left the reducer unprepared; what it skipped happens here.
-    model.reducer.prepare_for_backward([])
-    try:
-        yield
-    finally:
-        model.require_backward_grad_sync, model.require_forward_param_sync = before
 
 
 class MeshDDPStrategy(DDPStrategy):

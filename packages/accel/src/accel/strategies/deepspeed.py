@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from accel_state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.errors import ConfigurationError
 
+from ..core.types import Gathered
 from ..deepspeed import engine as ds_engine
 from ..deepspeed import gradients, runtime
 from ..deepspeed.engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, reached
@@ -23,7 +24,6 @@ from .base import Strategy
 if TYPE_CHECKING:
     from ..checkpoint.loader import StateReader
     from ..core.prepare import Preparation
-    from ..fsdp.checkpoint.files import Gathered
     from ..kwargs.base import Handlers
 
 
@@ -41,7 +41,8 @@ class DeepSpeedStrategy(Strategy):
     """
 
     distributed_type = DistributedType.DEEPSPEED
-    holds_gradients = True
+    uses_engine = True
+    skips_gradient_sync = True
 
     def __init__(self, state: PartialState, handlers: Handlers, settings: Any) -> None:
         super().__init__(state, handlers, settings)
@@ -76,7 +77,7 @@ class DeepSpeedStrategy(Strategy):
     def axis_rank(self, axis: str) -> int:
         return self.state.process_index if axis == "dp_shard" else 0
 
-    def computes_in(self, mixed_precision: str) -> bool:
+    def handles_precision(self, mixed_precision: str) -> bool:
         """Whether the engine itself computes in a precision, so that nothing is put around the model's forward."""
         return mixed_precision in ("fp16", "bf16")
 
@@ -115,7 +116,7 @@ class DeepSpeedStrategy(Strategy):
             self._engines.add(engine)
         return prepared
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+    def remap_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer without its model.
 
         Raises:
@@ -196,10 +197,6 @@ class DeepSpeedStrategy(Strategy):
         finally:
             for wrapper in wrappers:
                 wrapper.no_sync_depth -= 1
-
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Nothing to do: when gradients are reduced is decided in the backward pass."""
-        return nullcontext()
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         for wrapper in self._owners(parameters):
@@ -297,14 +294,13 @@ class DeepSpeedStrategy(Strategy):
         return {}
 
     @property
-    def divides_models(self) -> bool:
+    def shards_parameters(self) -> bool:
         return any(runtime.is_engine(model) and model.zero_optimization_partition_weights() for model in self._models)  # type: ignore[operator]
 
     def gather_state(
         self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> Gathered | None:
         from ..deepspeed.checkpoint import gather_engines
-        from ..fsdp.checkpoint.files import Gathered
 
         gathered = Gathered()
         gather_engines(models, gathered)

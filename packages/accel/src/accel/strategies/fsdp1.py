@@ -20,10 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_state import PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
-from ..core.unwrap import clean_name
+from ..core.unwrap import clean_name, tied_names
 from ..fsdp.accumulated_grads import clear_handle, gather_handles, handle_shapes, handles_of, put_handles
 from ..fsdp.activation_checkpointing import checkpoint_units
-from ..fsdp.checkpoint.state_dicts import tied_names
 from ..fsdp.grad_norm import Groups
 from ..fsdp.meta_init import allocate_and_fill, start_from_rank_0
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
@@ -126,7 +125,7 @@ class FSDP1Strategy(ShardedStrategy):
             elif original.is_meta:
                 self.replacements.add(original, found[name], lambda tensor: tensor)
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+    def remap_optimizer(self, optimizer: Optimizer) -> None:
         parameters = [item for group in optimizer.param_groups for item in group["params"]]
         if any(item in self._flattened and optimizer.state.get(item) for item in parameters):
             raise ConfigurationError(
@@ -137,7 +136,7 @@ class FSDP1Strategy(ShardedStrategy):
         for parameter in parameters:
             if parameter in self._ranges:
                 self._divide_state(parameter, optimizer.state.get(parameter, {}))
-        super().adopt_optimizer(optimizer)
+        super().remap_optimizer(optimizer)
         self._warn_of_shapes(optimizer, parameters)
         for group in optimizer.param_groups:
             group["params"] = self._merged(group["params"])

@@ -19,9 +19,9 @@ from accel_state import PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
+from ..core.unwrap import tied_names
 from ..fsdp.accumulated_grads import gather_parameters, put_parameters, shapes_of
 from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
-from ..fsdp.checkpoint.state_dicts import tied_names
 from ..fsdp.grad_norm import Groups, groups_over, local
 from ..fsdp.meta_init import Materialiser
 from ..fsdp.plugin import FullyShardedDataParallelPlugin

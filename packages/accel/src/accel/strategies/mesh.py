@@ -106,7 +106,7 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
         return coordinate(self._mesh, axis)
 
     @property
-    def companions(self) -> dict[str, Any]:
+    def active_plugins(self) -> dict[str, Any]:
         return {"mesh": self.parallelism, **({"fsdp": self.settings} if self._shards else {})}
 
     @property

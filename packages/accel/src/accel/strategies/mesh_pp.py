@@ -23,10 +23,11 @@ from accel_state.errors import ConfigurationError
 
 from ..checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
 from ..checkpoint.names import OPTIMIZER_NAME
+from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name
-from ..fsdp.checkpoint.files import Gathered, gather_one, on_disk
+from ..fsdp.checkpoint.files import gather_one, on_disk
 from ..fsdp.checkpoint.pipeline_state import collect, rename_optimizer_state
-from ..fsdp.checkpoint.state_dicts import Layout, model_state, optimizer_state, owner_of
+from ..fsdp.checkpoint.state_dicts import model_state, optimizer_state, owner_of
 from ..fsdp.grad_norm import local, scale_to_norm
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..parallel.config import ParallelismConfig
@@ -80,8 +81,8 @@ class PipelineStrategy(MeshStrategy):
     def model_collectives(self) -> Collectives:
         return self._stage
 
-    def adopt_scaler(self, scaler: SharedGradScaler) -> None:
-        super().adopt_scaler(scaler)
+    def configure_scaler(self, scaler: SharedGradScaler) -> None:
+        super().configure_scaler(scaler)
         self._scaler = scaler
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -117,8 +118,8 @@ class PipelineStrategy(MeshStrategy):
         present = dict(model.named_modules())
         return {name: style for name, (module, style) in plan.items() if present.get(name) is module}, derived
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
-        super().adopt_optimizer(optimizer)
+    def remap_optimizer(self, optimizer: Optimizer) -> None:
+        super().remap_optimizer(optimizer)
         if not self._pipelines:
             return
         own = [
@@ -177,7 +178,7 @@ class PipelineStrategy(MeshStrategy):
                 state = {**state, "state": whole}
             gathered.append(gather_one(kind, OPTIMIZER_NAME, index, state, everyone))
         return Gathered(
-            [part for one in gathered for part in one.parts], [close for one in gathered for close in one.closings]
+            [part for one in gathered for part in one.parts], [close for one in gathered for close in one.finalizers]
         )
 
     def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
@@ -195,7 +196,7 @@ class PipelineStrategy(MeshStrategy):
         tensors.update({first: tensors[last] for first, last in called.items() if first not in tensors})
         ties = [[first, last] for first, last in pipeline.ties.items() if {first, last} <= set(tensors)]
         elsewhere = frozenset(pipeline.state_names) - set(tensors)
-        return replace(own, tensors=tensors, ties=ties, called=called, elsewhere=elsewhere)
+        return replace(own, tensors=tensors, ties=ties, local_names=called, elsewhere=elsewhere)
 
     def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
         groups = self._group_names.get(optimizer)

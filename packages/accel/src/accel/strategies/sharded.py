@@ -13,8 +13,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_state import AcceleratorState, DistributedType, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
-from ..fsdp.checkpoint.files import Gathered, gather
-from ..fsdp.checkpoint.state_dicts import Layout, layout_of, model_state, names_in_order, owner_of
+from ..core.types import Gathered, Layout
+from ..core.unwrap import names_in_order
+from ..fsdp.checkpoint.files import gather
+from ..fsdp.checkpoint.state_dicts import layout_of, model_state, owner_of
 from ..fsdp.grad_norm import Groups, distinct, local, norm_of, power_sum, scale_to_norm
 from ..fsdp.param_remap import Replacements
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
@@ -40,7 +42,8 @@ class ShardedStrategy(Strategy):
     """
 
     distributed_type: DistributedType | None = DistributedType.FSDP
-    trains_alone = False
+    supports_single_process = False
+    skips_gradient_sync = True
     stages: Groups = ()
     """Groups of ranks that hold other parameters of the same model: the stages of a pipeline."""
 
@@ -64,10 +67,10 @@ class ShardedStrategy(Strategy):
         """Units are moved one by one as they are sharded: a whole model may not fit."""
         return model
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+    def remap_optimizer(self, optimizer: Optimizer) -> None:
         self.replacements.apply(optimizer)
 
-    def adopt_scaler(self, scaler: SharedGradScaler) -> None:
+    def configure_scaler(self, scaler: SharedGradScaler) -> None:
         scaler.over_ranks = self._worst_of_all
 
     def _worst_of_all(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -142,7 +145,7 @@ class ShardedStrategy(Strategy):
             part.mul_(factor)
 
     @property
-    def divides_models(self) -> bool:
+    def shards_parameters(self) -> bool:
         return True
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import nn
 from accel_state import GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.errors import ConfigurationError
 
-from ..strategies.base import SkipsGradientSync, Strategy
+from ..strategies.base import Strategy
 
 ItemReduction = Literal["mean", "sum"]
 Models = tuple[nn.Module, ...]
@@ -96,7 +96,7 @@ class Accumulation:
         self.num_steps = plugin.num_steps or 1
         """Micro batches in a whole window."""
         self.strategy = strategy
-        self._skips_sync = strategy if isinstance(strategy, SkipsGradientSync) else None
+        self._skips_sync = strategy if strategy.skips_gradient_sync else None
         self._prepared_models = prepared_models
         # The windows of a loader go with it.
         self._by_loader: weakref.WeakKeyDictionary[Any, dict[Models, Window]] = weakref.WeakKeyDictionary()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..strategies.base import JoinsUnevenInputs, Strategy
+from ..strategies.base import Strategy
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def join_uneven_inputs(
     if even_batches is not None and not strategy.state.use_distributed:
         even_batches = None  # one process has nobody to be even with
     with _override_even_batches(loaders, even_batches):
-        if isinstance(strategy, JoinsUnevenInputs):
+        if strategy.joins_uneven_inputs:
             with strategy.join(joinables):
                 yield
         else:

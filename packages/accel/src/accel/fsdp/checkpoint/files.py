@@ -38,23 +38,11 @@ from ...checkpoint.names import OPTIMIZER_NAME, CheckpointError, numbered
 from ...checkpoint.names import SHARD_TABLE_NAME as METADATA_NAME
 from ...checkpoint.safe_load import require_count
 from ...checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME
+from ...core.types import Gathered, Layout
 from ..grad_norm import local
 from . import state_dicts
 from .dcp_writer import shard_state
-from .state_dicts import Layout, State
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Models and optimizers on their way to files of a form of their own.
-
-    Attributes:
-        parts: what this rank writes.
-        closings: called on the main process, with the folder, when all ranks have written.
-    """
-
-    parts: list[Part] = field(default_factory=list)
-    closings: list[Callable[[Path], None]] = field(default_factory=list)
+from .state_dicts import State
 
 
 def gather(
@@ -108,7 +96,7 @@ def _gather_shards(gathered: Gathered, stem: str, index: int, state: State, coll
     root = "model" if stem == MODEL_STEM else "optimizer"
     shards = shard_state({root: state}, f"{stem}_{index}", collectives)
     gathered.parts.extend(shards.parts)
-    gathered.closings.append(shards.close)
+    gathered.finalizers.append(shards.close)
 
 
 def _gather_whole(gathered: Gathered, stem: str, index: int, state: State, collectives: Collectives) -> None:

@@ -7,7 +7,6 @@ optimizer's state by the full names of the parameters. Each rank handles its own
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from torch.optim import Optimizer
 from accel_state.errors import ConfigurationError
 
 from ...checkpoint.names import CheckpointError
-from ...core.unwrap import clean_name
+from ...core.types import Layout
+from ...core.unwrap import clean_name, names_in_order
 from .dcp_reader import read_shards
 from .fused_dtensor import pack, pack_state, packed_shapes, unpack, whole
 from .pipeline_state import keep_empty_groups, own_optimizer_state
@@ -28,43 +28,20 @@ from .pipeline_state import keep_empty_groups, own_optimizer_state
 State = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the tensors of a model lie on the ranks.
+def part_of(layout: Layout, name: str, full: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a full tensor that has the shape of the named one."""
+    like = layout.tensors[name]
+    if not isinstance(like, DTensor):
+        return full
+    # Every rank has read the same tensor, so nothing is sent.
+    return distribute_tensor(
+        full.to(like.device).reshape(like.shape), like.device_mesh, like.placements, src_data_rank=None
+    )
 
-    Attributes:
-        model: the prepared model.
-        tensors: its weights and buffers by name: DTensors, or plain tensors where every rank has all.
-        ties: groups of names that are one and the same parameter.
-        packed: the shapes of those that are saved in another one than they are held in.
-        elsewhere: names of the model that only other stages of a pipeline have.
-        called: with such stages, for each name in the whole model the one that it has here.
-    """
 
-    model: nn.Module
-    tensors: Mapping[str, torch.Tensor]
-    ties: Sequence[Sequence[str]] = ()
-    packed: Mapping[str, torch.Size] = field(default_factory=dict)
-    elsewhere: frozenset[str] = frozenset()
-    called: Mapping[str, str] = field(default_factory=dict)
-
-    def shape(self, name: str) -> torch.Size:
-        """The shape in which the tensor of a name is saved."""
-        return self.packed.get(name, self.tensors[name].shape)
-
-    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor that has the shape of the one of that name."""
-        like = self.tensors[name]
-        if not isinstance(like, DTensor):
-            return whole
-        # Every rank has read the same: there is nothing to send.
-        return distribute_tensor(
-            whole.to(like.device).reshape(like.shape), like.device_mesh, like.placements, src_data_rank=None
-        )
-
-    def empty(self, name: str, dtype: torch.dtype) -> Any:
-        """Memory for this rank's part of the tensor of a name."""
-        return pack(torch.empty_like(self.tensors[name], dtype=dtype, requires_grad=False), self.packed.get(name))
+def empty_part(layout: Layout, name: str, dtype: torch.dtype) -> Any:
+    """Uninitialised memory for this rank's part of a tensor."""
+    return pack(torch.empty_like(layout.tensors[name], dtype=dtype, requires_grad=False), layout.packed.get(name))
 
 
 def model_state(model: nn.Module) -> State:
@@ -102,14 +79,6 @@ def layout_of(model: nn.Module, ties: Sequence[Sequence[str]]) -> Layout:
     held = {name: unpack(value) for name, value in model_state(model).items()}
     tensors = {name: value.detach() for name, value in held.items() if isinstance(value, torch.Tensor)}
     return Layout(model, tensors, ties, packed_shapes(model))
-
-
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """Groups of names that are one and the same parameter."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(clean_name(name))
-    return [names for names in groups.values() if len(names) > 1]
 
 
 def owner_of(optimizer: Optimizer, models: Iterable[nn.Module], what: str) -> nn.Module:
@@ -162,7 +131,7 @@ def read_model(folder: Path, layout: Layout) -> State:
             unknown.append(name)
             return None
         _same_shape(folder, name, size, layout)
-        return layout.empty(name, dtype)
+        return empty_part(layout, name, dtype)
 
     state = {clean_name(name): value for name, value in read_shards(folder, like, "model").items()}
     # Their names are enough to say that they are too many.
@@ -180,7 +149,7 @@ def model_from_whole(weights: Mapping[str, Any], layout: Layout, path: Path) -> 
         name = clean_name(name)
         if name in layout.tensors and isinstance(value, torch.Tensor):
             _same_shape(path, name, value.shape, layout)
-            value = layout.part_of(name, value)
+            value = part_of(layout, name, value)
         state[name] = value
     return state
 
@@ -196,7 +165,7 @@ def read_optimizer(folder: Path, layout: Layout) -> State:
         name = clean_name(str(path[1])) if len(path) > 2 else ""
         found = layout.tensors.get(name)
         same = found is not None and found.ndim and layout.shape(name) == size
-        return layout.empty(name, dtype) if same else torch.empty(size, dtype=dtype)
+        return empty_part(layout, name, dtype) if same else torch.empty(size, dtype=dtype)
 
     state = read_shards(folder, like, "optimizer")
     return {"state": state.get("state", {}), "param_groups": state["param_groups"]}
@@ -225,7 +194,7 @@ def optimizer_from_whole(state: Mapping[str, Any], layout: Layout, names: Sequen
 def _part(layout: Layout, name: str, value: Any) -> Any:
     like = layout.tensors.get(name)
     same = like is not None and isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == layout.shape(name)
-    return layout.part_of(name, value) if same else value
+    return part_of(layout, name, value) if same else value
 
 
 def named(state: Mapping[str, Any], names: Sequence[str], path: Path) -> State:
@@ -271,12 +240,6 @@ def numbered(state: Mapping[str, Any], names: Sequence[str], path: Path) -> Stat
     }
 
 
-def names_in_order(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The names of an optimizer's parameters in the order of its groups."""
-    known = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
-    return [known[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _named_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
     names = iter(names_in_order(model, optimizer))
     return [{**group, "params": [next(names) for _ in group["params"]]} for group in optimizer.param_groups]
@@ -317,7 +280,7 @@ def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State, path: Pat
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     if layout.elsewhere:
-        state = own_optimizer_state(state, layout.called)
+        state = own_optimizer_state(state, layout.local_names)
     entries = {name: {key: unpack(value) for key, value in own.items()} for name, own in state["state"].items()}
     held: State = {**state, "state": entries}
     _require_parameters(layout.model, optimizer, held, path)

@@ -1,0 +1,53 @@
+"""Data classes that strategies, sharded checkpoints and the checkpointer share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from ..checkpoint.contents import Part
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tensors of a model are distributed over the ranks.
+
+    Attributes:
+        model: the prepared model.
+        tensors: its weights and buffers by name: DTensors, or plain tensors where every rank has the full tensor.
+        ties: groups of names that refer to the same parameter.
+        packed: the saved shapes of the parameters that are held in another shape; see
+            :mod:`accel.fsdp.checkpoint.fused_dtensor`.
+        elsewhere: names in the full model that only other pipeline stages have.
+        local_names: with pipeline stages, the local name of each parameter by its name in the full model.
+    """
+
+    model: nn.Module
+    tensors: Mapping[str, torch.Tensor]
+    ties: Sequence[Sequence[str]] = ()
+    packed: Mapping[str, torch.Size] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()
+    local_names: Mapping[str, str] = field(default_factory=dict)
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape in which a tensor is saved."""
+        return self.packed.get(name, self.tensors[name].shape)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Models and optimizers that a strategy has prepared for writing in files of its own format.
+
+    Attributes:
+        parts: the files that this rank writes.
+        finalizers: called on the main process with the checkpoint directory, after every rank has written its parts.
+    """
+
+    parts: list[Part] = field(default_factory=list)
+    finalizers: list[Callable[[Path], None]] = field(default_factory=list)
