@@ -1,0 +1,162 @@
+"""What every registered strategy does on two ranks: it trains, accumulates, clips, saves and loads as one process does.
+
+A new strategy needs an entry in ``SETTINGS`` (what the Accelerator is given) and nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from accel import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accel.strategies.registry import STRATEGIES
+from accel_state.testing import run_world
+
+pytestmark = pytest.mark.timeout(300)
+
+WIDTH, BATCH, STEPS, MAX_NORM = 8, 8, 3, 0.05
+BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "ddp": {},
+    "fsdp1": {"fsdp": {**BLOCKS, "fsdp_version": 1}},
+    "fsdp2": {"fsdp": {**BLOCKS, "fsdp_version": 2}},
+    "mesh": {"fsdp": {**BLOCKS, "fsdp_version": 2}, "mesh": {"dp_shard_size": 2}},
+    "mesh_ddp": {"mesh": {"dp_replicate_size": 2}},
+}
+# test_deepspeed_training.py and test_mesh_pipeline.py check these, which need an engine and a model that can be split.
+ELSEWHERE = {"deepspeed", "mesh_pp"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.fc(self.norm(x)))
+
+
+class Net(nn.Module):
+    _no_split_modules = ("Block",)
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.first, self.last = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.blocks(self.first(x)))
+
+
+def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(5, generator=generator), torch.randint(3, (), generator=generator))
+        for _ in range(2 * STEPS * BATCH)
+    ]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    # Nothing hides the gradients: a step subtracts them.
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def accelerator_of(name: str, **arguments: Any) -> Accelerator:
+    settings = SETTINGS[name]
+    if "fsdp" in settings:
+        arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(**settings["fsdp"])
+    if "mesh" in settings:
+        arguments["parallelism_config"] = ParallelismConfig(**settings["mesh"])
+    accelerator = Accelerator(cpu=True, **arguments)
+    assert type(accelerator.strategy) is STRATEGIES.load(name)
+    return accelerator
+
+
+def weights_of(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def exercise(name: str, directory: str) -> dict[str, Any]:
+    """Everything that is compared with one process, on this rank."""
+    accelerator = accelerator_of(name, gradient_accumulation_steps=2)
+    model = Net(seed=accelerator.process_index if accelerator.strategy.shards_parameters else 0)
+    model, optimizer, loader = accelerator.prepare(
+        model, sgd(model), DataLoader(data(), batch_size=BATCH // accelerator.num_processes)
+    )
+    seen: dict[str, Any] = {"norms": []}
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(functional.cross_entropy(model(x), y))
+            if accelerator.sync_gradients:
+                seen["norms"].append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    seen["trained"] = weights_of(accelerator, model)
+    accelerator.save_state(directory)
+
+    # The last of two backward passes synchronises, although its forward ran under no_sync.
+    x, y = next(iter(loader))
+    for last in (False, True):
+        with accelerator.no_sync(model):
+            loss = functional.cross_entropy(model(x), y)
+            if not last:
+                accelerator.backward(loss)
+        if last:
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(loss)
+    accelerator.gradient_state.sync_gradients = True
+    optimizer.step()
+    optimizer.zero_grad()
+    seen["triggered"] = weights_of(accelerator, model)
+
+    accelerator.load_state(directory)
+    seen["loaded"] = weights_of(accelerator, model)
+    seen["unwrapped"] = isinstance(accelerator.unwrap_model(model), Net)
+    accelerator.end_training()
+    accelerator.free_memory()
+    return seen
+
+
+def plain() -> dict[str, Any]:
+    model = Net()
+    optimizer = sgd(model)
+    seen: dict[str, Any] = {"norms": []}
+    batches = list(DataLoader(data(), batch_size=BATCH))
+    for number, (x, y) in enumerate(batches, start=1):
+        (functional.cross_entropy(model(x), y) / 2).backward()
+        if number % 2 == 0:
+            seen["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    seen["trained"] = {name: value.clone() for name, value in model.state_dict().items()}
+    functional.cross_entropy(model(batches[0][0]), batches[0][1]).backward()
+    # Outside of accumulate each of the two losses counts 1/2, as the number of accumulation steps says.
+    optimizer.step()
+    return {**seen, "triggered": model.state_dict(), "loaded": seen["trained"]}
+
+
+def test_every_strategy_is_checked() -> None:
+    assert set(SETTINGS) | ELSEWHERE == set(STRATEGIES.names())
+    assert find_spec("torch")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_strategy_trains_as_one_process_does(name: str, tmp_path: Path) -> None:
+    ranks = run_world(exercise, 1 if name == "single" else 2, name, str(tmp_path / "state"), timeout=120)
+    expected = plain()
+    torch.testing.assert_close(ranks[0]["norms"], expected["norms"], rtol=1e-4, atol=1e-6)
+    assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks)
+    assert all(rank["unwrapped"] for rank in ranks)
+    for stage in ("trained", "triggered", "loaded"):
+        torch.testing.assert_close(
+            ranks[0][stage], expected[stage], rtol=1e-4, atol=1e-5, msg=lambda m: f"{stage}: {m}"
+        )
