@@ -82,17 +82,17 @@ def test_a_library_that_is_missing_is_named_with_its_command(monkeypatch: pytest
 
 def test_other_packages_register_theirs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     entries = [
-        EntryPoint("theirs", "accel_track.trackers.jsonl:JSONLinesTracker", "accel.training.experiment_tracking"),
-        EntryPoint("broken", "no_such_package:Tracker", "accel.training.experiment_tracking"),
+        EntryPoint("theirs", "accel_track.trackers.jsonl:JSONLinesTracker", "accel.trackers"),
+        EntryPoint("broken", "no_such_package:Tracker", "accel.trackers"),
     ]
     monkeypatch.setattr(
         "importlib.metadata.entry_points",
-        lambda group: entries if group == "accel.training.experiment_tracking" else [],
+        lambda group: entries if group == "accel.trackers" else [],
     )
     monkeypatch.setattr(
         log_with,
         "TRACKERS",
-        Registry("tracker", {"jsonl": TRACKERS.target("jsonl")}, "accel.training.experiment_tracking"),
+        Registry("tracker", {"jsonl": TRACKERS.target("jsonl")}, "accel.trackers"),
     )
     monkeypatch.setattr(log_with, "_registered", {})
     assert get_available_trackers() == ["jsonl", "theirs"]

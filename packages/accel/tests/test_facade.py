@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 
 from accel import Accelerator, DataLoaderConfiguration, DistributedType, ProfileKwargs, TorchDynamoPlugin
 from accel.core.compile import compile_regions, has_compiled_regions, has_repeated_blocks, is_repeated_blocks
+from accel.strategies.base import Strategy
 from accel.utils import get_grad_scaler, get_mixed_precision_context_manager, is_compiled_module
 from accel_state import AcceleratorState, ConfigurationError
 from accel_state.env import patch_environment
@@ -274,3 +275,38 @@ def test_data_parallel_ranks_have_coordinates_on_one_axis() -> None:
     )
     with pytest.raises(ConfigurationError, match="no DeepSpeed plugin 'student'. Known: none"):
         accelerator.state.select_deepspeed_plugin("student")
+
+
+class OwnStrategy(Strategy):
+    """Trains in one process, and counts the models that it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapped = 0
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.wrapped += 1
+        return model
+
+
+def test_a_strategy_object_is_used_as_it_is() -> None:
+    strategy = OwnStrategy()
+    accelerator = Accelerator(strategy=strategy)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    assert accelerator.strategy is strategy
+    assert (strategy.wrapped, strategy.state.num_processes) == (1, 1)
+
+
+def test_a_strategy_may_be_named() -> None:
+    assert type(Accelerator(strategy="single").strategy).__name__ == "SingleStrategy"
+
+
+@pytest.mark.parametrize("strategy", ["sharded-somehow", Strategy, 1])
+def test_an_unknown_strategy_is_refused(strategy: object) -> None:
+    with pytest.raises(ConfigurationError, match="strategy"):
+        Accelerator(strategy=strategy)
+
+
+def test_a_strategy_and_a_plugin_contradict_each_other() -> None:
+    with pytest.raises(ConfigurationError, match="contradicts the settings given for torch_tp"):
+        Accelerator(strategy="single", torch_tp_plugin=object())

@@ -22,7 +22,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Make a tracker class of your own known by its ``name``, for ``log_with``; also "all" then takes it.
 
     A package registers its classes for everybody who installs it through the entry point group
-    ``accel.training.experiment_tracking`` instead.
+    ``accel.trackers`` instead.
 
     Args:
         tracker_class: a subclass of GeneralTracker.

@@ -30,7 +30,6 @@ from .checkpoint.weights_methods import Saving
 from .core import config_resolution
 from .core.compile import TorchDynamoPlugin
 from .core.prepare import Preparation
-from .core.unwrap import extract_model_from_parallel
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.handlers import AutocastKwargs, ProfileKwargs, TrackingKwargs
 from .optimizer import AcceleratedOptimizer
@@ -38,6 +37,7 @@ from .precision.scaler import SharedGradScaler
 from .preemption.handler import Resuming, SaveOnSignal
 from .properties import SettingsView
 from .scheduler import AcceleratedScheduler
+from .strategies.base import Strategy
 from .training import lomo
 from .training.gather_for_metrics import Gathering
 from .training.gradient_accumulation import Accumulation, ItemReduction
@@ -76,6 +76,8 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         parallelism_config: sizes of the mesh axes.
         save_on_signal: save and end when told to: True for SIGTERM and SIGUSR1, other signals, or SaveOnSignal. See
             :meth:`resume`.
+        strategy: how models are wrapped, synchronised and saved: a Strategy object, or the name of a registered one.
+            By default it follows from the plugins and the launcher.
 
     Raises:
         ConfigurationError: an argument that is not known, contradicts another, or cannot run on this machine.
@@ -105,6 +107,7 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
         save_on_signal: SaveOnSignal | bool | str | Sequence[str] | None = None,
+        strategy: Strategy | str | None = None,
     ) -> None:
         self.project_configuration = config_resolution.project_settings(project_dir, project_config)
         self.dataloader_config = config_resolution.loader_settings(dataloader_config, split_batches)
@@ -116,6 +119,7 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         parts = config_resolution.build(
             self.handlers,
             owner=self,
+            strategy=strategy,
             mixed_precision=mixed_precision,
             cpu=cpu,
             accumulation_plugin=config_resolution.accumulation_settings(
@@ -235,7 +239,7 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
             keep_fp32_wrapper: keep mixed precision's autocast around its forward.
             keep_torch_compile: keep it compiled.
         """
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro batch: in the block, gradients are synchronised and applied only if it ends an accumulation window.

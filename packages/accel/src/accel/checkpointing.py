@@ -11,12 +11,13 @@ import torch
 from accel_state import PartialState
 
 from .checkpoint import weights_io
-from .checkpoint.contents import Part, collect, custom_part, of_this_rank
+from .checkpoint.contents import collect, custom_part, of_this_rank
 from .checkpoint.contents import get_pretty_name as get_pretty_name
 from .checkpoint.loader import StateReader
-from .checkpoint.safe_load import custom_file, read
+from .checkpoint.safe_load import check_readable, custom_file, read
 from .checkpoint.weights_io import load as load
 from .checkpoint.weights_io import save as save
+from .core.types import Part
 
 
 def save_accelerator_state(
@@ -67,8 +68,9 @@ def _writes(save_on_each_node: bool) -> bool:
 
 
 def _write(part: Part, folder: Path) -> None:
-    weights_io.write_atomically(folder / part.name, part.write)
-    part.check(folder / part.name)
+    weights_io.write_atomically(folder / part.name, lambda target: part.write_value(part.value, target))
+    if part.what:
+        check_readable(folder / part.name, part.what)
 
 
 def load_accelerator_state(

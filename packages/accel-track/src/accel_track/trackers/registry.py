@@ -1,4 +1,4 @@
-"""Every tracker; other distributions add theirs through the entry point group ``accel.training.experiment_tracking`` (a
+"""Every tracker; other distributions add theirs through the entry point group ``accel.trackers`` (a
 :class:`GeneralTracker` class).
 """
 
@@ -22,5 +22,5 @@ TRACKERS: Registry[type[GeneralTracker]] = Registry(
         "swanlab": "accel_track.trackers.swanlab:SwanLabTracker",
         "trackio": "accel_track.trackers.trackio:TrackioTracker",
     },
-    "accel.training.experiment_tracking",
+    "accel.trackers",
 )

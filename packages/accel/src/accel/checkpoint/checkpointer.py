@@ -17,13 +17,14 @@ from accel_state import GradientState, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
 from ..core.prepare import Preparation
+from ..core.types import Part
 from ..strategies.base import Strategy
 from ..training.experiment_tracking import Tracking
 from ..training.gradient_accumulation import Accumulation
 from . import accumulation_state, weights_io
 from .atomic_dir import CheckpointFolder
 from .catalog import checkpoint_number, newest_complete, newest_saved
-from .contents import Part, collect, copied, custom_part, of_this_rank
+from .contents import collect, copied, custom_part, of_this_rank
 from .digests import Workers
 from .loader import StateReader
 from .names import MANIFEST_NAME, CheckpointError

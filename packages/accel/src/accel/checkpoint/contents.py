@@ -16,6 +16,7 @@ from accel_data import SeedableRandomSampler, get_sampler
 from accel_state import PartialState
 from accel_state.devices.base import Device
 
+from ..core.types import Part
 from . import weights_io
 from .safe_load import (
     LOADER_NAME,
@@ -25,7 +26,6 @@ from .safe_load import (
     SCALER_NAME,
     SCHEDULER_NAME,
     CheckpointError,
-    check_readable,
     custom_file,
     numbered,
     rng_file,
@@ -135,46 +135,13 @@ def get_pretty_name(obj: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One file.
-
-    Attributes:
-        name: of the file.
-        value: what it will hold.
-        what: whose state this is, for messages; with it, the file is read back once to see that loading it would run no
-            code.
-        weights: in the safetensors format.
-        each_rank: every rank writes its own, rather than the main process one for all.
-    """
-
-    name: str
-    value: Any
-    what: str = ""
-    weights: bool = False
-    each_rank: bool = False
-
-    def write(self, target: Any) -> None:
-        """Write the contents; see :meth:`write_value`."""
-        self.write_value(self.value, target)
+class WeightsPart(Part):
+    """Weights in the safetensors format; ``target`` is a path."""
 
     def write_value(self, value: Any, target: Any) -> None:
-        """Write contents in this part's format.
+        from safetensors.torch import save_file
 
-        Args:
-            value: the contents, or a copy of them.
-            target: a path; or, but for weights in the safetensors format, an object with ``write``.
-        """
-        if self.weights:
-            from safetensors.torch import save_file
-
-            save_file(value, target, metadata={"format": "pt"})
-        else:
-            torch.save(value, target)
-
-    def check(self, path: Any) -> None:
-        """Raise CheckpointError if the file that was written could not be loaded again without running code."""
-        if self.what:
-            check_readable(path, self.what)
+        save_file(value, target, metadata={"format": "pt"})
 
 
 def weights_part(index: int, weights: dict[str, Any], safe_serialization: bool) -> Part:
@@ -185,10 +152,8 @@ def weights_part(index: int, weights: dict[str, Any], safe_serialization: bool) 
     """
     if not safe_serialization:
         return Part(numbered(weights_io.MODEL_NAME, index, "bin"), weights)
-    return Part(
-        numbered(weights_io.SAFE_MODEL_NAME, index, "safetensors"),
-        weights_io.safetensors_content(weights),
-        weights=True,
+    return WeightsPart(
+        numbered(weights_io.SAFE_MODEL_NAME, index, "safetensors"), weights_io.safetensors_content(weights)
     )
 
 

@@ -17,12 +17,14 @@ from typing import Any
 
 from accel_state import get_logger
 
+from ..core.types import Part
 from .atomic_dir import CheckpointFolder, sync
 from .catalog import rotate
-from .contents import Part
+from .contents import WeightsPart
 from .digests import BLOCK_BYTES, Digests, FileRecord, Workers, record_files
 from .manifest import MANIFEST_FORMAT, MANIFEST_NAME, Manifest
 from .rank_consensus import Agreement, Alone, StoreAgreement, agree
+from .safe_load import check_readable
 from .staging import on_host
 
 _SMALL_BYTES = 1 << 16
@@ -113,13 +115,14 @@ def write_parts(folder: Path, parts: Iterable[Part], workers_count: int | None =
             path.parent.mkdir(exist_ok=True)
             sizes[part.name] = _write_part(part, path, digests)
             workers.submit(partial(sync, path))
-            part.check(path)
+            if part.what:
+                check_readable(path, part.what)
     return {name: digests.record(folder / name, size) for name, size in sizes.items()}
 
 
 def _write_part(part: Part, path: Path, digests: Digests) -> int:
     value = on_host(part.value)
-    if part.weights:  # safetensors writes to paths only
+    if isinstance(part, WeightsPart):  # safetensors writes to paths only
         part.write_value(value, path)
         size = path.stat().st_size
         digests.add_file(path, size)

@@ -75,6 +75,7 @@ def build(
     handlers: Handlers,
     *,
     owner: object,
+    strategy: Strategy | str | None = None,
     mixed_precision: Any,
     cpu: bool,
     accumulation_plugin: GradientAccumulationPlugin,
@@ -86,6 +87,7 @@ def build(
     Args:
         handlers: the settings given as ``kwargs_handlers``.
         owner: the Accelerator, which the state belongs to as long as it is in use.
+        strategy: an object, which is used as it is, or a registered name; None follows from ``engines``.
         mixed_precision: as given, or None.
         cpu: stay on the CPU.
         accumulation_plugin: settings of gradient accumulation.
@@ -95,20 +97,28 @@ def build(
     Raises:
         ConfigurationError: a setting that cannot be used, or the launcher asks for a strategy that is not installed.
     """
-    asked = asked_strategies([name for name, settings in engines.items() if settings is not None])
+    given = [name for name, settings in engines.items() if settings is not None]
+    if strategy is not None:
+        check_strategy(strategy, given)
+    asked = [] if strategy is not None else asked_strategies(given)
     if len(asked) > 1 and not set(asked) <= _TOGETHER:
         raise ConfigurationError(
             f"one strategy trains a model, but settings were given for {', '.join(asked)}. Pass one of them."
         )
     _drop_stale_state()
-    asked = asked or _strategies_in_use()
+    asked = asked or ([] if strategy is not None else _strategies_in_use())
     engine = ("mesh" if "mesh" in asked else asked[0]) if asked else None
     settings = _settings_of(engine, engines)
     beside = {name: _settings_of(name, engines) for name in asked if name != engine}
     state = _acquire_state(owner, _precision_of(settings, mixed_precision), cpu, handlers)
     _check_recipes(handlers.all(FP8Kwargs), state.mixed_precision)
     process = PartialState()
-    strategy = _choose_strategy(engine, settings, beside, handlers, process)
+    if isinstance(strategy, Strategy):
+        strategy.attach(process, handlers)
+    elif strategy is not None:
+        strategy = STRATEGIES.load(strategy)(process, handlers)
+    else:
+        strategy = _choose_strategy(engine, settings, beside, handlers, process)
     # What users ask the state for; inside, nobody branches on it.
     state._distributed_type = strategy.distributed_type
     if strategy.settings is not None:
@@ -130,6 +140,30 @@ def build(
         precision=precision,
         dynamo=dynamo,
     )
+
+
+def check_strategy(strategy: Any, given: list[str]) -> None:
+    """Check the argument ``strategy``.
+
+    Args:
+        strategy: a Strategy, or a name.
+        given: names of the plugins that the script passes.
+
+    Raises:
+        ConfigurationError: it is neither, an unknown name, or contradicts a plugin.
+    """
+    if given:
+        raise ConfigurationError(
+            f"strategy={strategy!r} contradicts the settings given for {', '.join(given)}. Pass the strategy or the "
+            "plugin; a strategy object takes its settings in its constructor."
+        )
+    if isinstance(strategy, str):
+        STRATEGIES.target(strategy)
+    elif not isinstance(strategy, Strategy):
+        raise ConfigurationError(
+            f"strategy={strategy!r} must be an accel.strategies.base.Strategy object or one of "
+            f"{', '.join(STRATEGIES.names())}."
+        )
 
 
 def _strategies_in_use() -> list[str]:

@@ -5,13 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from ..checkpoint.contents import Part
+
+@dataclass(frozen=True)
+class Part:
+    """One file of a checkpoint, in torch's format unless a subclass writes another one.
+
+    Attributes:
+        name: path of the file, relative to the checkpoint.
+        value: the contents.
+        what: whose state this is, for messages. If set, saving fails where loading the file would run code.
+        each_rank: every rank writes a file of its own; otherwise the main process writes one for all.
+    """
+
+    name: str
+    value: Any
+    what: str = ""
+    each_rank: bool = False
+
+    def write_value(self, value: Any, target: Any) -> None:
+        """Write contents in this part's format.
+
+        Args:
+            value: the contents, or a copy of them.
+            target: an object with ``write``.
+        """
+        torch.save(value, target)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,14 +24,11 @@ from torch import nn
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
-from ..checkpoint.contents import Part
 from ..checkpoint.names import MODEL_FOLDER, CheckpointError, engine_folders
 from ..checkpoint.safe_load import read, require_count
+from ..core.types import Gathered, Part
 from . import universal
 from .runtime import is_engine
-
-if TYPE_CHECKING:
-    from ..core.types import Gathered
 
 LATEST, RECOVERY = "latest", "zero_to_fp32.py"
 # What DeepSpeed's files hold besides tensors and plain values: settings, and how the loss is scaled. Nothing of it runs

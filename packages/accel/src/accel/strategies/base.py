@@ -28,7 +28,7 @@ class Strategy:
     below and never the class or the name of a strategy.
 
     Args:
-        state: rank, world size and device.
+        state: rank, world size and device; None for an object that is passed to the Accelerator, which attaches it.
         handlers: the settings given to the Accelerator as ``kwargs_handlers``.
         settings: the strategy's plugin, if it has one.
 
@@ -49,10 +49,20 @@ class Strategy:
     uses_engine: ClassVar[bool] = False
     data_mesh: Any = None
 
-    def __init__(self, state: PartialState, handlers: Handlers, settings: Any = None) -> None:
+    state: PartialState
+    handlers: Handlers
+
+    def __init__(
+        self, state: PartialState | None = None, handlers: Handlers | None = None, settings: Any = None
+    ) -> None:
+        self.settings = settings
+        if state is not None and handlers is not None:
+            self.attach(state, handlers)
+
+    def attach(self, state: PartialState, handlers: Handlers) -> None:
+        """Join a run; the Accelerator calls this once for a strategy object that was made before it."""
         self.state = state
         self.handlers = handlers
-        self.settings = settings
 
     # -- topology ----------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from accel_state.collectives.single import Collectives
 
-from ...checkpoint.contents import Part
 from ...checkpoint.names import SHARD_SUFFIX
+from ...core.types import Part
 
 
 @dataclass(frozen=True)

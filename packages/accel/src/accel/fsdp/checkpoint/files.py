@@ -32,13 +32,12 @@ from torch.optim import Optimizer
 
 from accel_state.collectives.single import Collectives
 
-from ...checkpoint.contents import Part
 from ...checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
 from ...checkpoint.names import OPTIMIZER_NAME, CheckpointError, numbered
 from ...checkpoint.names import SHARD_TABLE_NAME as METADATA_NAME
 from ...checkpoint.safe_load import require_count
 from ...checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME
-from ...core.types import Gathered, Layout
+from ...core.types import Gathered, Layout, Part
 from ..grad_norm import local
 from . import state_dicts
 from .dcp_writer import shard_state

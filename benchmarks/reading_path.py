@@ -1,0 +1,142 @@
+"""How much code of this repository a reader crosses to follow one operation: distinct files and functions.
+
+    python benchmarks/reading_path.py                # the table
+    python benchmarks/reading_path.py --list save_state   # and what is in it
+
+Each operation runs once in this process, on a small model with an optimizer, a scheduler and a loader, under
+``sys.setprofile``, in threads too. Counted are the code objects of files under ``packages/*/src``: functions, methods,
+properties, lambdas, comprehensions and generator expressions. Bodies of modules and classes are not counted: they run
+when something is imported. To compare with another commit, put its ``packages/*/src`` into PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+OPERATIONS = ("training step", "Accelerator()", "prepare", "save_state", "load_state", "disk-offloaded forward")
+
+
+class Crossed:
+    """A block that notes which code of this repository runs in it."""
+
+    def __init__(self) -> None:
+        self.codes: dict[CodeType, int] = {}
+
+    def __enter__(self) -> Crossed:
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        is_body = not code.co_flags & inspect.CO_NEWLOCALS
+        if event == "call" and not is_body and "/packages/" in code.co_filename and "/src/accel" in code.co_filename:
+            self.codes[code] = self.codes.get(code, 0) + 1
+
+    @property
+    def files(self) -> set[str]:
+        """The distinct files."""
+        return {code.co_filename for code in self.codes}
+
+    def listing(self) -> str:
+        """Every function, by file."""
+        lines = []
+        for file in sorted(self.files):
+            lines.append(file.partition("/src/")[2])
+            named = [code for code in self.codes if code.co_filename == file]
+            lines += [f"    {code.co_firstlineno:5} {code.co_qualname}" for code in sorted(named, key=_line)]
+        return "\n".join(lines)
+
+
+def _line(code: CodeType) -> int:
+    return code.co_firstlineno
+
+
+def _objects() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+    return model, optimizer, scheduler, DataLoader(data, batch_size=4, shuffle=True)
+
+
+def measure(folder: Path) -> dict[str, Crossed]:
+    """Run every operation once, and return what each crossed."""
+    from accel import Accelerator
+    from accel_bigmodel import dispatch_model
+
+    crossed = {name: Crossed() for name in OPERATIONS}
+    with crossed["Accelerator()"]:
+        accelerator = Accelerator(cpu=True)
+    objects = _objects()
+    with crossed["prepare"]:
+        model, optimizer, scheduler, loader = accelerator.prepare(*objects)
+    batches = iter(loader)
+
+    def step() -> None:
+        inputs, labels = next(batches)
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(inputs), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    step()
+    _measure_second(crossed["training step"], step)
+    with crossed["save_state"]:
+        accelerator.save_state(folder / "state")
+    with crossed["load_state"]:
+        accelerator.load_state(folder / "state")
+    accelerator.end_training()
+
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    device_map = {"0": "disk", "1": "cpu", "2": "disk"}
+    dispatched = dispatch_model(plain, device_map, main_device="cpu", offload_dir=str(folder / "offload"))
+    inputs = torch.randn(4, 8)
+
+    def forward() -> None:
+        with torch.no_grad():
+            dispatched(inputs)
+
+    forward()
+    _measure_second(crossed["disk-offloaded forward"], forward)
+    return crossed
+
+
+def _measure_second(crossed: Crossed, action: Callable[[], None]) -> None:
+    with crossed:
+        action()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Distinct files and functions crossed by each operation.")
+    parser.add_argument("--list", choices=OPERATIONS, help="list the functions of one operation")
+    chosen = parser.parse_args().list
+    with tempfile.TemporaryDirectory() as folder:
+        crossed = measure(Path(folder))
+    print("| operation | files | functions | calls |\n| --- | ---: | ---: | ---: |")
+    for name, noted in crossed.items():
+        print(f"| {name} | {len(noted.files)} | {len(noted.codes)} | {sum(noted.codes.values())} |")
+    if chosen:
+        print(f"\n{crossed[chosen].listing()}")
+
+
+if __name__ == "__main__":
+    main()
