@@ -1,6 +1,4 @@
-"""For every test of the workspace: the order is random with a seed that is shown, and a test that leaves something
-behind fails.
-"""
+"""Applies to every test of the workspace: tiers, a random order with a recorded seed, and a check that nothing leaks."""
 
 from __future__ import annotations
 
@@ -19,20 +17,19 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 from hypothesis.internal.conjecture import providers
 
-# A machine that does something else for a second is no reason for a test to fail, and the same examples come each time:
-# new ones are # looked for with --hypothesis-seed. Folders of tests add to this profile.
+# No deadlines, since a busy machine must not fail a test, and the same examples on every run; --hypothesis-seed looks for
+# new ones. The conftest.py of a package may refine the profile.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("suite", settings.get_profile("search"), derandomize=True)
 settings.load_profile("suite")
-# It would draw numbers and texts out of the source of our modules too: of those that are loaded, which are others in
-# every order.
+# Hypothesis also draws constants from the modules that happen to be loaded, which differ with the order of the tests.
 providers._get_local_constants = lambda: providers._local_constants
 
-# Set by pytest itself around every phase, by libraries the first time they are used, and never by us.
-_VARIABLES_OF_OTHERS = {
+# Variables that pytest sets around every phase and that libraries set on first use.
+_FOREIGN_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "KMP_INIT_AT_FORK",  # Intel's OpenMP, through scikit-learn
     "KMP_DUPLICATE_LIB_OK",
@@ -40,11 +37,14 @@ _VARIABLES_OF_OTHERS = {
     "TRITON_CACHE_DIR",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 }
-# For what is ending already; only a test that leaves something behind waits so long.
+# Seconds that threads and processes which are already ending are given to finish.
 _SECONDS_TO_END = 30.0
+# Property tests of the fast tier run this many examples; --all runs as many as the test asks for.
+_FAST_EXAMPLES = 25
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the slow tests too, and every example of hypothesis")
     parser.addoption(
         "--order-seed",
         type=int,
@@ -61,14 +61,12 @@ def pytest_configure(config: pytest.Config) -> None:
     heed_signals()
     if config.getoption("--hypothesis-seed", None) is not None:
         settings.load_profile("search")
-    # Every test runs in an empty folder (below); what hypothesis remembers of its failures must not be lost with it.
+    # Tests run in an empty directory (below); the failures that hypothesis remembers must outlive it.
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(config.rootpath / ".hypothesis"))
 
 
 def heed_signals() -> None:
-    """Undo what a run in the background (`nohup`, or `&` in a script) hands down: interrupts and hang-ups that are
-    ignored.
-    """
+    """Restore the signals that a run in the background (``nohup``, or ``&`` in a script) inherits as ignored."""
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGQUIT, signal.SIG_DFL),
@@ -89,22 +87,45 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle the files, and the tests inside each; what is slow goes first, so that no worker waits for it at the end."""
+    """Select the tier and shuffle: files, then the tests of each file. Slow files come first, so that no worker ends
+    alone with one.
+    """
+    if not _runs_all(config):
+        _keep_fast_tier(config, items)
     dice = random.Random(config.option.order_seed)
     position = {item.nodeid: dice.random() for item in sorted(items, key=lambda item: item.nodeid)}
     files = {path: dice.random() for path in sorted({str(item.path) for item in items})}
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, files[str(item.path)], position[item.nodeid]))
 
 
+def _runs_all(config: pytest.Config) -> bool:
+    """--all, a marker expression, or tests named one by one select for themselves."""
+    return config.option.all or bool(config.option.markexpr) or any("::" in argument for argument in config.args)
+
+
+def _keep_fast_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item.get_closest_marker("slow") is None]
+    for item in items:
+        function = getattr(item, "function", None)
+        if is_hypothesis_test(function) and (chosen := _settings_of(function)).max_examples > _FAST_EXAMPLES:
+            function._hypothesis_internal_use_settings = settings(chosen, max_examples=_FAST_EXAMPLES)
+
+
+def _settings_of(function: Any) -> settings:
+    return getattr(function, "_hypothesis_internal_use_settings", None) or settings.default
+
+
 @pytest.fixture(scope="session")
-def _empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _empty_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cwd")
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind(_empty_folder: Path) -> Iterator[None]:
-    """Fail a test that leaves a variable, a process group, a log handler, a thread or a file in the working folder."""
-    os.chdir(_empty_folder)
+def leaves_nothing_behind(_empty_directory: Path) -> Iterator[None]:
+    """Fail a test that leaves an environment variable, a process group, a log handler, a thread or a file behind."""
+    os.chdir(_empty_directory)
     variables = dict(os.environ)
     handlers = _handlers()
     threads = set(threading.enumerate())
@@ -114,7 +135,7 @@ def leaves_nothing_behind(_empty_folder: Path) -> Iterator[None]:
         *_process_groups(),
         *(f"the log handler {handler}" for handler in _handlers() if handler not in handlers),
         *_threads_since(threads),
-        *_stray_files(_empty_folder),
+        *_stray_files(_empty_directory),
     ]
     if leaks:
         pytest.fail("left behind: " + "; ".join(leaks), pytrace=False)
@@ -122,9 +143,7 @@ def leaves_nothing_behind(_empty_folder: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def leaves_no_process_behind() -> Iterator[None]:
-    """Fail a file whose tests leave a process running. Once a file: listing the processes of a machine takes
-    milliseconds.
-    """
+    """Fail a test file that leaves a process running; per file, since listing processes takes milliseconds."""
     before = set(_processes())
     yield
     left = _wait_until_gone(lambda: [process for process in _processes() if process not in before])
@@ -137,7 +156,7 @@ def leaves_no_process_behind() -> Iterator[None]:
 
 
 def _processes() -> list[psutil.Process]:
-    """Our children and theirs, less the two helpers that multiprocessing keeps for as long as we live."""
+    """Descendants of this process, except the two helpers that multiprocessing keeps for its lifetime."""
     here = psutil.Process()
     found = []
     for process in here.children(recursive=True):
@@ -162,10 +181,10 @@ def _changed_variables(before: dict[str, str]) -> list[str]:
     changed = [
         key
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and key not in _VARIABLES_OF_OTHERS
+        if before.get(key) != after.get(key) and key not in _FOREIGN_VARIABLES
     ]
     messages = [f"the environment variable {key} ({before.get(key)!r} -> {after.get(key)!r})" for key in changed]
-    for key in changed:  # so that only the test at fault fails
+    for key in changed:  # restored, so that only the test at fault fails
         os.environ.pop(key, None)
         if key in before:
             os.environ[key] = before[key]
@@ -181,7 +200,7 @@ def _process_groups() -> list[str]:
 
 
 def _handlers() -> list[logging.Handler]:
-    # pytest puts its own capturing handlers on the root logger and takes them off again around every phase.
+    # pytest adds its capturing handlers to the root logger around every phase.
     return [handler for handler in logging.getLogger().handlers if not type(handler).__module__.startswith("_pytest")]
 
 
@@ -194,11 +213,11 @@ def _threads_since(before: set[threading.Thread]) -> list[str]:
 
 
 def _stray_files(folder: Path) -> list[str]:
-    messages = [] if Path.cwd() == folder else [f"the working folder {Path.cwd()}"]
+    messages = [] if Path.cwd() == folder else [f"the working directory {Path.cwd()}"]
     for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # gone by itself
+        with contextlib.suppress(FileNotFoundError):  # removed in the meantime
             path.rename(folder.parent / f"stray-{time.monotonic_ns()}-{path.name}")
-            messages.append(f"the file {path.name} in the working folder")
+            messages.append(f"the file {path.name} in the working directory")
     return messages
 
 

@@ -46,7 +46,7 @@ def train(epochs, fail=False):
 """
 
 # What a rank printed passes through another thread of the kernel, which may come to it when the rank has ended; once
-# the cell has ended # too, nobody listens to it any more.
+# the cell has ended too, nobody listens to it any more.
 LATER = """
 import time
 time.sleep(3)

@@ -1,12 +1,13 @@
-"""The wheels, installed into fresh environments: each package works with only its own dependencies there.
+"""The wheels, installed into fresh environments: each package works with only its own dependencies.
 
-The whole file takes minutes: it installs torch once, as a user's pip would, and runs the packages' own tests from the
-wheels.
+The fast tier installs every wheel alone, checks its metadata, imports every module and runs the README's examples.
+`scripts/test --all` also runs the tests of each package's public surface against the installed wheel.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import os
 import re
@@ -19,13 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from workspace import ROOT, import_name, metadata, projects
+from packaging.requirements import Requirement
+from workspace import ROOT, import_name, metadata, module_name, projects, sources
 
-# The first to come builds the wheels.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+# The first test builds the wheels; each installation asks the package index, as a user's pip does.
+pytestmark = pytest.mark.timeout(900)
 
-# What pip must find beside a package to run its tests, and nothing of ours.
-TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
+# What pip must find to run a package's tests, besides the package.
+TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis"]
 SETTINGS = """[pytest]
 pythonpath = tests/support
 addopts = --import-mode=importlib -p no:cacheprovider
@@ -34,7 +36,7 @@ markers =
     gpu
 timeout = 120
 """
-# As in the conftest.py of the workspace, which is not there.
+# As in the conftest.py of the workspace, which is not installed with a wheel.
 PROFILE = """
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
@@ -42,22 +44,66 @@ providers._get_local_constants = lambda: providers._local_constants
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.load_profile("suite")
 """
+# Runs the examples of a README, and compares what they print with the block that follows.
+README_EXAMPLES = r"""
+import contextlib, io, re, sys
+examples = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", open(sys.argv[1], encoding="utf-8").read(), re.DOTALL)
+names = {}
+for code, expected in examples:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, names)
+    assert printed.getvalue() == expected, f"printed:\n{printed.getvalue()}\nthe README shows:\n{expected}"
+print(len(examples))
+"""
+# The siblings that each package installs, its optional ones left out.
+TOGETHER = {
+    "accel-state": {"accel-state"},
+    "accel-launch": {"accel-launch", "accel-state"},
+    "accel-bigmodel": {"accel-bigmodel", "accel-state"},
+    "accel-data": {"accel-data", "accel-state"},
+    "accel-quant": {"accel-quant", "accel-bigmodel", "accel-state"},
+    "accel-track": {"accel-track", "accel-state"},
+    "accel-fp8": {"accel-fp8", "accel-state"},
+    "accel": {project.name for project in projects()} - {"accel-quant"},
+    "accel-plan": {project.name for project in projects()} - {"accel-quant"},
+}
+# The tests of what a user of one package calls; the rest has run from the work tree.
+PUBLIC_SURFACE = {
+    "accel-state": ["test_state.py", "test_nested.py", "test_options.py"],
+    "accel-launch": ["test_cli.py", "test_single.py"],
+    "accel-bigmodel": ["test_readme.py", "test_loading.py", "test_dispatch.py"],
+    "accel-data": ["test_readme.py", "test_loader.py", "test_prepare.py"],
+    "accel-quant": ["test_readme.py", "test_loading.py"],
+    "accel-track": ["test_tracking.py", "test_jsonl.py"],
+    "accel-fp8": ["test_readme.py", "test_native_layers.py"],
+    "accel": ["test_facade.py", "test_training.py", "test_saving.py"],
+}
+each_distribution = pytest.mark.parametrize("distribution", TOGETHER)
 
 
-def _run(*command: object, folder: Path, seconds: int = 900, **variables: str) -> str:
-    """Standard output of a command; the test fails with all that it said when it fails."""
+def _run(*command: object, folder: Path, seconds: int = 600, **variables: str) -> str:
+    """Standard output of a command; on failure the test fails with its whole output."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | variables
     done = subprocess.run(
-        [*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+        [*map(str, command)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
     )
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def _pip(python: Path, *arguments: object, folder: Path) -> str:
-    # The pip of the running environment acts on the other one, which then need not hold a pip of its own.
+    # The pip of the running environment acts on the other one, which then needs no pip of its own.
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    return _run(*pip, *arguments, "--constraint", ROOT / "constraints.txt", folder=folder)
+    # A trial with another torch (scripts/test --torch) has constraints of its own.
+    constraints = ROOT / os.environ.get("ACCEL_CONSTRAINTS", "constraints.txt")
+    return _run(*pip, *arguments, *(["--constraint", constraints] if "install" in arguments else []), folder=folder)
 
 
 def _empty_environment(folder: Path) -> Path:
@@ -72,56 +118,70 @@ def _site_packages(python: Path) -> Path:
     )
 
 
+def _with_requirements(distribution: str) -> set[str]:
+    """A distribution of the running environment and everything that it requires there, by normalised name."""
+    found: set[str] = set()
+    waiting = [distribution]
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        if name in found:
+            continue
+        found.add(name)
+        for text in importlib.metadata.requires(name) or []:
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(requirement.name)
+    return found
+
+
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the wheel of every distribution."""
+    """The directory with the wheel of every distribution."""
     folder = tmp_path_factory.mktemp("wheels")
     _run("bash", ROOT / "scripts" / "wheels", folder, folder=ROOT, ACCEL_VENV=sys.prefix)
     return folder
 
 
 @pytest.fixture(scope="module")
-def torch_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site-packages of an environment with torch and the test tools, and nothing of ours."""
+def torch_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that shows torch and its requirements of the running environment, and nothing else.
+
+    Torch is 700 MB or more; installing it once per package would dominate the suite.
+    """
     folder = tmp_path_factory.mktemp("torch")
-    python = _empty_environment(folder / "env")
-    torch = next(
-        line for line in ROOT.joinpath("constraints.txt").read_text().splitlines() if line.startswith("torch==")
-    )
-    _pip(python, "install", "-qq", torch, *TEST_TOOLS, folder=folder)
-    return _site_packages(python)
+    for name in _with_requirements("torch"):
+        distribution = importlib.metadata.distribution(name)
+        for entry in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+            source, target = Path(str(distribution.locate_file(entry))), folder / entry
+            if not target.exists():
+                target.symlink_to(source)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def install(wheels: Path, torch_environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Install one distribution from the wheels into a fresh environment, and return its Python.
-
-    Torch is 700 MB: these environments see the one of torch_environment rather than have their own.
-    """
+def install(wheels: Path, torch_only: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Install one distribution from the wheels into a fresh environment that has torch, and return its Python."""
 
     @functools.cache
     def install_one(distribution: str) -> Path:
         folder = tmp_path_factory.mktemp(distribution)
         python = _empty_environment(folder / "env")
-        _site_packages(python).joinpath("torch.pth").write_text(f"{torch_environment}\n")
-        _pip(python, "install", "-qq", "--find-links", wheels, distribution, folder=folder)
+        _site_packages(python).joinpath("torch.pth").write_text(f"{torch_only}\n")
+        _pip(python, "install", "-qq", "--no-compile", "--find-links", wheels, distribution, folder=folder)
         return python
 
     return install_one
 
 
-def _ours(python: Path) -> set[str]:
-    """The distributions of this workspace that are installed."""
-    names = "import importlib.metadata as m, json; print(json.dumps([d.metadata['Name'] for d in m.distributions()]))"
-    return set(json.loads(_run(python, "-c", names, folder=python.parent))) & {project.name for project in projects()}
-
-
 def _chosen(python: Path, wheels: Path, distribution: str, folder: Path) -> dict[str, dict]:
     """What pip would install into an empty environment for a distribution, by name."""
-    report = _pip(
-        python, "install", "-qq", "--dry-run", "--report", "-", "--find-links", wheels, distribution, folder=folder
-    )
+    arguments = ["install", "-qq", "--dry-run", "--report", "-", "--find-links", wheels, distribution]
+    report = _pip(python, *arguments, folder=folder)
     return {entry["metadata"]["name"].lower().replace("_", "-"): entry for entry in json.loads(report)["install"]}
+
+
+def test_every_distribution_is_installed_alone() -> None:
+    assert set(TOGETHER) == {project.name for project in projects()}
 
 
 @pytest.mark.parametrize("project", projects(), ids=lambda project: project.name)
@@ -140,58 +200,48 @@ def test_wheel_holds_the_package_its_types_and_its_licence(project: Path, wheels
     assert {name.split("/")[0] for name in names} == {package, f"{package}-{version}.dist-info"}
 
 
-@pytest.mark.timeout(
-    2400
-)  # the first to come installs torch and the test tools, and a package's own tests start many processes
-@pytest.mark.parametrize(
-    ("distribution", "together"),
-    [
-        ("accel-launch", {"accel-launch", "accel-state"}),
-        ("accel-bigmodel", {"accel-bigmodel", "accel-state"}),
-        ("accel-data", {"accel-data", "accel-state"}),
-        ("accel-quant", {"accel-quant", "accel-bigmodel", "accel-state"}),
-        ("accel-track", {"accel-track", "accel-state"}),
-        ("accel-fp8", {"accel-fp8", "accel-state"}),
-        ("accel", {"accel", "accel-bigmodel", "accel-data", "accel-fp8", "accel-launch", "accel-state", "accel-track"}),
-    ],
-)
-def test_own_tests_pass_with_only_the_own_dependencies(
-    distribution: str, together: set[str], install: Callable[[str], Path], tmp_path: Path
+@each_distribution
+def test_each_wheel_works_alone(distribution: str, install: Callable[[str], Path], tmp_path: Path) -> None:
+    python, project = install(distribution), ROOT / "packages" / distribution
+    code = "import importlib.metadata as m, json; print(json.dumps([d.metadata['Name'] for d in m.distributions()]))"
+    installed = set(json.loads(_run(python, "-c", code, folder=tmp_path)))
+    assert installed & {project.name for project in projects()} == TOGETHER[distribution]
+    _pip(python, "check", folder=tmp_path)
+    modules = [module_name(project, file) for file in sources(project) if file.name != "__main__.py"]
+    imports = "import importlib, json, sys; [importlib.import_module(name) for name in json.loads(sys.argv[1])]"
+    _run(python, "-c", imports, json.dumps(modules), folder=tmp_path)
+    _run(python, "-c", README_EXAMPLES, project / "README.md", folder=tmp_path, OMP_NUM_THREADS="1")
+
+
+@pytest.mark.slow  # installs the test tools, and runs several suites
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("distribution", PUBLIC_SURFACE)
+def test_the_public_surface_works_from_the_wheel(
+    distribution: str, install: Callable[[str], Path], tmp_path: Path
 ) -> None:
     python = install(distribution)
-    assert _ours(python) == together
-    shutil.copytree(
-        ROOT / "packages" / distribution / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    _pip(python, "install", "-qq", "--no-compile", *TEST_TOOLS, folder=tmp_path)
+    tests = ROOT / "packages" / distribution / "tests"
+    shutil.copytree(tests, tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "packages" / distribution / "README.md", tmp_path)  # a test runs its examples
     tmp_path.joinpath("pytest.ini").write_text(SETTINGS)
     tmp_path.joinpath("conftest.py").write_text(PROFILE)
-    # Slow tests have run from the work tree already; what could differ here is what is installed.
-    output = _run(
-        python, "-m", "pytest", "-q", "-m", "not slow", "tests", folder=tmp_path, seconds=1800, OMP_NUM_THREADS="1"
-    )
+    files = [f"tests/{name}" for name in PUBLIC_SURFACE[distribution]]
+    command = [python, "-m", "pytest", "-q", "-m", "not slow", *files]
+    output = _run(*command, folder=tmp_path, seconds=1500, OMP_NUM_THREADS="1")
     assert re.search(r"\b\d+ passed", output), output
 
 
-@pytest.mark.timeout(2400)  # may be the one that installs torch
 def test_the_command_works_where_only_the_launcher_is_installed(install: Callable[[str], Path], tmp_path: Path) -> None:
     python = install("accel-launch")
-    tmp_path.joinpath("script.py").write_text(
-        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
-    )
-    output = _run(
-        python.parent / "accel",
-        "launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "script.py",
-        folder=tmp_path,
-        OMP_NUM_THREADS="1",
-    )
+    script = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
+    tmp_path.joinpath("script.py").write_text(script)
+    command = [python.parent / "accel", "launch", "--cpu", "--num_processes", "2", "script.py"]
+    output = _run(*command, folder=tmp_path, OMP_NUM_THREADS="1")
     assert sorted(re.findall(r"rank \d of \d", output)) == ["rank 0 of 2", "rank 1 of 2"]
 
 
+@pytest.mark.slow  # resolves the whole set on the package index
 def test_pip_prefers_our_accel_to_the_unrelated_one_of_the_public_index(wheels: Path, tmp_path: Path) -> None:
     python = _empty_environment(tmp_path / "env")
     index = _run(sys.executable, "-m", "pip", "index", "versions", "accel", folder=tmp_path)
@@ -205,6 +255,7 @@ def test_pip_prefers_our_accel_to_the_unrelated_one_of_the_public_index(wheels: 
     assert all(chosen[name]["download_info"]["url"].startswith(wheels.as_uri()) for name in ours)
 
 
+@pytest.mark.slow  # resolves on the package index, torch included
 @pytest.mark.parametrize(
     ("distribution", "absent"),
     [

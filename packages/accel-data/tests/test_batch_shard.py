@@ -144,7 +144,7 @@ def test_items_without_batching(length: int, world: int, even: bool) -> None:
 
 
 # What the reference library's BatchSamplerShard gives (version 1.15, run as a black box): (length, batch size, ranks,
-# drop_last, # split_batches, even_batches) and the batches of each rank.
+# drop_last, split_batches, even_batches) and the batches of each rank.
 REFERENCE = [
     ((7, 3, 2, False, False, True), [[[0, 1, 2], [6, 0, 1]], [[3, 4, 5], [2, 3, 4]]]),
     ((1, 3, 2, False, False, True), [[[0, 0, 0]], [[0, 0, 0]]]),
