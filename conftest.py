@@ -1,4 +1,4 @@
-"""Applies to every test of the workspace: tiers, a random order with a recorded seed, and a check that nothing leaks."""
+"""Applies to every test of the workspace: tiers, a random order with a recorded seed, and checks for leaks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 from hypothesis.internal.conjecture import providers
 
-# No deadlines, since a busy machine must not fail a test, and the same examples on every run; --hypothesis-seed looks for
-# new ones. The conftest.py of a package may refine the profile.
+# No deadlines, since a busy machine must not fail a test, and the same examples on every run; --hypothesis-seed looks
+# for new ones. The conftest.py of a package may refine the profile.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("suite", settings.get_profile("search"), derandomize=True)
 settings.load_profile("suite")

@@ -346,7 +346,7 @@ def pretrained_folder() -> Path:
 
 
 def fine_tune_divided() -> dict[str, Any]:
-    """Train the first layer of a pretrained model for three steps on one rank, and again where it was loaded in shards."""
+    """Train the first layer of a pretrained model for three steps on one rank, and again loaded in shards."""
     from transformers import AutoModel
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 

@@ -1,4 +1,4 @@
-"""No module imports itself through others: neither at import time, nor inside a function, nor for type checkers only."""
+"""No module imports itself through others: not at import time, not inside a function, not for type checkers."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ def torch_state():
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
-    devices = [name for name in ("cuda", "xpu", "mtia") if getattr(getattr(torch, name, None), "is_initialized", bool)()]
+    names = ("cuda", "xpu", "mtia")
+    devices = [name for name in names if getattr(getattr(torch, name, None), "is_initialized", bool)()]
     return {
         "initialised devices": devices,
         "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
@@ -34,15 +35,17 @@ def torch_state():
     }
 
 def state():
+    loggers = logging.root.manager.loggerDict
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
     return {
         "environment": dict(os.environ),
         "handlers": [repr(handler) for handler in logging.getLogger().handlers],
-        "handlers of loggers": sorted(name for name, logger in logging.root.manager.loggerDict.items() if getattr(logger, "handlers", [])),
+        "handlers of loggers": sorted(name for name, logger in loggers.items() if getattr(logger, "handlers", [])),
         "level": logging.getLogger().level,
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text() if Path("/proc/self/task").exists() else "",
+        "children": children.read_text() if children.exists() else "",
         "signals": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
-        "working folder": [os.getcwd(), sorted(os.listdir())],
+        "working directory": [os.getcwd(), sorted(os.listdir())],
         "random generator": hash(random.getstate()),
         "filters of warnings": [str(entry) for entry in warnings.filters],
         "hook of exceptions": repr(sys.excepthook),
@@ -50,7 +53,7 @@ def state():
     }
 
 modules, first = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-for name in first:  # what these change is not ours
+for name in first:  # what these libraries change is theirs
     importlib.import_module(name)
 before = state()
 for name in modules:

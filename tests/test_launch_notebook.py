@@ -24,12 +24,13 @@ notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for t
 # Sockets that are files of this folder: a port that was free when it was chosen may be taken when the kernel listens.
 sockets = {"transport": "ipc", "ip": "kernel"}
 waits = {"timeout": 150, "startup_timeout": 150, "iopub_timeout": 150}
-NotebookClient(notebook, allow_errors=True, kernel_name="python3", config=Config({"KernelManager": sockets}), **waits).execute()
+config = Config({"KernelManager": sockets})
+NotebookClient(notebook, allow_errors=True, kernel_name="python3", config=config, **waits).execute()
 found = []
 for cell in notebook.cells:
     text = "".join(output.get("text", "") for output in cell.outputs if output.get("name") == "stdout")
-    error = next((f"{output['ename']}: {output['evalue']}" for output in cell.outputs if output.output_type == "error"), "")
-    found.append([text, error])
+    errors = [f"{output['ename']}: {output['evalue']}" for output in cell.outputs if output.output_type == "error"]
+    found.append([text, errors[0] if errors else ""])
 print("CELLS " + json.dumps(found))
 """
 

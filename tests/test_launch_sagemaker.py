@@ -52,10 +52,12 @@ with mock_aws():
     policy = json.dumps({"Version": "2012-10-17", "Statement": [trusted]})
     boto3.client("iam").create_role(RoleName="train", AssumeRolePolicyDocument=policy)
     boto3.client("s3").create_bucket(Bucket="bucket")
-    code = main(["launch", "--config_file", "c.yaml", "source/train.py", "--lr", "0.1", "--epochs=3", "--shuffle", "True"])
+    arguments = ["--lr", "0.1", "--epochs=3", "--shuffle", "True"]
+    code = main(["launch", "--config_file", "c.yaml", "source/train.py", *arguments])
     client = boto3.client("sagemaker")
     names = [job["TrainingJobName"] for job in client.list_training_jobs()["TrainingJobSummaries"]]
-    print("JOBS " + json.dumps([code, [client.describe_training_job(TrainingJobName=name) for name in names]], default=str))
+    jobs = [client.describe_training_job(TrainingJobName=name) for name in names]
+    print("JOBS " + json.dumps([code, jobs], default=str))
 """
 
 

@@ -13,7 +13,8 @@ from workspace import ROOT
 
 # Written in pieces, so that this file does not find itself.
 FORBIDDEN = {
-    "an absolute path of somebody's machine": r"(?<![\w.-])/(?:work|root|home/\w+|Users/\w+|opt/(?:pypi|wheels))(?![\w-])",
+    "an absolute path of somebody's machine": r"(?<![\w.-])/(?:work|root|home/\w+|Users/\w+"
+    r"|opt/(?:pypi|wheels))(?![\w-])",
     "the address of a package index": r"https?://[\w.-]*(?:pypi|pythonhosted|wheel)[\w.-]*|--(?:extra-)?index-"
     + "url|file"
     + "://",

@@ -1,4 +1,4 @@
-"""examples/resume.py, killed at random moments and started again, ends with the weights of a run that nobody disturbed."""
+"""examples/resume.py, killed at random moments and restarted, ends with the weights of an uninterrupted run."""
 
 from __future__ import annotations
 

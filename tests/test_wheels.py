@@ -47,7 +47,8 @@ settings.load_profile("suite")
 # Runs the examples of a README, and compares what they print with the block that follows.
 README_EXAMPLES = r"""
 import contextlib, io, re, sys
-examples = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", open(sys.argv[1], encoding="utf-8").read(), re.DOTALL)
+text = open(sys.argv[1], encoding="utf-8").read()
+examples = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
 names = {}
 for code, expected in examples:
     printed = io.StringIO()

@@ -34,6 +34,6 @@ def sources(project: Path) -> list[Path]:
 
 
 def module_name(project: Path, file: Path) -> str:
-    """``accel_state.devices.cpu`` for .../src/accel_state/devices/cpu.py, ``accel_state.devices`` for its __init__.py."""
+    """The dotted name of a module: ``accel_state.devices`` for .../src/accel_state/devices/__init__.py."""
     parts = file.relative_to(project / "src").with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -37,8 +37,8 @@ LATER_MODULES = {
 LATER = {
     LAUNCHER: "prepare_deepspeed_cmd_env prepare_sagemager_args_inputs install_xla",
     MEGATRON: """
-        AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMPlugin
-        add_model_config_to_megatron_parser avg_losses_across_data_parallel_group
+        AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler
+        MegatronLMPlugin add_model_config_to_megatron_parser avg_losses_across_data_parallel_group
         """,
 }
 
@@ -46,8 +46,9 @@ LATER = {
 HOMES = {
     "accelerate.state": "AcceleratorState GradientState ThreadLocalSharedDict PartialState do_nothing is_initialized",
     "accelerate.data_loader": """
-        BatchSamplerShard DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin IterableDatasetShard
-        SeedableRandomSampler SkipBatchSampler SkipDataLoader get_sampler prepare_data_loader skip_first_batches
+        BatchSamplerShard DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin
+        IterableDatasetShard SeedableRandomSampler SkipBatchSampler SkipDataLoader get_sampler prepare_data_loader
+        skip_first_batches
         """,
     "accelerate.checkpointing": """
         get_pretty_name load load_accelerator_state load_custom_state save save_accelerator_state save_custom_state
@@ -58,8 +59,9 @@ HOMES = {
     "accelerate.logging": "MultiProcessAdapter get_logger",
     "accelerate.local_sgd": "LocalSGD",
     "accelerate.tracking": """
-        AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LoggerType MLflowTracker SwanLabTracker TensorBoardTracker
-        TrackioTracker WandBTracker filter_trackers get_available_trackers on_main_process register_tracker_class
+        AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LoggerType MLflowTracker SwanLabTracker
+        TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers on_main_process
+        register_tracker_class
         """,
 }
 # ... and the other way round: names whose home is another module than the one that lists them first.
@@ -67,8 +69,8 @@ MOVED = {"get_logger": "accel.logging"}
 
 # Names that a module of a later version lists first, and that are in this one.
 NOW = """
-    clear_device_cache convert_bytes copy_tensor_to_devices find_device ignorant_find_batch_size listify load pad_input_tensors save
-    str_to_bool
+    clear_device_cache convert_bytes copy_tensor_to_devices find_device ignorant_find_batch_size listify load
+    pad_input_tensors save str_to_bool
     """
 
 # The value cannot be written down (a factory, a marker object) or is the reference's private business: only the name is
