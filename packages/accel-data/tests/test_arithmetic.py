@@ -134,5 +134,5 @@ def test_a_rank_outside_the_world_is_refused() -> None:
         ConfigurationError, match=r"process_index=4 is not a rank of 4 processes; it must be in \[0, 3\]"
     ):
         check_rank(4, 4)
-    with pytest.raises(ConfigurationError, match=r"num_processes=0 is not a number of processes"):
+    with pytest.raises(ConfigurationError, match=r"num_processes=0 must be at least 1"):
         check_rank(0, 0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from accel_data import BatchSamplerShard, ItemShard, SeedableRandomSampler
-from accel_data.batch_shard import EpochStart, ShardedStream
+from accel_data.batch_shard import EpochStart, ShardedSampler
 from accel_state.errors import ConfigurationError
 
 flags = st.booleans()
@@ -57,7 +57,7 @@ class Batches:
         return len(self.batches)
 
 
-def epoch(shard: ShardedStream) -> list[tuple[Any, int | None, bool]]:
+def epoch(shard: ShardedSampler) -> list[tuple[Any, int | None, bool]]:
     """Every batch with the number of samples that are no padding, and whether it was announced as the last one."""
     drawn = []
     iterator = iter(shard)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_data.batch_ops import count_rows, join_rows, slice_rows
-from accel_data.batch_scatter import Dealer
+from accel_data.batch_ops import concat_batches, count_samples, slice_batch
+from accel_data.batch_scatter import BatchSplitter
 from accel_data.lookahead import Step
 
 flags = st.booleans()
@@ -59,13 +59,15 @@ def test_rounds_put_together_are_what_was_read(
 ) -> None:
     if fixed:
         sizes = [4 * world] * (len(sizes) - 1) + sizes[-1:]
-    dealer = Dealer(world, split, 4 * world if fixed else None, even_batches=even, slice_fn=by_hand if sliced else None)
+    splitter = BatchSplitter(
+        world, split, 4 * world if fixed else None, even_batches=even, slice_fn=by_hand if sliced else None
+    )
     seen: list[int] = []
     first: Any = None
     ends = []
-    for batches, padding, last in dealer.rounds(iter(steps_of(sizes))):
+    for batches, padding, last in splitter.group(iter(steps_of(sizes))):
         first = batches[0] if first is None else first
-        round_ = dealer.deal(batches, padding, first)
+        round_ = splitter.split(batches, padding, first)
         lengths = [len(ids(part)) for part in round_.parts]
         assert len(lengths) == world
         assert all(lengths)
@@ -86,13 +88,13 @@ def test_rounds_put_together_are_what_was_read(
 
 def by_hand(batch: Any, piece: slice, process_index: int, num_processes: int) -> Any:
     assert 0 <= process_index < num_processes
-    return slice_rows(batch, piece.start, piece.stop)
+    return slice_batch(batch, piece.start, piece.stop)
 
 
 @given(count=st.integers(0, 9), world=st.integers(1, 4))
 def test_dropping_what_does_not_fill_a_round(count: int, world: int) -> None:
-    dealer = Dealer(world, batch_size=2, drop_last=True)
-    rounds = list(dealer.rounds(iter(steps_of([2] * count))))
+    splitter = BatchSplitter(world, batch_size=2, drop_last=True)
+    rounds = list(splitter.group(iter(steps_of([2] * count))))
     assert [len(batches) for batches, _, _ in rounds] == [world] * (count // world)
     assert [last for _, _, last in rounds] == [False] * (count // world - 1) + [True] * bool(count // world)
 
@@ -101,23 +103,23 @@ def test_dropping_what_does_not_fill_a_round(count: int, world: int) -> None:
 def test_joining_and_slicing_are_inverse(sizes: list[int]) -> None:
     bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     batches = [batch_of(list(range(bounds[i], bounds[i + 1]))) for i in range(len(sizes))]
-    joined = join_rows(batches)
+    joined = concat_batches(batches)
     assert ids(joined) == list(range(bounds[-1]))
     for i in range(len(sizes)):
-        assert ids(slice_rows(joined, bounds[i], bounds[i + 1])) == list(range(bounds[i], bounds[i + 1]))
+        assert ids(slice_batch(joined, bounds[i], bounds[i + 1])) == list(range(bounds[i], bounds[i + 1]))
 
 
 def test_rows_of_batches_without_arrays() -> None:
-    assert count_rows(["a", "b", "c"]) == 3
-    assert count_rows({"text": ["a", "b"], "n": 1}) == 2
-    assert count_rows(torch.tensor(1.0)) is None
-    assert count_rows("text") is None
-    assert slice_rows(["a", "b", "c"], 1, 3) == ["b", "c"]
-    assert join_rows([["a"], ["b", "c"]]) == ["a", "b", "c"]
+    assert count_samples(["a", "b", "c"]) == 3
+    assert count_samples({"text": ["a", "b"], "n": 1}) == 2
+    assert count_samples(torch.tensor(1.0)) is None
+    assert count_samples("text") is None
+    assert slice_batch(["a", "b", "c"], 1, 3) == ["b", "c"]
+    assert concat_batches([["a"], ["b", "c"]]) == ["a", "b", "c"]
 
 
 def test_what_cannot_be_joined() -> None:
     with pytest.raises(ValueError, match="cannot be joined along their first dimension"):
-        join_rows([torch.zeros(2, 3), torch.zeros(2, 4)])
+        concat_batches([torch.zeros(2, 3), torch.zeros(2, 4)])
     with pytest.raises(ValueError, match="different structures"):
-        join_rows([torch.zeros(2), [1, 2]])
+        concat_batches([torch.zeros(2), [1, 2]])

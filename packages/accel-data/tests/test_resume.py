@@ -332,7 +332,7 @@ def test_set_epoch_keeps_a_loaded_position_in_that_epoch_and_drops_it_for_anothe
 def test_states_of_other_loaders_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="not the state of a prepared loader"):
         build("sequential").load_state_dict({"yielded": 3})
-    with pytest.raises(ConfigurationError, match="says nothing of how the RandomSampler shuffled"):
+    with pytest.raises(ConfigurationError, match="does not include how the RandomSampler shuffled"):
         build("own generator").load_state_dict({"_num_yielded": 3})
     middle = dict(build("buckets").state_dict(), position=1)
     with pytest.raises(ConfigurationError, match="the state counts batches, and this loader counts samples"):

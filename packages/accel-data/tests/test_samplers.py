@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accel_data import SeedableRandomSampler, SkipBatchSampler, get_sampler, prepare_data_loader
-from accel_data.epoch_rng import EpochOrder, GlobalRandomState, preserved_random_state
-from accel_data.index_sources import PermutationSource, StreamSource, addressable_source
+from accel_data.epoch_rng import SamplerRng
+from accel_data.index_sources import PermutationSource, StreamSource, random_access_source
+from accel_data.rng_state import capture_rng, from_plain, preserve_rng, restore_rng, to_plain
 from accel_state.errors import ConfigurationError
 
 
@@ -36,7 +37,7 @@ def test_the_seed_defaults_to_that_of_torch_and_may_be_the_largest() -> None:
 def test_a_seedable_sampler_with_replacement_is_no_permutation() -> None:
     sampler = SeedableRandomSampler(range(3), replacement=True, num_samples=10, data_seed=1)
     assert not sampler.is_permutation
-    assert addressable_source(sampler) is None
+    assert random_access_source(sampler) is None
     first = list(sampler)
     sampler.set_epoch(0)
     assert list(sampler) == first
@@ -50,7 +51,7 @@ def test_skipping_batches_of_a_sampler() -> None:
     assert (len(skipped), skipped.total_length, skipped.batch_size, skipped.drop_last) == (1, 3, 3, True)
     assert skipped.sampler is batches.sampler
     assert len(SkipBatchSampler(batches, 7)) == 0
-    with pytest.raises(ConfigurationError, match="skip_batches=-1 is not a number of batches"):
+    with pytest.raises(ConfigurationError, match="skip_batches=-1 must be at least 0"):
         SkipBatchSampler(batches, -1)
 
 
@@ -90,12 +91,12 @@ def test_a_random_sampler_is_given_the_generator_it_would_have_made_itself() -> 
     expected = list(RandomSampler(range(9)))
     torch.manual_seed(3)
     sampler = RandomSampler(range(9))
-    order = EpochOrder(sampler)
-    with order.beginning() as origin:
+    order = SamplerRng(sampler)
+    with order.draw_order() as origin:
         drawn = torch.randperm(9, generator=sampler.generator).tolist()
     assert drawn == expected
     torch.rand(5)
-    with order.beginning(origin):
+    with order.draw_order(origin):
         assert torch.randperm(9, generator=sampler.generator).tolist() == expected
 
 
@@ -104,9 +105,9 @@ def test_random_state_is_left_as_it_was_and_survives_plain_values() -> None:
 
     import numpy as np
 
-    state = GlobalRandomState.from_plain(GlobalRandomState.capture().to_plain())
-    with preserved_random_state():
+    state = from_plain(to_plain(capture_rng()))
+    with preserve_rng():
         first = torch.rand(()).item(), np.random.rand(), random.gauss(0, 1)
     assert (torch.rand(()).item(), np.random.rand(), random.gauss(0, 1)) == first
-    state.restore()
+    restore_rng(state)
     assert (torch.rand(()).item(), np.random.rand(), random.gauss(0, 1)) == first

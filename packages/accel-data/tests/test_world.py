@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from accel_data import PreparedLoader, prepare_data_loader, skip_first_batches
-from accel_data.batch_ops import count_rows, slice_rows
+from accel_data.batch_ops import count_samples, slice_batch
 from accel_state import testing
 from accel_state.state import PartialState
 from accel_state.testing import WorldError, run_world
@@ -85,8 +85,8 @@ def gather_names(loader: PreparedLoader) -> tuple[list[str], int]:
     names: list[str] = []
     steps = 0
     for batch in loader:
-        rows = count_rows(batch)
-        local = slice_rows(batch, 0, rows if loader.real_samples is None else loader.real_samples)["name"]
+        rows = count_samples(batch)
+        local = slice_batch(batch, 0, rows if loader.real_samples is None else loader.real_samples)["name"]
         if loader.ragged:
             step = [name for part in collectives.all_gather_object(local) for name in part]
         else:
@@ -356,7 +356,7 @@ def test_an_error_on_the_reading_rank_is_raised_on_every_rank() -> None:
         run_world(read_failing, 2, True, False, timeout=280)
     assert not failure.value.timed_out
     assert "LookupError: no sample 9" in failure.value.reports[0]
-    assert "reading the data failed on rank 0" in failure.value.reports[1]
+    assert "rank 0 failed to read the data" in failure.value.reports[1]
     assert "LookupError: no sample 9" in failure.value.reports[1]
 
 
@@ -365,5 +365,5 @@ def test_an_error_in_one_ranks_source_stops_the_others() -> None:
     with pytest.raises(WorldError) as failure:
         run_world(read_failing, 2, False, True, timeout=280)
     assert not failure.value.timed_out
-    assert "failed on another rank" in failure.value.reports[0]
+    assert "another rank failed to read data" in failure.value.reports[0]
     assert "LookupError: no sample on this rank" in failure.value.reports[1]

@@ -33,8 +33,8 @@ SERVERS = {
 }
 SCRIPT = """
 import sys, time
-from accel_track import Delivery, Tracking, find_runs, library
-library.ANSWER_SECONDS = 2.0
+from accel_track import Delivery, Tracking, find_runs, sdk_tracker
+sdk_tracker.ANSWER_SECONDS = 2.0
 tracking = Tracking([{name!r}, "jsonl"], "runs", delivery=Delivery(start_timeout=15, stall_timeout=15, finish_timeout=15))
 tracking.init_trackers("project", {{"lr": 1}}, {{{name!r}: {arguments}}})
 for step in range(100):

@@ -1,4 +1,4 @@
-"""A loader around a torch loader: rebuilt with other samplers, otherwise the same in every setting."""
+"""A wrapper around a torch loader that forwards every setting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from accel_state.errors import ConfigurationError, require
 
-# Settings that go over to a rebuilt loader as they are. Not all of them exist in every supported version of torch.
+# Settings copied to a rebuilt loader. Some exist only in newer versions of torch, or in torchdata.
 _SETTINGS = (
     "num_workers",
     "collate_fn",
@@ -28,11 +28,7 @@ _BATCHING = ("batch_size", "drop_last", "sampler", "batch_sampler", "dataset")
 
 
 def stateful_dataloader_class() -> type[DataLoader[Any]]:
-    """The StatefulDataLoader of torchdata.
-
-    Raises:
-        MissingDependencyError: torchdata is not installed.
-    """
+    """The StatefulDataLoader of torchdata; raises MissingDependencyError without torchdata."""
     module = require(
         "torchdata.stateful_dataloader", purpose="use_stateful_dataloader=True", install="accel-data[stateful]"
     )
@@ -41,7 +37,7 @@ def stateful_dataloader_class() -> type[DataLoader[Any]]:
 
 
 def loader_settings(dataloader: DataLoader[Any]) -> dict[str, Any]:
-    """The keyword arguments that build a loader like this one, apart from its data set, batching and order."""
+    """Keyword arguments that rebuild the loader, except for its data set, batching and order."""
     settings = {name: getattr(dataloader, name) for name in _SETTINGS if hasattr(dataloader, name)}
     if not settings.get("pin_memory_device"):
         settings.pop("pin_memory_device", None)
@@ -50,27 +46,26 @@ def loader_settings(dataloader: DataLoader[Any]) -> dict[str, Any]:
     return settings
 
 
-def warn_about_lost_iteration(dataloader: DataLoader[Any]) -> None:
-    """Warn if the loader's class iterates in a way of its own, which a rebuilt loader does not have."""
+def warn_about_custom_iter(dataloader: DataLoader[Any]) -> None:
+    """Warn if the loader's class overrides ``__iter__``, which a rebuilt loader does not call."""
     overridden = type(dataloader).__iter__
     if overridden is DataLoader.__iter__ or overridden.__module__.startswith("torchdata."):
         return
     warnings.warn(
         f"{type(dataloader).__name__} overrides __iter__, and a prepared loader does not call it: loaders are rebuilt "
-        "around the data set, "
-        "the sampler and the collate function. Move what it does there.",
+        "around the data set, the sampler and the collate function. Move the logic there.",
         stacklevel=3,
     )
 
 
 class DataLoaderAdapter(DataLoader[Any]):
-    """A loader that holds a torch loader and passes on every setting of it, to read and to set.
+    """A loader that wraps a torch loader and forwards reading and setting of every attribute.
 
     Args:
         dataset: data set to load.
         use_stateful_dataloader: build torchdata's StatefulDataLoader instead of torch's DataLoader.
-        batch_sampler: batches of indices to load.
-        **kwargs: other arguments of the loader.
+        batch_sampler: yields lists of indices to load.
+        **kwargs: other arguments of the torch loader.
 
     Attributes:
         base_dataloader: the torch loader.
@@ -85,8 +80,7 @@ class DataLoaderAdapter(DataLoader[Any]):
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
-        # DataLoader.__init__ is not called: this object is a DataLoader to isinstance, and base_dataloader to
-        # everything else.
+        # DataLoader.__init__ is not called: the base class is for isinstance only, base_dataloader does the work.
         loader_class = stateful_dataloader_class() if use_stateful_dataloader else DataLoader
         self.use_stateful_dataloader = use_stateful_dataloader
         self.base_dataloader = loader_class(dataset, batch_sampler=batch_sampler, **kwargs)
@@ -112,28 +106,27 @@ class DataLoaderAdapter(DataLoader[Any]):
         """The position in the data, for :meth:`load_state_dict`.
 
         Raises:
-            ConfigurationError: the torch loader keeps none.
+            ConfigurationError: the torch loader is not a StatefulDataLoader.
         """
         state: dict[str, Any] = self._stateful_base().state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a position in the next iteration.
+        """Continue from a saved position in the next iteration.
 
         Raises:
-            ConfigurationError: the torch loader cannot.
+            ConfigurationError: the torch loader is not a StatefulDataLoader.
         """
         self._stateful_base().load_state_dict(state_dict)
 
     def _stateful_base(self) -> Any:
         if not self.use_stateful_dataloader:
             raise ConfigurationError(
-                "a torch DataLoader keeps no position. Pass use_stateful_dataloader=True, or use prepare_data_loader: "
-                "every prepared "
-                "loader can be resumed."
+                "a torch DataLoader does not save its position. Pass use_stateful_dataloader=True, or use "
+                "prepare_data_loader: every prepared loader can be resumed."
             )
         return self.base_dataloader
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Keep the state in ``dl_state_dict``: that after the batches handed out, whatever was read ahead of them."""
+        """Store the state after the batches handed out, ignoring prefetched ones, in ``dl_state_dict``."""
         self.dl_state_dict = self.state_dict()

@@ -1,4 +1,4 @@
-"""Rows of a batch: counting, slicing and joining samples in tensors, lists and whatever else a collate function makes."""
+"""Counting, slicing and joining the samples of batches, whatever structure the collate function produces."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_sample_list(value: Any) -> bool:
-    """Whether this is a list of samples (strings, dictionaries, ...), rather than a structure that holds arrays."""
+    """Whether this is a list of samples (strings, dictionaries, ...) rather than a structure that contains arrays."""
     return isinstance(value, list) and not leaves(value, _is_array)
 
 
-def count_rows(batch: Any) -> int | None:
-    """Samples in a batch: the length of its first array that has a dimension, or of its first list without arrays; None
-    without either.
-    """
+def count_samples(batch: Any) -> int | None:
+    """Length of the batch's first array that has a dimension; without arrays, that of its first list, if any."""
     for array in leaves(batch, _is_array):
         if array.ndim:
             return int(array.shape[0])
@@ -33,18 +31,20 @@ def count_rows(batch: Any) -> int | None:
 def _first_list_length(batch: Any) -> int | None:
     if isinstance(batch, list):
         return len(batch)
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else ()
+    if not isinstance(batch, Mapping | tuple):
+        return None
+    values = batch.values() if isinstance(batch, Mapping) else batch
     return next((length for length in map(_first_list_length, values) if length is not None), None)
 
 
-def slice_rows(batch: Any, first: int, last: int) -> Any:
-    """Samples [first, last) of a batch; what has no row for each sample is kept whole."""
-    rows = count_rows(batch)
+def slice_batch(batch: Any, first: int, last: int) -> Any:
+    """Samples [first, last) of a batch; values without one entry per sample are kept as they are."""
+    size = count_samples(batch)
 
     def visit(value: Any) -> Any:
         if _is_array(value):
-            return value[first:last] if value.ndim and value.shape[0] == rows else value
-        if _is_sample_list(value) and len(value) == rows:
+            return value[first:last] if value.ndim and value.shape[0] == size else value
+        if _is_sample_list(value) and len(value) == size:
             return value[first:last]
         children = map_children(visit, value)
         return value if children is NotImplemented else children
@@ -52,30 +52,30 @@ def slice_rows(batch: Any, first: int, last: int) -> Any:
     return visit(batch)
 
 
-def join_rows(batches: Sequence[Any]) -> Any:
-    """One batch of the samples of several; what has no row for each sample is taken from the first.
+def concat_batches(batches: Sequence[Any]) -> Any:
+    """One batch of the samples of several; values without one entry per sample are taken from the first batch.
 
     Raises:
-        ValueError: the batches have different structures, or arrays whose further dimensions differ.
+        ValueError: the batches have different structures, or arrays whose shapes differ beyond the first dimension.
     """
     if len(batches) == 1:
         return batches[0]
-    return _join(batches, [count_rows(batch) for batch in batches])
+    return _concat(batches, [count_samples(batch) for batch in batches])
 
 
-def _join(values: Sequence[Any], rows: Sequence[int | None]) -> Any:
+def _concat(values: Sequence[Any], sizes: Sequence[int | None]) -> Any:
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         raise ValueError(
             f"batches of different structures cannot be joined: {sorted({type(value).__name__ for value in values})}"
         )
     if _is_array(first):
-        return _join_arrays(values, rows)
-    if _is_sample_list(first) and [len(value) for value in values] == list(rows):
+        return _concat_arrays(values, sizes)
+    if _is_sample_list(first) and [len(value) for value in values] == list(sizes):
         return [sample for value in values for sample in value]
-    # The same walk over every batch: the children of the first one are replaced by what their counterparts join to.
+    # map_children visits the children of the first value in the same order as _children does.
     counterparts = iter(list(zip(*(_children(value) for value in values), strict=True)))
-    joined = map_children(lambda _: _join(next(counterparts), rows), first)
+    joined = map_children(lambda _: _concat(next(counterparts), sizes), first)
     return first if joined is NotImplemented else joined
 
 
@@ -85,8 +85,8 @@ def _children(value: Any) -> list[Any]:
     return children
 
 
-def _join_arrays(arrays: Sequence[Any], rows: Sequence[int | None]) -> Any:
-    if any(array.ndim == 0 or array.shape[0] != count for array, count in zip(arrays, rows, strict=True)):
+def _concat_arrays(arrays: Sequence[Any], sizes: Sequence[int | None]) -> Any:
+    if any(array.ndim == 0 or array.shape[0] != size for array, size in zip(arrays, sizes, strict=True)):
         return arrays[0]
     if len({tuple(array.shape[1:]) for array in arrays}) > 1:
         raise ValueError(

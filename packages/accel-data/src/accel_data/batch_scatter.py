@@ -1,4 +1,4 @@
-"""Dealing the batches that one rank has read to all ranks, and carrying them there."""
+"""Splitting the batches that rank 0 reads among all ranks, and sending them."""
 
 from __future__ import annotations
 
@@ -14,50 +14,38 @@ from accel_state.collectives.single import Collectives
 from accel_state.operations import get_data_structure, is_tensor_information, recursively_apply
 from accel_state.operations.nested import leaves
 
-from .batch_ops import count_rows, join_rows, slice_rows
-from .epoch_rng import GlobalRandomState
+from .batch_ops import concat_batches, count_samples, slice_batch
 from .lookahead import Step
+from .rng_state import RngStates
 from .shard_math import balanced_range
 
 
 @dataclass
-class Round:
-    """What the ranks get in one step.
+class GlobalStep:
+    """The batches of all ranks in one step."""
 
-    Attributes:
-        parts: a batch for each rank; the batches themselves on the rank that read them, only their structure on its
-            way.
-        real: for each rank, samples of its batch that are no padding; None where all are.
-        last: whether no step follows.
-        remainder: samples of all ranks that are no padding; -1 if there is nothing to leave out after a gather.
-        ragged: whether the ranks' batches differ in size.
-        position: position in the stream after this step.
-        random: what reading left the generators at, for ranks that share the reader's batches and must draw the same
-            numbers as it does.
-    """
-
-    parts: list[Any] = field(default_factory=list)
-    real: list[int | None] = field(default_factory=list)
-    last: bool = False
-    remainder: int = -1
-    ragged: bool = False
-    position: int = 0
-    random: GlobalRandomState | None = None
+    parts: list[Any] = field(default_factory=list)  # a batch for each rank; only the structure while it is sent
+    real: list[int | None] = field(default_factory=list)  # samples that are not padding, by rank; None for all
+    last: bool = False  # whether it is the last step
+    remainder: int = -1  # samples of all ranks that are not padding; -1 if a gather has nothing to drop
+    ragged: bool = False  # whether the ranks' batches differ in size
+    position: int = 0  # position in the stream after this step
+    rng: RngStates | None = None  # generators of rank 0 after reading, for ranks that share its batches
 
 
 @dataclass
-class Dealer:
-    """Makes a round of the batches that were read for it.
+class BatchSplitter:
+    """Builds global steps from the batches of a torch loader.
 
     Attributes:
         num_processes: number of ranks that get different data.
-        split_batches: one batch is read for a round, and sliced; otherwise one for each rank.
-        batch_size: samples in a batch as it is read; None where batches have no fixed size.
-        drop_last: leave out a last round that is not full.
-        even_batches: complete a last round that is not full with samples from the start of the epoch, up to a multiple
-            of the number of ranks, so that all get batches of one size.
+        split_batches: one batch is read per step, and sliced; otherwise one for each rank.
+        batch_size: samples in a batch as it is read; None if batches have no fixed size.
+        drop_last: drop an incomplete last step.
+        even_batches: complete an incomplete last step with samples from the start of the epoch up to a multiple of the
+            number of ranks, so that all get batches of the same size.
         slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts the batch of a rank out of the joined
-            batches; None means along the first dimension.
+            batches; None slices along the first dimension.
     """
 
     num_processes: int
@@ -68,139 +56,133 @@ class Dealer:
     slice_fn: Callable[..., Any] | None = None
 
     @property
-    def batches_a_round(self) -> int:
-        """Batches that are read for a round."""
+    def batches_per_step(self) -> int:
+        """Batches that are read per step."""
         return 1 if self.split_batches else self.num_processes
 
-    def rounds(self, steps: Iterator[Step]) -> Iterator[tuple[list[Any], int, bool]]:
-        """Batches in rounds, each with the number of samples at its end that are padding, and whether it is the last
-        one.
-        """
-        current = list(islice(steps, self.batches_a_round))
+    def group(self, steps: Iterator[Step]) -> Iterator[tuple[list[Any], int, bool]]:
+        """Yield the batches of each global step, the padding samples at their end, and whether it is the last step."""
+        current = list(islice(steps, self.batches_per_step))
         while current:
             *_, (final, last, real, _) = current
             following: list[Step] = []
             if self.drop_last and not last:
-                # Whether this is the last round depends on the next one being full.
-                following = list(islice(steps, self.batches_a_round))
-                last = len(following) < self.batches_a_round
-            if self.drop_last and len(current) < self.batches_a_round:
+                # The step is the last one if the next one is incomplete.
+                following = list(islice(steps, self.batches_per_step))
+                last = len(following) < self.batches_per_step
+            if self.drop_last and len(current) < self.batches_per_step:
                 return
-            yield [step[0] for step in current], 0 if real is None else (count_rows(final) or 0) - real, last
+            yield [step[0] for step in current], 0 if real is None else (count_samples(final) or 0) - real, last
             if last:
-                # To its end, where the sampler and the workers have their last word.
+                # Exhaust the loader, so that the sampler and the workers finish their epoch.
                 for _ in steps:
                     pass
                 return
-            current = following or list(islice(steps, self.batches_a_round))
+            current = following or list(islice(steps, self.batches_per_step))
 
-    def deal(self, batches: list[Any], padding: int, first_batch: Any) -> Round:
+    def split(self, batches: list[Any], padding: int, first_batch: Any) -> GlobalStep:
         """Give every rank a batch.
 
         Args:
-            batches: those read for this round.
-            padding: samples at the end of the last of them that stand in for missing ones.
-            first_batch: the first one of the epoch, which missing samples are taken from.
+            batches: those read for this step.
+            padding: padding samples at the end of the last of them.
+            first_batch: the first batch of the epoch, which missing samples are taken from.
         """
-        sizes = [count_rows(batch) for batch in batches]
-        full = len(batches) == self.batches_a_round and not padding
+        sizes = [count_samples(batch) for batch in batches]
+        full = len(batches) == self.batches_per_step and not padding
         full = full and (self.batch_size is None or all(size == self.batch_size for size in sizes))
         if not self.split_batches and self.slice_fn is None and (full or None in sizes):
-            return self._deal_whole(batches, sizes, padding)
+            return self._whole_batches(batches, sizes, padding)
         try:
-            joined = join_rows(batches)
+            joined = concat_batches(batches)
         except ValueError:
-            # Batches that are padded to lengths of their own cannot be cut anew.
-            return self._deal_whole(batches, sizes, padding)
-        rows = count_rows(joined)
-        if rows is None:
-            return self._deal_whole([joined], [None], 0)
-        return self._cut_joined(joined, rows, full, padding, first_batch)
-
-    def _cut_joined(self, joined: Any, rows: int, full: bool, padding: int, first_batch: Any) -> Round:
-        if padding and rows % self.num_processes == 0:
-            return self._cut_evenly(joined, rows, rows - padding)
-        if full and rows % self.num_processes == 0:
-            return self._cut_evenly(joined, rows, -1)
+            # Batches padded to different lengths cannot be joined.
+            return self._whole_batches(batches, sizes, padding)
+        size = count_samples(joined)
+        if size is None:
+            return self._whole_batches([joined], [None], 0)
+        if (padding or full) and size % self.num_processes == 0:
+            return self._equal_slices(joined, size, size - padding if padding else -1)
         if self.even_batches and self.batch_size is not None:
-            return self._complete(joined, rows, first_batch)
-        return self._cut_balanced(joined, rows)
+            return self._completed_slices(joined, size, first_batch)
+        return self._balanced_slices(joined, size)
 
-    def _deal_whole(self, batches: list[Any], sizes: Sequence[int | None], padding: int) -> Round:
-        """Whole batches; the ranks beyond them take part with one that does not count."""
+    def _whole_batches(self, batches: list[Any], sizes: Sequence[int | None], padding: int) -> GlobalStep:
+        """Whole batches; ranks without one get the first as padding."""
         missing = self.num_processes - len(batches)
         real: list[int | None] = [None] * len(batches) + [0] * missing
         if padding:
             real[len(batches) - 1] = (sizes[-1] or 0) - padding
         ragged = missing > 0 or padding > 0 or None in sizes or len(set(sizes)) > 1
-        return Round(batches + [batches[0]] * missing, real, ragged=ragged and self.num_processes > 1)
+        return GlobalStep(batches + [batches[0]] * missing, real, ragged=ragged and self.num_processes > 1)
 
-    def _complete(self, joined: Any, rows: int, first_batch: Any) -> Round:
-        missing = -rows % self.num_processes
-        source_rows = count_rows(first_batch) or rows
-        filling = [slice_rows(first_batch, i % source_rows, i % source_rows + 1) for i in range(missing)]
+    def _completed_slices(self, joined: Any, size: int, first_batch: Any) -> GlobalStep:
+        missing = -size % self.num_processes
+        available = count_samples(first_batch) or size
+        padding = [slice_batch(first_batch, i % available, i % available + 1) for i in range(missing)]
         try:
-            return self._cut_evenly(join_rows([joined, *filling]), rows + missing, remainder=rows)
+            return self._equal_slices(concat_batches([joined, *padding]), size + missing, remainder=size)
         except ValueError:
-            return self._cut_balanced(joined, rows)
+            return self._balanced_slices(joined, size)
 
-    def _cut_evenly(self, joined: Any, rows: int, remainder: int) -> Round:
-        size = rows // self.num_processes
-        pieces = [range(rank * size, (rank + 1) * size) for rank in range(self.num_processes)]
-        real = [
-            None if remainder < 0 or piece.stop <= remainder else max(0, remainder - piece.start) for piece in pieces
-        ]
-        return Round([self._cut(joined, piece, rank) for rank, piece in enumerate(pieces)], real, remainder=remainder)
+    def _equal_slices(self, joined: Any, size: int, remainder: int) -> GlobalStep:
+        local = size // self.num_processes
+        real: list[int | None] = [None] * self.num_processes
+        if remainder >= 0:
+            real = [None if local * (r + 1) <= remainder else max(0, remainder - local * r) for r in self._ranks]
+        parts = [self._slice(joined, range(rank * local, (rank + 1) * local), rank) for rank in self._ranks]
+        return GlobalStep(parts, real, remainder=remainder)
 
-    def _cut_balanced(self, joined: Any, rows: int) -> Round:
-        pieces = [balanced_range(rows, self.num_processes, rank) for rank in range(self.num_processes)]
-        # A rank without a sample takes part in the step with one that does not count.
-        parts = [self._cut(joined, piece or range(1), rank) for rank, piece in enumerate(pieces)]
-        ragged = rows < self.num_processes or rows % self.num_processes != 0
-        return Round(parts, [None if piece else 0 for piece in pieces], ragged=ragged)
+    def _balanced_slices(self, joined: Any, size: int) -> GlobalStep:
+        pieces = [balanced_range(size, self.num_processes, rank) for rank in self._ranks]
+        # A rank without samples gets the first one as padding.
+        parts = [self._slice(joined, piece or range(1), rank) for rank, piece in enumerate(pieces)]
+        return GlobalStep(parts, [None if piece else 0 for piece in pieces], ragged=size % self.num_processes != 0)
 
-    def _cut(self, joined: Any, piece: range, rank: int) -> Any:
+    @property
+    def _ranks(self) -> range:
+        return range(self.num_processes)
+
+    def _slice(self, joined: Any, piece: range, rank: int) -> Any:
         if self.slice_fn is not None:
             return self.slice_fn(
                 joined, slice(piece.start, piece.stop), process_index=rank, num_processes=self.num_processes
             )
-        return slice_rows(joined, piece.start, piece.stop)
+        return slice_batch(joined, piece.start, piece.stop)
 
 
 class ReadError(RuntimeError):
-    """The rank that reads the data failed; the message holds its traceback."""
+    """Rank 0 failed to read the data; the message contains its traceback."""
 
 
-def send_round(collectives: Collectives, round_: Round | None) -> None:
-    """Give a round to the other ranks, or None for the end. Called by the rank that read it, rank 0."""
-    if round_ is None:
+def send_step(collectives: Collectives, step: GlobalStep | None) -> None:
+    """Send a step from rank 0 to the other ranks; None marks the end."""
+    if step is None:
         collectives.broadcast_object(None)
         return
-    header = Round(**{**vars(round_), "parts": get_data_structure(round_.parts)})
+    header = GlobalStep(**{**vars(step), "parts": get_data_structure(step.parts)})
     collectives.broadcast_object(header)
-    collectives.broadcast_many([tensor.detach() for tensor in leaves(round_.parts)])
+    collectives.broadcast_many([tensor.detach() for tensor in leaves(step.parts)])
 
 
 def send_error(collectives: Collectives, error: BaseException) -> None:
-    """Tell the other ranks, who wait for a round, that reading failed."""
+    """Tell the other ranks, which wait for a step, that rank 0 failed to read the data."""
     collectives.broadcast_object("".join(traceback.format_exception(error)))
 
 
-def receive_round(collectives: Collectives, device: torch.device | None) -> Round | None:
-    """The round that rank 0 sends, or None at the end.
+def receive_step(collectives: Collectives, device: torch.device | None) -> GlobalStep | None:
+    """Receive a step from rank 0; None marks the end.
 
     Args:
         collectives: those of the run.
-        device: where its tensors are put; None means the CPU.
+        device: where to allocate its tensors; None means the CPU.
 
     Raises:
-        ReadError: reading failed on rank 0.
+        ReadError: rank 0 failed to read the data.
     """
     header: Any = collectives.broadcast_object(None)
     if isinstance(header, str):
-        raise ReadError(
-            f"rank {collectives.rank} stops iterating, because reading the data failed on rank 0:\n{header}"
-        )
+        raise ReadError(f"rank {collectives.rank} stops because rank 0 failed to read the data:\n{header}")
     if header is None:
         return None
     header.parts = recursively_apply(
@@ -209,5 +191,5 @@ def receive_round(collectives: Collectives, device: torch.device | None) -> Roun
         test_type=is_tensor_information,
     )
     collectives.broadcast_many(leaves(header.parts))
-    received: Round = header
+    received: GlobalStep = header
     return received

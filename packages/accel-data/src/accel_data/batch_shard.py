@@ -1,4 +1,4 @@
-"""The sharded sampler of a loader of map-style data."""
+"""Sharded samplers of loaders of map-style data."""
 
 from __future__ import annotations
 
@@ -9,81 +9,61 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from .epoch_rng import EpochOrder
-from .index_sources import SequentialSource, StreamSource, addressable_source
+from .epoch_rng import SamplerRng
+from .index_sources import SequentialSource, StreamSource, random_access_source
 from .samplers import is_plain_batch_sampler
 from .shard_math import ShardPlan, balanced_range, check_rank, per_process_batch_size, wrapped_ranges
 
-
-def sharded_stream(dataloader: DataLoader[Any]) -> ShardedStream | None:
-    """The sharded sampler of a torch loader, or None if it has another kind of sampler."""
-    stream = dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
-    return stream if isinstance(stream, ShardedStream) else None
+# A rank's batch in a step, and how many of its samples are not padding (None if it has no padding).
+_RankBatch = tuple[Any, "int | None"]
 
 
-def stream_arguments(
+def sharded_sampler(dataloader: DataLoader[Any]) -> ShardedSampler | None:
+    """The sharded sampler of a torch loader; None if its sampler is of another kind."""
+    sampler = dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
+    return sampler if isinstance(sampler, ShardedSampler) else None
+
+
+def sampler_arguments(
     dataloader: DataLoader[Any],
     num_processes: int = 1,
     process_index: int = 0,
     split_batches: bool = False,
     even_batches: bool = False,
 ) -> dict[str, Any]:
-    """The arguments that make a loader of map-style data read this rank's share: a batch sampler, or a sampler and no
-    batching.
-    """
-    if dataloader.batch_sampler is None:
-        return {
-            "batch_size": None,
-            "sampler": ItemShard(dataloader.sampler, num_processes, process_index, even_batches),
-        }
+    """Arguments for a DataLoader that make it read this rank's shard of ``dataloader``, which has map-style data."""
     batch_sampler: Any = dataloader.batch_sampler
+    if batch_sampler is None:
+        item_shard = ItemShard(dataloader.sampler, num_processes, process_index, even_batches)
+        return {"batch_size": None, "sampler": item_shard}
     return {
         "batch_sampler": BatchSamplerShard(batch_sampler, num_processes, process_index, split_batches, even_batches)
     }
 
 
-# What a rank is handed in a step, and how many samples of it are no padding where some are.
-_Cut = tuple[Any, "int | None"]
-
-
 @dataclass
 class EpochStart:
-    """Where an epoch begins other than at its first sample.
+    """Where an epoch begins, if not at its first sample."""
 
-    Attributes:
-        position: units of the stream (samples, batches or items; see ``unit`` of the sharded sampler) that are left
-            out.
-        origin: the randomness that the epoch's order was drawn from; None draws a new order.
-    """
-
-    position: int = 0
-    origin: dict[str, Any] | None = None
+    position: int = 0  # units of the stream to skip (see ShardedSampler.unit)
+    origin: dict[str, Any] | None = None  # randomness to draw the epoch's order from; None draws a new order
 
 
 @dataclass
 class EpochProgress:
-    """What is known of an epoch while its batches are drawn.
+    """What is known about an epoch while its batches are drawn.
 
-    A loader with workers draws ahead of what it hands out, so everything here is by step, or about the epoch as a
-    whole.
-
-    Attributes:
-        start: position at which the epoch began.
-        step_size: units of the stream that one global step takes.
-        origin: the randomness that the epoch's order was drawn from; None until the first batch is drawn.
-        total: number of steps of this rank from the start on. Known at the latest when the last of them is drawn.
-        length: units in the whole stream; None where that is not known yet.
-        remainder: samples in the last global step that are no padding; -1 where there is nothing to leave out.
-        real: for the steps whose batch holds padding, how many of its samples are none.
+    A loader with workers draws ahead of the batches it hands out, so everything here is indexed by step or describes
+    the epoch as a whole.
     """
 
-    start: int = 0
-    step_size: int = 1
-    origin: dict[str, Any] | None = None
-    total: int | None = None
-    length: int | None = None
-    remainder: int = -1
-    real: dict[int, int] = field(default_factory=dict)
+    start: int = 0  # position at which the epoch began
+    step_size: int = 1  # units of the stream per global step
+    origin: dict[str, Any] | None = None  # randomness that the order was drawn from; None before the first batch
+    total: int | None = None  # steps of this rank from start on; known when the last of them is drawn
+    length: int | None = None  # units in the whole stream; None while unknown
+    remainder: int = -1  # samples in the last global step that are not padding; -1 if a gather has nothing to drop
+    real: dict[int, int] = field(default_factory=dict)  # samples that are not padding, by step, if any are
 
     def position_after(self, steps: int) -> int:
         """Position in the stream after that many steps of this epoch."""
@@ -91,17 +71,17 @@ class EpochProgress:
         return position if self.length is None else min(position, max(self.start, self.length))
 
 
-class ShardedStream:
-    """Common part of sharded samplers: beginning an epoch anywhere, and knowing its last batch when it is drawn.
+class ShardedSampler:
+    """Base of sharded samplers, which can begin an epoch anywhere and know the last batch when they draw it.
 
     Attributes:
         unit: what positions count.
-        order: the randomness of the wrapped sampler.
+        rng: the randomness of the wrapped sampler.
         progress: that of the latest epoch begun.
     """
 
     unit = "samples"
-    order: EpochOrder
+    rng: SamplerRng
     progress: EpochProgress
     num_processes: int
     process_index: int
@@ -109,7 +89,7 @@ class ShardedStream:
 
     @property
     def step_size(self) -> int:
-        """Units of the stream that one global step takes."""
+        """Units of the stream per global step."""
         return self.num_processes
 
     @property
@@ -119,33 +99,36 @@ class ShardedStream:
 
     @property
     def has_even_steps(self) -> bool:
-        """Whether all ranks are sure to have the same number of steps in an epoch."""
+        """Whether all ranks certainly have the same number of steps in an epoch."""
         return self.num_processes == 1
 
     def length_from(self, position: int) -> int:
         """Number of steps of this rank in an epoch that begins at ``position``."""
         raise NotImplementedError
 
+    def __len__(self) -> int:
+        return self.length_from(0)
+
     def _set_up(self, sampler: Any) -> None:
-        self.order = EpochOrder(sampler)
+        self.rng = SamplerRng(sampler)
         self.progress = EpochProgress()
         self._next_start = EpochStart()
 
-    def use_order_of(self, sampler: Any) -> None:
-        """The wrapped sampler was replaced by this one."""
-        self.order = EpochOrder(sampler, self.order.synchronize)
+    def use_rng_of(self, sampler: Any) -> None:
+        """Track the randomness of ``sampler``, which replaced the wrapped sampler."""
+        self.rng = SamplerRng(sampler, self.rng.synchronize)
 
     def begin_at(self, start: EpochStart) -> None:
-        """Begin the next epoch there. The one after it is whole again."""
+        """Begin the next epoch at ``start``; later epochs begin at their first sample."""
         self._next_start = start
 
     def __iter__(self) -> Iterator[Any]:
-        # torch's loader with workers calls this twice and draws from the second iterator only, so an epoch begins when
-        # it is drawn from.
+        # torch's loader with workers calls this twice and draws from the second iterator only, so the start is
+        # consumed by the first draw.
         self.progress = EpochProgress(start=self._next_start.position, step_size=self.step_size)
-        return self._begun(self.progress, self._next_start)
+        return self._begin(self.progress, self._next_start)
 
-    def _begun(self, progress: EpochProgress, start: EpochStart) -> Iterator[Any]:
+    def _begin(self, progress: EpochProgress, start: EpochStart) -> Iterator[Any]:
         self._next_start = EpochStart()
         yield from self._epoch(progress, start)
 
@@ -153,15 +136,15 @@ class ShardedStream:
         raise NotImplementedError
 
     @staticmethod
-    def _announced(cuts: Iterator[_Cut], progress: EpochProgress) -> Iterator[Any]:
-        """Hand out batches one later than they are cut, so that ``total`` is known when the last one is handed out."""
-        upcoming = next(cuts, None)
+    def _one_behind(batches: Iterator[_RankBatch], progress: EpochProgress) -> Iterator[Any]:
+        """Draw one batch ahead of those handed out, so that ``total`` is known when the last one is handed out."""
+        upcoming = next(batches, None)
         step = 0
         while upcoming is not None:
             batch, real = upcoming
             if real is not None:
                 progress.real[step] = real
-            upcoming = next(cuts, None)
+            upcoming = next(batches, None)
             step += 1
             if upcoming is None:
                 progress.total = step
@@ -169,33 +152,33 @@ class ShardedStream:
         progress.total = step
 
 
-class BatchSamplerShard(ShardedStream, BatchSampler):
+class BatchSamplerShard(ShardedSampler, BatchSampler):
     """The batches of ``batch_sampler`` that one rank gets.
 
-    Without ``split_batches`` rank r gets every ``num_processes``-th batch, from the r-th on; with it, the r-th slice of
-    each batch. If the last step is not full, it is dropped when the batch sampler drops incomplete batches; otherwise
-    it is completed with samples from the start of the epoch (``even_batches``), or left as it is, with some ranks short
-    of samples or of a whole batch.
+    Without ``split_batches`` rank r gets every ``num_processes``-th batch, starting with the r-th; with it, the r-th
+    slice of each batch. An incomplete last step is dropped if the batch sampler drops incomplete batches. Otherwise it
+    is completed with samples from the start of the epoch (``even_batches``), or left incomplete, so that some ranks
+    have a shorter batch or none.
 
-    A :class:`torch.utils.data.BatchSampler` over a sequential or random sampler is sharded by arithmetic: other ranks'
-    indices are never drawn. A batch sampler of another kind may yield batches of any size; if it has no ``batch_size``
-    to complete batches to, ``even_batches`` deals the samples of the last, incomplete round evenly to the ranks, so
-    that all have the same number of steps and nothing is lost.
+    A :class:`torch.utils.data.BatchSampler` over a sequential or random sampler is sharded by arithmetic: the indices
+    of other ranks are never drawn. Other batch samplers may yield batches of any size. If they have no ``batch_size``
+    to complete batches to, ``even_batches`` distributes the samples of the last, incomplete round evenly over the
+    ranks, so that all have the same number of steps and no sample is lost.
 
     Args:
-        batch_sampler: batch sampler to share, with the same batches on every rank.
+        batch_sampler: batch sampler to shard; yields the same batches on every rank.
         num_processes: number of ranks.
         process_index: this rank.
-        split_batches: slice each batch, rather than deal out whole batches.
+        split_batches: slice each batch instead of distributing whole batches.
         even_batches: give every rank the same number of batches.
 
     Attributes:
-        complete_to: the last batch is completed from the start of the epoch until the number of samples is a multiple
-            of this. Of use where one rank reads for several.
+        complete_to: complete the last batch from the start of the epoch until the number of samples is a multiple of
+            this; used when one rank reads for several.
 
     Raises:
-        ConfigurationError: with ``split_batches``, the batch size is not a multiple of ``num_processes``; or there is
-            no such rank.
+        ConfigurationError: with ``split_batches``, the batch size is not a multiple of ``num_processes``; or
+            ``process_index`` is out of range.
     """
 
     def __init__(
@@ -233,14 +216,14 @@ class BatchSamplerShard(ShardedStream, BatchSampler):
 
     @property
     def local_batch_size(self) -> int | None:
-        """Samples in a full batch of this rank; None where batches have no fixed size."""
+        """Samples in a full batch of this rank; None if batches have no fixed size."""
         if self.batch_size is None or not self.split_batches:
             return self.batch_size
         return self.batch_size // self.num_processes
 
     @property
     def step_size(self) -> int:
-        """Samples, or for a batch sampler of another kind batches, that one global step takes."""
+        """Samples per global step; batches for a batch sampler that is not plain."""
         if self.is_plain:
             return self.plan(0).step_size
         return 1 if self.split_batches else self.num_processes
@@ -252,17 +235,14 @@ class BatchSamplerShard(ShardedStream, BatchSampler):
 
     @property
     def has_even_steps(self) -> bool:
-        """Whether all ranks are sure to have the same number of steps in an epoch."""
+        """Whether all ranks certainly have the same number of steps in an epoch."""
         return self.num_processes == 1 or self.even_batches or self.drop_last
 
     def plan(self, length: int, start: int = 0) -> ShardPlan:
-        """The arithmetic of a plain batch sampler over ``length`` samples."""
+        """The sharding of ``length`` samples by a plain batch sampler."""
         size = self.local_batch_size
         assert size is not None
         return ShardPlan(length, size, self.num_processes, self.drop_last, self.even_batches, start)
-
-    def __len__(self) -> int:
-        return self.length_from(0)
 
     def length_from(self, position: int) -> int:
         """Number of batches of this rank in an epoch that begins at ``position``."""
@@ -279,20 +259,22 @@ class BatchSamplerShard(ShardedStream, BatchSampler):
     def _epoch(self, progress: EpochProgress, start: EpochStart) -> Iterator[list[Any]]:
         return self._plain_epoch(progress, start) if self.is_plain else self._round_epoch(progress, start)
 
+    # Plain batch samplers
+
     def _plain_epoch(self, progress: EpochProgress, start: EpochStart) -> Iterator[list[Any]]:
-        with self.order.beginning(start.origin) as progress.origin:
-            source = addressable_source(self.sampler)
+        with self.rng.draw_order(start.origin) as progress.origin:
+            source = random_access_source(self.sampler)
             if source is None:
                 stream = StreamSource(self.sampler, max(self.step_size, self.complete_to))
                 stream.skip(start.position)
         if source is None:
-            batches, head = self._announced(self._cut_chunks(stream, progress), progress), stream.head
+            batches, head = self._one_behind(self._slice_chunks(stream, progress), progress), stream.head
         else:
             batches = self._planned(source, self.plan(source.length, start.position), progress)
             head = source.take(0, min(source.length, self.complete_to))
-        return batches if self.complete_to == 1 else self._completed_at_end(batches, head, progress)
+        return batches if self.complete_to == 1 else self._complete_last(batches, head, progress)
 
-    def _completed_at_end(
+    def _complete_last(
         self, batches: Iterator[list[Any]], head: list[Any], progress: EpochProgress
     ) -> Iterator[list[Any]]:
         drawn = 0
@@ -311,119 +293,109 @@ class BatchSamplerShard(ShardedStream, BatchSampler):
             progress.real[steps - 1] = plan.real_samples(rank, steps - 1)
         yield from source.batches(plan.start + rank * plan.batch_size, plan.batch_size, plan.step_size, plan.full_steps)
         if steps > plan.full_steps:
-            yield [index for run in plan.ranges(rank, steps - 1) for index in source.take(run.start, run.stop)]
+            runs = plan.ranges(rank, steps - 1)
+            yield list(chain.from_iterable(source.take(run.start, run.stop) for run in runs))
         source.close()
 
-    def _cut_chunks(self, stream: StreamSource, progress: EpochProgress) -> Iterator[_Cut]:
-        """This rank's slice of each global step of a sampler that can only be read in order."""
+    def _slice_chunks(self, stream: StreamSource, progress: EpochProgress) -> Iterator[_RankBatch]:
+        """This rank's slice of each global step of a sampler that is read sequentially."""
         plan = self.plan(0)
         first = self.process_index * plan.batch_size
         position = progress.start
         for chunk in stream.chunks(plan.step_size):
             position += len(chunk)
+            batch = chunk[first : first + plan.batch_size]
             if len(chunk) == plan.step_size:
-                yield chunk[first : first + plan.batch_size], None
+                yield batch, None
             elif not self.drop_last:
                 progress.remainder = len(chunk)
-                own = chunk[first : first + plan.batch_size]
                 if self.even_batches:
-                    padding = max(0, first - len(chunk))
-                    yield own + _repeated(stream.head, padding, plan.batch_size - len(own)), len(own)
-                elif own:
-                    yield own, None
+                    offset = max(0, first - len(chunk))
+                    yield batch + _repeated(stream.head, offset, plan.batch_size - len(batch)), len(batch)
+                elif batch:
+                    yield batch, None
         progress.length = position
 
+    # Batch samplers of any other kind, in rounds of one batch per rank (or one batch that is split)
+
     def _round_epoch(self, progress: EpochProgress, start: EpochStart) -> Iterator[list[Any]]:
-        """Batches of a batch sampler that may do as it likes, in rounds of one batch a rank."""
-        with self.order.beginning(start.origin) as progress.origin:
+        with self.rng.draw_order(start.origin) as progress.origin:
             batches = StreamSource(self.batch_sampler, self.num_processes)
             batches.skip(start.position)
-        yield from self._announced(self._cut_rounds(batches, progress), progress)
+        yield from self._one_behind(self._slice_rounds(batches, progress), progress)
 
-    def _cut_rounds(self, batches: StreamSource, progress: EpochProgress) -> Iterator[_Cut]:
+    def _slice_rounds(self, batches: StreamSource, progress: EpochProgress) -> Iterator[_RankBatch]:
         round_size, position = self.step_size, progress.start
         upcoming = batches.read(round_size)
         while upcoming:
             current, upcoming = upcoming, batches.read(round_size)
             position += len(current)
-            if upcoming or not self._needs_completion(current, round_size):
-                cut: _Cut | None = self._deal(current)
-            elif self.drop_last and len(current) < round_size:
-                cut = None
-            else:
+            if upcoming or self._is_complete(current, round_size):
+                yield self._from_full_round(current)
+            elif not self.drop_last or len(current) == round_size:
                 progress.remainder = sum(map(len, current))
-                cut = self._complete(current, list(chain.from_iterable(batches.head)))
-            if cut is not None:
-                yield cut
+                rank_batch = self._from_last_round(current, list(chain.from_iterable(batches.head)))
+                if rank_batch is not None:
+                    yield rank_batch
         progress.length = position
 
-    def _needs_completion(self, batches: Sequence[list[Any]], round_size: int) -> bool:
-        """Whether the last round is not one full batch for every rank."""
-        return len(batches) < round_size or (
-            self.batch_size is not None and any(len(batch) < self.batch_size for batch in batches)
-        )
+    def _is_complete(self, batches: Sequence[list[Any]], round_size: int) -> bool:
+        """Whether the round has a full batch for every rank."""
+        size = self.batch_size
+        return len(batches) == round_size and (size is None or all(len(batch) >= size for batch in batches))
 
-    def _deal(self, batches: Sequence[list[Any]]) -> _Cut:
-        """This rank's batch in a round that has one for everybody."""
-        if not self.split_batches:
-            return batches[self.process_index], None
-        batch = batches[0]
-        piece = balanced_range(len(batch), self.num_processes, self.process_index)
-        own = batch[piece.start : piece.stop]
-        # A batch with fewer samples than ranks: the rank must take part in the step, with a sample that does not count.
-        return (own, None) if own else (batch[:1], 0)
+    def _from_full_round(self, batches: Sequence[list[Any]]) -> _RankBatch:
+        return self._balanced(batches[0], batches[0]) if self.split_batches else (batches[self.process_index], None)
 
-    def _complete(self, batches: Sequence[list[Any]], head: list[Any]) -> _Cut | None:
+    def _balanced(self, samples: list[Any], head: list[Any]) -> _RankBatch:
+        """This rank's share of ``samples``; without one, a sample of ``head`` as padding, because all ranks step."""
+        piece = balanced_range(len(samples), self.num_processes, self.process_index)
+        return (samples[piece.start : piece.stop], None) if piece else (head[:1], 0)
+
+    def _from_last_round(self, batches: Sequence[list[Any]], head: list[Any]) -> _RankBatch | None:
         """This rank's batch in the last round, where batches or samples are missing."""
+        rank, size = self.process_index, self.local_batch_size
         if not self.even_batches:
-            return self._leave_uneven(batches)
-        samples = list(chain.from_iterable(batches))
-        if self.local_batch_size is None:
-            piece = balanced_range(len(samples), self.num_processes, self.process_index)
-            own = samples[piece.start : piece.stop]
-            return (own, None) if own else (head[:1], 0)
-        return self._complete_to_size(batches, head)
-
-    def _complete_to_size(self, batches: Sequence[list[Any]], head: list[Any]) -> _Cut:
-        """Fill up the rank's batch from the start of the epoch, where the filling of the ranks before it stopped."""
-        size = self.local_batch_size
-        assert size is not None
+            return self._uneven(batches)
+        if size is None:
+            return self._balanced(list(chain.from_iterable(batches)), head)
         if self.split_batches:
-            whole = batches[0]
-            parts = [whole[rank * size : (rank + 1) * size] for rank in range(self.num_processes)]
+            shares = [batches[0][other * size : (other + 1) * size] for other in range(self.num_processes)]
         else:
-            parts = [list(batches[rank]) if rank < len(batches) else [] for rank in range(self.num_processes)]
-        own = parts[self.process_index]
-        filled_before = sum(size - len(part) for part in parts[: self.process_index])
-        missing = size - len(own)
-        return (own + _repeated(head, filled_before, missing), len(own)) if missing > 0 else (own, None)
+            shares = [*batches, *([] for _ in range(self.num_processes - len(batches)))]
+        batch = list(shares[rank])
+        missing = size - len(batch)
+        if missing <= 0:
+            return batch, None
+        # The padding of each rank continues where that of the rank before it stopped.
+        padding_before = sum(size - len(share) for share in shares[:rank])
+        return batch + _repeated(head, padding_before, missing), len(batch)
 
-    def _leave_uneven(self, batches: Sequence[list[Any]]) -> _Cut | None:
+    def _uneven(self, batches: Sequence[list[Any]]) -> _RankBatch | None:
         if not self.split_batches:
             return (batches[self.process_index], None) if self.process_index < len(batches) else None
         if self.local_batch_size is None:
             piece = balanced_range(len(batches[0]), self.num_processes, self.process_index)
         else:
             piece = range(self.process_index * self.local_batch_size, (self.process_index + 1) * self.local_batch_size)
-        own = batches[0][piece.start : piece.stop]
-        return (own, None) if own else None
+        batch = batches[0][piece.start : piece.stop]
+        return (batch, None) if batch else None
 
 
 def _repeated(head: list[Any], offset: int, count: int) -> list[Any]:
-    """``count`` elements of the endless repetition of ``head``, from ``offset`` on."""
-    return [
-        element for run in wrapped_ranges(offset, offset + count, len(head)) for element in head[run.start : run.stop]
-    ]
+    """``count`` elements of the endless repetition of ``head``, starting at ``offset``."""
+    runs = wrapped_ranges(offset, offset + count, len(head))
+    return list(chain.from_iterable(head[run.start : run.stop] for run in runs))
 
 
-class ItemShard(ShardedStream):
-    """A rank's share of a sampler whose items are fetched one by one, without batching (``batch_size=None``).
+class ItemShard(ShardedSampler):
+    """A rank's shard of a sampler whose items are fetched one at a time, without batching (``batch_size=None``).
 
-    Rank r gets every ``num_processes``-th item, from the r-th on. With ``even_batches`` the ranks that have none left
-    in the last round get an item from the start again, which counts as padding altogether.
+    Rank r gets every ``num_processes``-th item, starting with the r-th. With ``even_batches``, ranks without an item in
+    the last round repeat one from the start, which counts as padding.
 
     Args:
-        sampler: sampler to share, with the same items on every rank. An item may be an index, or a list of them.
+        sampler: sampler to shard; yields the same items on every rank. An item is an index or a list of indices.
         num_processes: number of ranks.
         process_index: this rank.
         even_batches: give every rank the same number of items.
@@ -441,11 +413,8 @@ class ItemShard(ShardedStream):
 
     @property
     def has_even_steps(self) -> bool:
-        """Whether all ranks are sure to have the same number of steps in an epoch."""
+        """Whether all ranks certainly have the same number of steps in an epoch."""
         return self.num_processes == 1 or self.even_batches
-
-    def __len__(self) -> int:
-        return self.length_from(0)
 
     def length_from(self, position: int) -> int:
         """Number of items of this rank in an epoch that begins at ``position``."""
@@ -453,12 +422,12 @@ class ItemShard(ShardedStream):
         return plan.steps(self.process_index)
 
     def _epoch(self, progress: EpochProgress, start: EpochStart) -> Iterator[Any]:
-        with self.order.beginning(start.origin) as progress.origin:
+        with self.rng.draw_order(start.origin) as progress.origin:
             items = StreamSource(self.sampler, self.num_processes)
             items.skip(start.position)
-        yield from self._announced(self._cut_items(items, progress), progress)
+        yield from self._one_behind(self._own_items(items, progress), progress)
 
-    def _cut_items(self, items: StreamSource, progress: EpochProgress) -> Iterator[_Cut]:
+    def _own_items(self, items: StreamSource, progress: EpochProgress) -> Iterator[_RankBatch]:
         position = progress.start
         for chunk in items.chunks(self.num_processes):
             position += len(chunk)

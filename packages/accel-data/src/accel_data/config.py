@@ -1,4 +1,4 @@
-"""How loaders are prepared."""
+"""Settings for preparing data loaders."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from dataclasses import dataclass
 
 @dataclass
 class DataLoaderConfiguration:
-    """How an Accelerator prepares loaders.
+    """Settings for the data loaders that an Accelerator prepares.
 
     Attributes:
-        split_batches: the loader's batch size is that of all processes together, and must be a multiple of their
-            number. Otherwise it is that of each process.
-        dispatch_batches: read on the main process only and send the batches to the others. None does so for an iterable
-            data set that cannot be split at its source.
-        even_batches: give every process the same number of full batches, by repeating samples from the start at the end
-            of an epoch.
-        use_seedable_sampler: let the order of a shuffled loader depend on a seed and the epoch only.
-        data_seed: that seed; None takes torch's initial seed of the main process.
-        non_blocking: move batches to the device without waiting for the copy; of use with ``pin_memory=True``.
-        use_stateful_dataloader: build on torchdata's StatefulDataLoader, which keeps the position of data sets that
-            have a state of their own. Every prepared loader can be resumed without it.
-        already_sharded: each process's loader holds its own part of the data already; leave its samples to it, and only
-            keep the number of steps equal. For single loaders, set ``already_sharded = True`` on the loader or its data
-            set instead.
+        split_batches: the loader's batch size is the global one and must be a multiple of the number of processes.
+            Otherwise it is the batch size of each process.
+        dispatch_batches: read on the main process only and send batches to the other processes. None does so for
+            iterable data sets that cannot be sharded at the source.
+        even_batches: give every process the same number of full batches, by repeating samples from the start at the
+            end of an epoch.
+        use_seedable_sampler: make the order of a shuffled loader depend only on a seed and the epoch.
+        data_seed: that seed; None uses the main process's ``torch.initial_seed()``.
+        non_blocking: copy batches to the device asynchronously; useful with ``pin_memory=True``.
+        use_stateful_dataloader: build on torchdata's StatefulDataLoader, which saves the state of data sets that have
+            ``state_dict``. Prepared loaders can be resumed without it.
+        already_sharded: each process's loader already reads only its own shard; only keep the number of steps equal.
+            For single loaders, set ``already_sharded = True`` on the loader or its data set instead.
     """
 
     split_batches: bool = False

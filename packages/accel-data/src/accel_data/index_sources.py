@@ -1,6 +1,4 @@
-"""The stream of data set indices behind a sampler: by position where the sampler allows it, one after the other where
-it does not.
-"""
+"""Streams of data set indices: random access where the sampler allows it, sequential access otherwise."""
 
 from __future__ import annotations
 
@@ -13,12 +11,12 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from .samplers import SeedableRandomSampler
 
-# Batches whose indices are converted at a time.
+# Batches whose indices are converted to Python numbers at a time.
 _BLOCK = 64
 
 
 class SequentialSource:
-    """Position p holds index p; takes no memory."""
+    """Position p holds index p; needs no memory."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -28,23 +26,21 @@ class SequentialSource:
         return list(range(first, last))
 
     def batches(self, first: int, size: int, stride: int, count: int) -> Iterator[list[Any]]:
-        """``count`` batches of ``size`` indices, the first one from position ``first`` on, each ``stride`` positions
-        after the last.
-        """
+        """``count`` batches of ``size`` indices that begin at positions ``first``, ``first + stride``, ..."""
         for begin in range(first, first + count * stride, stride):
             yield list(range(begin, begin + size))
 
     def close(self) -> None:
-        """The stream was read to its end."""
+        """Called once the stream was read to its end."""
 
 
 class PermutationSource(SequentialSource):
-    """A permutation as one int64 tensor: 8 bytes a sample, of which only the asked-for positions become Python numbers.
+    """A permutation as one int64 tensor: 8 bytes per sample, converted to Python numbers on demand.
 
     Args:
         permutation: tensor of shape (length,).
-        generator: drawn from once more at the end of the stream, as :class:`torch.utils.data.RandomSampler` does. The
-            orders of later epochs are then those of plain PyTorch.
+        generator: drawn from once more at the end of the stream, like :class:`torch.utils.data.RandomSampler` does, so
+            that later epochs have the same orders as in plain PyTorch.
     """
 
     def __init__(self, permutation: torch.Tensor, generator: torch.Generator | None = None) -> None:
@@ -58,7 +54,7 @@ class PermutationSource(SequentialSource):
 
     def batches(self, first: int, size: int, stride: int, count: int) -> Iterator[list[Any]]:
         rows = torch.as_strided(self.permutation, (count, size), (stride, 1), first)
-        # Converted to Python numbers in blocks: one call of torch costs as much as the rest of a batch's indices.
+        # Converted in blocks: one call of torch costs as much as everything else for a batch of indices.
         for block in range(0, count, _BLOCK):
             yield from rows[block : block + _BLOCK].tolist()
 
@@ -68,11 +64,11 @@ class PermutationSource(SequentialSource):
 
 
 class StreamSource:
-    """Indices of a sampler that can only be read one after the other.
+    """Sequential access to the indices of a sampler.
 
     Args:
         sampler: any iterable.
-        head_size: number of indices at the start of the stream to keep, for completing the last batches.
+        head_size: number of indices to keep from the start of the stream, for completing the last batches.
     """
 
     def __init__(self, sampler: Iterable[Any], head_size: int) -> None:
@@ -81,7 +77,7 @@ class StreamSource:
         self.head: list[Any] = []
 
     def read(self, count: int) -> list[Any]:
-        """The next ``count`` indices, or as many as there are."""
+        """The next ``count`` indices, or as many as are left."""
         items = list(islice(self._iterator, count))
         missing = self._head_size - len(self.head)
         if missing > 0:
@@ -89,12 +85,9 @@ class StreamSource:
         return items
 
     def skip(self, count: int) -> None:
-        """Draw ``count`` indices and drop them; no sample is read for that."""
-        while count > 0:
-            drawn = len(self.read(min(count, 1 << 16)))
-            if not drawn:
-                return
-            count -= drawn
+        """Draw and drop ``count`` indices; no sample is read."""
+        while count > 0 and (drawn := self.read(min(count, 1 << 16))):
+            count -= len(drawn)
 
     def chunks(self, size: int) -> Iterator[list[Any]]:
         """The rest of the stream in lists of ``size`` indices; the last one may be shorter."""
@@ -102,8 +95,8 @@ class StreamSource:
             yield chunk
 
 
-def addressable_source(sampler: Any) -> SequentialSource | None:
-    """The stream of a sampler whose order is known as a whole once it is drawn, or None for any other sampler."""
+def random_access_source(sampler: Any) -> SequentialSource | None:
+    """The indices of a sampler that draws a whole epoch's order at once; None for any other sampler."""
     if type(sampler) is SequentialSampler:
         return SequentialSource(len(sampler))
     if isinstance(sampler, SeedableRandomSampler):

@@ -1,59 +1,52 @@
-"""A rank's share of an iterable data set."""
+"""A rank's shard of an iterable data set."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_state.errors import ConfigurationError
 
+from ._torch_compat import pin_memory
 from .shard_math import ShardPlan, check_rank, per_process_batch_size, wrapped_ranges
 
 
+@dataclass(slots=True)
 class TailSample:
-    """A sample of the last, completed step.
+    """A sample of the last step, after that was completed with padding."""
 
-    Attributes:
-        sample: the sample itself.
-        is_real: False if it stands in for a missing one.
-        tail: samples in that step, over all ranks, that are no padding.
-    """
-
-    __slots__ = ("is_real", "sample", "tail")
-
-    def __init__(self, sample: Any, is_real: bool, tail: int) -> None:
-        self.sample = sample
-        self.is_real = is_real
-        self.tail = tail
+    sample: Any
+    is_real: bool  # False for padding
+    tail: int  # samples in that step, over all ranks, that are not padding
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of ``dataset`` that one rank gets, for a loader that makes batches of ``batch_size`` of them.
+    """The samples of ``dataset`` that one rank gets, for a loader with batches of ``batch_size``.
 
-    Every rank reads the whole stream and keeps its part: of each run of ``num_processes * batch_size`` samples the r-th
-    slice of ``batch_size``. The last run is dropped (``drop_last``) or completed with samples from the start of the
-    stream.
+    Every rank reads the whole stream and keeps the r-th slice of ``batch_size`` of each run of
+    ``num_processes * batch_size`` samples. An incomplete last run is dropped (``drop_last``) or completed with samples
+    from the start of the stream.
 
     Args:
-        dataset: data set to share, with the same samples in the same order on every rank.
-        batch_size: batch size of the loader on each rank; with ``split_batches`` that of all ranks together.
-        drop_last: leave out the samples of the last step if they do not fill it.
+        dataset: data set to shard; yields the same samples in the same order on every rank.
+        batch_size: batch size of each rank; with ``split_batches`` the global one.
+        drop_last: drop the samples of an incomplete last step.
         num_processes: number of ranks.
         process_index: this rank.
-        split_batches: whether ``batch_size`` counts the samples of all ranks.
+        split_batches: whether ``batch_size`` is the global one.
 
     Attributes:
-        even_batches: whether the last run is completed; otherwise the last ranks get fewer samples.
+        even_batches: complete the last run; otherwise the last ranks get fewer samples.
         mark_tail: wrap the samples of a completed last run in :class:`TailSample`.
 
     Raises:
-        ConfigurationError: with ``split_batches``, the batch size is not a multiple of ``num_processes``; or there is
-            no such rank.
+        ConfigurationError: with ``split_batches``, the batch size is not a multiple of ``num_processes``; or
+            ``process_index`` is out of range.
     """
 
     even_batches: bool = True
@@ -81,23 +74,21 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def step_size(self) -> int:
-        """Samples of the stream that one global step takes."""
+        """Samples of the stream per global step."""
         return self.local_batch_size * self.num_processes
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch of the next iteration on to the data set, if it wants to know."""
+        """Pass the epoch of the next iteration to the data set, if it has ``set_epoch``."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def begin_at(self, position: int) -> None:
-        """Leave out the first ``position`` samples of the stream, in the next iteration only. They are read and
-        dropped.
-        """
+        """Read and drop the first ``position`` samples of the stream in the next iteration."""
         self._skip_samples = position
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch, if the data set knows its length."""
+        """Samples of this rank in an epoch, if the data set has a length."""
         plan = ShardPlan(
             len(self.dataset),  # type: ignore[arg-type]
             self.local_batch_size,
@@ -105,43 +96,34 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.drop_last,
             self.even_batches,
         )
-        steps = plan.steps(self.process_index)
-        if self.even_batches or steps == plan.full_steps:
-            return steps * plan.batch_size
+        if self.even_batches:
+            return plan.steps(self.process_index) * plan.batch_size
         return plan.full_steps * plan.batch_size + plan.real_samples(self.process_index, plan.full_steps)
 
     def __iter__(self) -> Iterator[Any]:
-        # Not a generator itself: the data set's own __iter__, and a skip, run when the loader begins and not with its
-        # first batch.
+        # Not a generator itself: the data set's __iter__ and a skip run when the loader begins, not with its first
+        # batch.
         skip, self._skip_samples = self._skip_samples, 0
         samples = iter(self.dataset)
-        return self._share(samples) if skip == 0 else self._share_from(samples, skip)
-
-    def _share_from(self, samples: Iterator[Any], skip: int) -> Iterator[Any]:
-        """The share of what follows the first ``skip`` samples, which are read here: a stream cannot be entered in the
-        middle.
-        """
+        if skip == 0:
+            return self._own_samples(samples)
         head = list(islice(samples, self.step_size))
         for _ in islice(samples, max(0, skip - len(head))):
             pass
-        return self._share(chain(head[skip:], samples), head)
+        return self._own_samples(chain(head[skip:], samples), head)
 
-    def _share(self, samples: Iterator[Any], head: list[Any] | None = None) -> Iterator[Any]:
+    def _own_samples(self, samples: Iterator[Any], head: list[Any] | None = None) -> Iterator[Any]:
         size, first = self.step_size, self.process_index * self.local_batch_size
         last = first + self.local_batch_size
         while chunk := list(islice(samples, size)):
             head = chunk if head is None else head
-            if len(chunk) == size:
+            if len(chunk) == size or not (self.drop_last or self.even_batches):
                 yield from chunk[first:last]
-            elif not self.drop_last and self.even_batches:
-                yield from self._completed(chunk, head, first, last)
             elif not self.drop_last:
-                yield from chunk[first:last]
+                yield from self._completed(chunk, head, first, last)
 
     def _completed(self, chunk: list[Any], head: list[Any], first: int, last: int) -> Iterator[Any]:
-        """Positions [first, last) of a last run that is too short, followed by the start of the stream as often as it
-        takes.
-        """
+        """Positions [first, last) of an incomplete last run followed by endless repetitions of ``head``."""
         tail = len(chunk)
         padding = wrapped_ranges(max(0, first - tail), max(0, last - tail), len(head))
         for sample in chunk[first:last]:
@@ -151,60 +133,51 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class StatefulIterableDatasetShard(IterableDatasetShard):
-    """The share of a data set that can save and load its own position (``state_dict`` and ``load_state_dict``).
+    """The shard of a data set that has ``state_dict`` and ``load_state_dict``.
 
-    Between two batches of the loader the data set stands exactly at the end of a global step, so its state is the state
-    of the shard.
+    Between two batches of the loader the data set is at the end of a global step, so its state is the shard's state.
     """
 
     _pending: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The data set's own state."""
+        """The data set's state."""
         state: dict[str, Any] = self.dataset.state_dict()  # type: ignore[attr-defined]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue there in the next iteration."""
+        """Continue from ``state_dict`` in the next iteration."""
         self._pending = state_dict
 
     def __iter__(self) -> Iterator[Any]:
         state, self._pending = self._pending, None
         if state is None:
             return super().__iter__()
-        # The last step is completed from the start of the stream, which the data set will not come by again.
+        # The last step is completed from the start of the stream, which the resumed data set does not yield again.
         head = list(islice(iter(self.dataset), self.step_size))
         self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
-        return self._share(iter(self.dataset), head)
+        return self._own_samples(iter(self.dataset), head)
 
 
+@dataclass(slots=True)
 class CountedBatch:
-    """The batch of a completed last step.
+    """The batch of a last step that was completed with padding."""
 
-    Attributes:
-        batch: what the loader's collate function made.
-        real: samples of it that are no padding; they come first. None means all of them.
-        tail: the same, over all ranks; -1 if it is not known.
-    """
-
-    __slots__ = ("batch", "real", "tail")
-
-    def __init__(self, batch: Any, real: int | None, tail: int) -> None:
-        self.batch = batch
-        self.real = real
-        self.tail = tail
+    batch: Any  # result of the collate function
+    real: int | None  # number of its samples that are not padding, which come first; None means all of them
+    tail: int  # the same over all ranks; -1 if unknown
 
     def pin_memory(self, device: str | None = None) -> CountedBatch:
-        """The same, with the batch in pinned memory."""
+        """Copy the batch to pinned memory."""
         return CountedBatch(pin_memory(self.batch, device), self.real, self.tail)
 
 
 class CountingCollate:
-    """Collate samples with ``collate_fn``, and count those that are no padding.
+    """Collate function that also counts the samples that are not padding.
 
     Args:
-        collate_fn: the loader's own.
-        batched: whether it is given a list of samples (False for ``batch_size=None``).
+        collate_fn: that of the loader.
+        batched: whether ``collate_fn`` takes a list of samples (False for ``batch_size=None``).
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], batched: bool) -> None:
@@ -212,33 +185,29 @@ class CountingCollate:
         self.batched = batched
 
     def __call__(self, samples: Any) -> Any:
-        # A step is completed as a whole, so a batch holds such samples only, or none.
+        # A step is marked as a whole, so either all samples of a batch are TailSamples or none is.
         marked = samples[-1] if self.batched else samples
         if type(marked) is not TailSample:
             return self.collate_fn(samples)
         if not self.batched:
-            # How many samples an item stands for is not known here: all of them count, or none.
+            # The number of samples in an item is unknown here: all of them count, or none.
             return CountedBatch(self.collate_fn(marked.sample), None if marked.is_real else 0, -1)
         real = sum(sample.is_real for sample in samples)
         return CountedBatch(self.collate_fn([sample.sample for sample in samples]), real, marked.tail)
 
 
 def wants_epoch(dataset: Any) -> bool:
-    """Whether a data set is to be told the epoch."""
+    """Whether a data set has ``set_epoch``."""
     return hasattr(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset, "set_epoch")
 
 
 def can_shard_at_source(dataset: Any, num_processes: int) -> bool:
-    """Whether an iterable data set can give each of ``num_processes`` ranks sources of its own to read.
-
-    It offers ``shard(num_shards, index)``, and says in ``num_shards`` (or ``n_shards``) that it has at least one source
-    a rank.
-    """
+    """Whether an iterable data set has ``shard(num_shards, index)`` and at least one source per rank."""
     return callable(getattr(dataset, "shard", None)) and (source_count(dataset) or 0) >= num_processes
 
 
 def source_count(dataset: Any) -> int | None:
-    """The number of sources (files, ...) behind an iterable data set, or None where it does not say."""
+    """Number of sources (such as files) of an iterable data set: its ``num_shards`` or ``n_shards``, if any."""
     count = getattr(dataset, "num_shards", None)
     if count is None:
         count = getattr(dataset, "n_shards", None)
@@ -246,27 +215,26 @@ def source_count(dataset: Any) -> int | None:
 
 
 def shard_at_source(dataset: Any, num_processes: int, process_index: int) -> Any:
-    """The part of the data set whose sources belong to this rank.
+    """The part of the data set that reads only this rank's sources.
 
     Raises:
-        ConfigurationError: its ``shard`` method has not the arguments ``num_shards`` and ``index``.
+        ConfigurationError: its ``shard`` method does not take ``num_shards`` and ``index``.
     """
     accepted = inspect.signature(dataset.shard).parameters
     if not {"num_shards", "index"} <= set(accepted) and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         raise ConfigurationError(
-            f"{type(dataset).__name__}.shard takes ({', '.join(accepted)}), but a data set that is split at the "
-            "source must offer "
-            "shard(num_shards, index). Rename the arguments, or remove num_shards so that each rank reads the stream "
-            "and keeps its part."
+            f"{type(dataset).__name__}.shard takes ({', '.join(accepted)}), but a data set that is sharded at the "
+            "source must offer shard(num_shards, index). Rename the arguments, or remove num_shards so that each rank "
+            "reads the stream and keeps its part."
         )
     return dataset.shard(num_shards=num_processes, index=process_index)
 
 
 def is_already_split(dataset: Any) -> bool:
-    """Whether the data set says that it holds this rank's part only.
+    """Whether the data set reads only this rank's part.
 
-    It says so with an attribute ``already_sharded = True``. A Hugging Face data set that went through
-    ``split_dataset_by_node`` is recognised too.
+    It says so with an attribute ``already_sharded = True``; the result of Hugging Face's ``split_dataset_by_node`` is
+    recognised too.
     """
     if getattr(dataset, "already_sharded", False):
         return True

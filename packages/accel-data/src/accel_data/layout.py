@@ -1,4 +1,4 @@
-"""How a loader's data is spread over the ranks."""
+"""How a loader's data is distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -13,35 +13,22 @@ from accel_state.state import PartialState
 
 from .lookahead import Step
 
-# Ranks along these axes of a device mesh work on one and the same batch: they split the model, or the sequence.
+# Mesh axes that shard the model or the sequence: ranks that differ along these only work on the same batch.
 _SHARED_BATCH_AXES = ("tp", "cp", "sp", "pp")
 
 
 @dataclass
 class LoaderLayout:
-    """How a loader's data is spread over the ranks.
+    """How a loader's data is distributed over the ranks."""
 
-    Attributes:
-        num_processes: number of ranks that get different data.
-        process_index: this rank among them.
-        ragged: whether batch sizes may differ between ranks in one step, for a reason that the sampler does not know
-            of.
-        synchronize_steps: the ranks read sources of their own, and have to agree on every step whether there is another
-            one.
-        elastic: positions mean the same on another number of ranks.
-        position_scale: units of the whole stream that one unit of this rank's own sampler stands for.
-        padding_at_end: samples at the end of this rank's data that stand in for missing ones.
-        last_batch_size: samples in this rank's last batch, padding included.
-    """
-
-    num_processes: int = 1
-    process_index: int = 0
-    ragged: bool = False
-    synchronize_steps: bool = False
-    elastic: bool = True
-    position_scale: int = 1
-    padding_at_end: int = 0
-    last_batch_size: int = 0
+    num_processes: int = 1  # ranks that get different data
+    process_index: int = 0  # index of this rank among them
+    ragged: bool = False  # batch sizes may differ between ranks in one step for a reason unknown to the sampler
+    synchronize_steps: bool = False  # ranks read separate sources and agree on every step whether another one follows
+    elastic: bool = True  # positions keep their meaning on another number of ranks
+    position_scale: int = 1  # units of the whole stream per unit of this rank's own sampler
+    padding_at_end: int = 0  # padding samples at the end of this rank's data
+    last_batch_size: int = 0  # samples in this rank's last batch, padding included
 
     def with_padding_at_end(self, steps: Iterator[Step]) -> Iterator[Step]:
         """Mark the padding in the last batch."""
@@ -50,18 +37,20 @@ class LoaderLayout:
 
 
 def data_ranks(num_processes: int | None, process_index: int | None, mesh: Any = None) -> tuple[int, int]:
-    """Number of ranks that get different data, and this one among them.
+    """Number of ranks that get different data, and the index of this rank among them.
 
     Args:
-        num_processes: as given by the caller; None takes the run's.
-        process_index: likewise.
-        mesh: a torch DeviceMesh with named axes; ranks that differ along tp, cp, sp or pp only get the same data.
+        num_processes: as passed by the caller; None uses that of the run.
+        process_index: as passed by the caller; None uses that of the run.
+        mesh: a torch DeviceMesh with named axes, which decides instead of both; ranks that differ only along tp, cp,
+            sp or pp get the same data.
     """
-    state = PartialState()
-    size = state.num_processes if num_processes is None else num_processes
-    rank = state.process_index if process_index is None else process_index
     if mesh is None:
-        return size, rank
+        state = PartialState()
+        return (
+            state.num_processes if num_processes is None else num_processes,
+            state.process_index if process_index is None else process_index,
+        )
     size, rank = 1, 0
     for axis, name in enumerate(mesh.mesh_dim_names or ()):
         if name not in _SHARED_BATCH_AXES:
@@ -70,37 +59,29 @@ def data_ranks(num_processes: int | None, process_index: int | None, mesh: Any =
     return size, rank
 
 
-def layout_of_distributed_sampler(
+def distributed_sampler_layout(
     sampler: DistributedSampler[Any], batch_size: int | None, drop_last: bool, num_processes: int, process_index: int
 ) -> LoaderLayout:
-    """Layout of a loader whose sampler deals the samples to the ranks itself.
-
-    The sampler repeats samples so that all ranks have equally many; those are marked as padding.
+    """Layout of a loader whose DistributedSampler already shards the samples; the samples it repeats are padding.
 
     Raises:
-        ConfigurationError: it deals to another number of ranks, or to another rank.
+        ConfigurationError: the sampler is for another rank or another number of ranks.
     """
     if (sampler.num_replicas, sampler.rank) != (num_processes, process_index):
         raise ConfigurationError(
             f"the loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this process "
-            "is rank "
-            f"{process_index} of {num_processes}. Leave the sampler out (preparing the loader shards it), or build it "
-            "with "
-            f"num_replicas={num_processes}, rank={process_index}."
+            f"is rank {process_index} of {num_processes}. Remove the sampler (preparing the loader shards it), or "
+            f"build it with num_replicas={num_processes}, rank={process_index}."
         )
     length = len(sampler.dataset)  # type: ignore[arg-type]
-    own = len(range(process_index, length, num_processes))
-    padding = max(0, sampler.num_samples - own)
     size = batch_size or 1
-    last = sampler.num_samples % size or size
-    if drop_last and sampler.num_samples % size:
-        padding = 0
-    ragged = not sampler.drop_last and length % num_processes != 0
+    incomplete = sampler.num_samples % size
+    padding = max(0, sampler.num_samples - len(range(process_index, length, num_processes)))
     return LoaderLayout(
         num_processes,
         process_index,
-        ragged=ragged,
+        ragged=not sampler.drop_last and length % num_processes != 0,
         position_scale=num_processes,
-        padding_at_end=padding,
-        last_batch_size=last,
+        padding_at_end=0 if drop_last and incomplete else padding,
+        last_batch_size=incomplete or size,
     )

@@ -1,4 +1,4 @@
-"""What all prepared loaders share: epochs, the end of the data, resuming, and moving batches to the device."""
+"""Base of all prepared loaders: epochs, the end of the data, resuming, and moving batches to the device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -18,34 +19,41 @@ from accel_state.random import synchronize_rng_states
 from accel_state.state import GradientState, PartialState
 
 from . import loop_hooks
-from .adapter import DataLoaderAdapter
-from .batch_shard import BatchSamplerShard, EpochStart, ItemShard, ShardedStream, sharded_stream, stream_arguments
-from .epoch_rng import GlobalRandomState, broadcast_generator, preserved_random_state
-from .iterable_loading import IterableLoading
+from ._torch_compat import has_live_workers, stop_workers
+from .adapter import DataLoaderAdapter, loader_settings
+from .batch_shard import BatchSamplerShard, EpochStart, ItemShard, ShardedSampler, sampler_arguments, sharded_sampler
+from .epoch_rng import broadcast_generator
 from .iterable_shard import IterableDatasetShard, wants_epoch
 from .layout import LoaderLayout
-from .lookahead import ReadAheadWatch, Step, announced_steps, synchronized_steps
-from .resume_state import EpochClock, Iteration, ResumePoint, steps_of_torchdata
-from .samplers import get_sampler
+from .lookahead import (
+    ReadAheadTracker,
+    Step,
+    lookahead_steps,
+    map_style_steps,
+    open_ended_steps,
+    synchronized_steps,
+)
+from .resume_state import EpochClock, Iteration, ResumePoint, knows_position, steps_of_torchdata
+from .rng_state import capture_rng, from_plain, preserve_rng, restore_rng, to_plain
+from .samplers import get_sampler, inner_sampler
 from .state_mixin import DataLoaderStateMixin
-from .to_device import placement
-from .worker_rng import WorkerStates
+from .to_device import batch_mover
+from .worker_rng import WorkerRngStates
 
 Loader = TypeVar("Loader", bound="PreparedLoader")
 
 
-class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """Base of the prepared loaders.
 
     Args:
         dataset: data set to load.
-        device: where batches are moved; None leaves them where they are.
-        rng_types: generators that are made equal to rank 0's at the start of an iteration; None means that of the
-            sampler.
-        synchronized_generator: a generator besides that of the sampler to make equal.
-        skip_batches: batches to leave out in the first iteration.
+        device: device to move batches to; None leaves them where they are.
+        rng_types: generators to copy from rank 0 at the start of an iteration; None means that of the sampler.
+        synchronized_generator: another generator to copy along with that of the sampler.
+        skip_batches: batches to skip in the first iteration.
         use_stateful_dataloader: build on torchdata's StatefulDataLoader.
-        non_blocking: move batches without waiting for the copy.
+        non_blocking: copy batches to the device asynchronously.
         iteration: epoch of the first iteration.
         **kwargs: arguments of the torch loader.
     """
@@ -63,14 +71,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        if not isinstance(dataset, IterableDataset) and sharded_stream(self.base_dataloader) is None:
-            replacement = stream_arguments(self.base_dataloader)
-            shared = {
-                name: value
-                for name, value in kwargs.items()
-                if name not in ("batch_size", "shuffle", "sampler", "drop_last")
-            }
-            super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **{**shared, **replacement})
+        if not isinstance(dataset, IterableDataset) and sharded_sampler(self.base_dataloader) is None:
+            for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
+                kwargs.pop(name, None)
+            kwargs.update(sampler_arguments(self.base_dataloader))
+            super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self.device = device
         self.rng_types = ["generator"] if rng_types is None else [str(kind) for kind in rng_types]
         self.synchronized_generator = synchronized_generator
@@ -79,10 +84,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         self.gradient_state = GradientState()
         self._non_blocking = non_blocking
         self._clock = EpochClock(iteration)
-        self._workers: WorkerStates | None = None
-        self._stream = sharded_stream(self.base_dataloader)
-        if self._stream is not None:
-            self._stream.order.synchronize = "generator" in self.rng_types
+        self._workers: WorkerRngStates | None = None
+        self._sharded = sharded_sampler(self.base_dataloader)
+        if self._sharded is not None:
+            self._sharded.rng.synchronize = "generator" in self.rng_types
 
     # Epochs
 
@@ -96,84 +101,82 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         self._clock.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. Epochs count up by themselves otherwise, one an iteration."""
+        """Choose the epoch of the next iteration. Otherwise each iteration advances the epoch by one."""
         self._clock.set_epoch(epoch)
-        if self._clock.current is None or not self._clock.current.open:
-            self._pass_on_epoch(epoch)
+        if not self.is_iterating:
+            self._forward_epoch(epoch)
 
-    def _pass_on_epoch(self, epoch: int) -> None:
-        sampler: Any = self._stream
+    def _forward_epoch(self, epoch: int) -> None:
+        sampler: Any = self._sharded
         while sampler is not None:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+            sampler = inner_sampler(sampler)
         if wants_epoch(self.dataset):
             self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
             if self.num_workers > 0 and self.persistent_workers:
-                # Workers that live on have a copy of the data set from when they were started, and would never see the
-                # epoch.
-                self.base_dataloader._iterator = None
+                # Persistent workers hold a copy of the data set from when they started, which has the old epoch.
+                stop_workers(self.base_dataloader)
 
     @property
     def is_iterating(self) -> bool:
-        """Whether an iteration has begun, and neither ended nor been abandoned."""
+        """Whether an iteration is in progress: it began, and neither ended nor was abandoned."""
         return self._clock.current is not None and self._clock.current.open
 
     def abandon(self) -> None:
-        """Let the iteration in progress count as ended: a state that is saved now begins with the next epoch."""
+        """Treat the iteration in progress as ended: a state saved now begins with the next epoch."""
         if self._clock.current is not None:
             self._clock.current.close()
 
     def get_sampler(self) -> Any:
-        """The sampler that decides on the order of the samples; None for an iterable data set."""
+        """The sampler that determines the order of the samples; None for an iterable data set."""
         return get_sampler(self.base_dataloader)
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """The same as :meth:`get_sampler`."""
+        """The result of :meth:`get_sampler`."""
         return self.get_sampler()
 
     def set_sampler(self, sampler: Any) -> None:
-        """Take the samples in the order of another sampler from the next iteration on.
+        """Use the order of another sampler from the next iteration on.
 
         Raises:
-            ConfigurationError: the batches are not made of the samples of one sampler.
+            ConfigurationError: the data set is iterable, or the batch sampler wraps no sampler.
         """
-        stream = self._stream
-        if isinstance(stream, ItemShard):
-            stream.sampler = sampler
-        elif isinstance(stream, BatchSamplerShard) and hasattr(stream.batch_sampler, "sampler"):
-            stream.batch_sampler.sampler = sampler
+        sharded = self._sharded
+        if isinstance(sharded, ItemShard):
+            sharded.sampler = sampler
+        elif isinstance(sharded, BatchSamplerShard) and hasattr(sharded.batch_sampler, "sampler"):
+            sharded.batch_sampler.sampler = sampler
         else:
             raise ConfigurationError(
                 f"the sampler of this loader cannot be replaced: its data set is a {type(self.dataset).__name__} and "
-                "its batches come from "
-                f"{type(getattr(stream, 'batch_sampler', stream)).__name__}. Build another loader."
+                f"its batches come from {type(getattr(sharded, 'batch_sampler', sharded)).__name__}. Build a new "
+                "loader."
             )
-        assert stream is not None
-        stream.use_order_of(sampler)
+        sharded.use_rng_of(sampler)
 
     # Sizes
 
     @property
     def ragged(self) -> bool:  # type: ignore[override]
         """Whether batch sizes may differ between ranks in one step; the same on all ranks."""
-        return self.layout.ragged or (self._stream is not None and self._stream.ragged)
+        return self.layout.ragged or (self._sharded is not None and self._sharded.ragged)
 
     @property
     def has_even_steps(self) -> bool:
-        """Whether all ranks are sure to have the same number of steps in an epoch."""
+        """Whether all ranks certainly have the same number of steps in an epoch."""
         if self.layout.num_processes == 1 or self.layout.synchronize_steps:
             return True
-        if self._stream is not None:
-            return self._stream.has_even_steps
+        if self._sharded is not None:
+            return self._sharded.has_even_steps
         return isinstance(self.dataset, IterableDatasetShard) and (self.dataset.even_batches or self.dataset.drop_last)
 
     @property
     def batch_size(self) -> int | None:  # type: ignore[override]
-        """Samples in a full batch of this rank; None where batches have no fixed size."""
-        if isinstance(self._stream, BatchSamplerShard):
-            return self._stream.local_batch_size
+        """Samples in a full batch of this rank; None if batches have no fixed size."""
+        if isinstance(self._sharded, BatchSamplerShard):
+            return self._sharded.local_batch_size
         return self.base_dataloader.batch_size
 
     @property
@@ -185,176 +188,151 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         """
         size = self.batch_size
         if size is None:
-            raise ConfigurationError("total_batch_size is not known: this loader's batches have no fixed size")
+            raise ConfigurationError("total_batch_size is not defined: this loader's batches have no fixed size")
         return size * self.layout.num_processes
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the whole data set; TypeError if it does not know its length."""
-        dataset: Any = self.dataset
-        whole: Any = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
-        return len(whole)
+        """Samples in the unsharded data set; raises TypeError if it has no length."""
+        dataset: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
+        return len(dataset)
 
     def __len__(self) -> int:
         return max(0, len(self.base_dataloader) - self.skip_batches)
 
-    # Resuming
+    # Saving and loading the position
 
+    @property
     def _unit(self) -> str:
-        if self._stream is not None:
-            return self._stream.unit
-        return "samples" if self._counts_samples() else "steps"
+        if self._sharded is not None:
+            return self._sharded.unit
+        return "samples" if self._counts_samples else "steps"
 
+    @property
     def _counts_samples(self) -> bool:
-        """Whether the position in an iterable data set is known in samples: one stream, which is read in this process
-        from its start.
-        """
+        """Whether an iterable data set's position is known in samples: this process reads it from its start."""
         return not (self.layout.synchronize_steps or self.num_workers > 0 or self.use_stateful_dataloader)
 
-    def _units_a_batch(self) -> int:
-        """Units of the stream that a batch of the torch loader stands for, with an iterable data set that ``_readers``
-        ranks read.
-        """
-        return (self.base_dataloader.batch_size or 1) * self._readers() if self._counts_samples() else 1
+    @property
+    def _units_per_batch(self) -> int:
+        """Units of the stream per batch of the torch loader, for iterable data."""
+        return (self.base_dataloader.batch_size or 1) * self._num_readers if self._counts_samples else 1
 
-    def _readers(self) -> int:
+    @property
+    def _num_readers(self) -> int:
         """Number of ranks that the stream is divided among before it is batched."""
         return self.layout.num_processes
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the data after the batches handed out: numbers, strings, tuples and tensors, the same on
-        every rank.
+    @property
+    def _batches_per_step(self) -> int:
+        """Batches of the torch loader per step."""
+        return 1
 
-        A loader that is not being iterated is at the start of its next epoch, also if its latest iteration was
-        abandoned.
+    def _batches_out(self, iteration: Iteration) -> int:
+        """Batches of the torch loader that were handed out in an iteration."""
+        return iteration.steps * self._batches_per_step
+
+    def _position(self, iteration: Iteration) -> int:
+        """Units of the stream handed out by all ranks together."""
+        if iteration.progress is not None:
+            return iteration.progress.position_after(iteration.steps) * self.layout.position_scale
+        return iteration.position + iteration.steps * self._units_per_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data after the batches handed out: numbers, strings, tuples and tensors.
+
+        It is the same on every rank, except for the states of random number generators. A loader that is not being
+        iterated is at the start of its next epoch, even if its latest iteration was abandoned.
         """
         clock = self._clock
         if clock.pending is not None:
             return clock.pending.to_state()
         point = ResumePoint(
-            clock.epoch, self._unit(), num_processes=self.layout.num_processes, num_workers=self.num_workers
+            clock.epoch, self._unit, num_processes=self.layout.num_processes, num_workers=self.num_workers
         )
-        current = clock.current
-        if current is None or not current.open:
-            self._describe_next(point)
+        if clock.current is None or not clock.current.open:
+            self._describe_next_epoch(point)
         else:
-            self._describe(point, current)
+            self._describe_iteration(point, clock.current)
         return point.to_state()
 
-    def _describe(self, point: ResumePoint, current: Iteration) -> None:
-        """Fill in the middle of an iteration."""
-        point.position = self._position(current)
-        point.order = {} if current.progress is None else current.progress.origin or {}
-        point.begin = current.begin
-        if current.watch is not None:
-            point.read_ahead = current.watch.read_ahead()
-            point.source = current.watch.source()
-        if current.workers is not None:
-            # An iterable is read again from the start of the epoch, with the random numbers of its workers.
-            at_start = self._stream is None
-            point.workers = (
-                current.workers.to_plain_at_start()
-                if at_start
-                else current.workers.to_plain(self._batches_out(current))
-            )
+    def _describe_iteration(self, point: ResumePoint, iteration: Iteration) -> None:
+        point.position = self._position(iteration)
+        point.order = {} if iteration.progress is None else iteration.progress.origin or {}
+        point.begin = iteration.begin
+        if iteration.tracker is not None:
+            point.read_ahead = iteration.tracker.read_ahead()
+            point.source = iteration.tracker.source()
+        if iteration.workers is not None:
+            if self._sharded is None:
+                # Iterable data is read again from the start of the epoch, with the random numbers of its workers.
+                point.workers = iteration.workers.to_plain_at_start()
+            else:
+                point.workers = iteration.workers.to_plain(self._batches_out(iteration))
 
-    def _position(self, current: Iteration) -> int:
-        """Units of the stream that all ranks together have handed out."""
-        if current.progress is not None:
-            return current.progress.position_after(current.steps) * self.layout.position_scale
-        return current.position + current.steps * self._units_a_batch()
-
-    def _batches_out(self, current: Iteration) -> int:
-        """Batches of the torch loader that were handed out in an iteration."""
-        return current.steps * self._batches_a_step
-
-    @property
-    def _reads_ahead(self) -> bool:
-        """Whether map-style data is read ahead of the loop in this process."""
-        return self.layout.synchronize_steps and self.num_workers == 0
-
-    def _describe_next(self, point: ResumePoint) -> None:
-        """Fill in the start of the next epoch, as far as it depends on generators of this loader's own."""
+    def _describe_next_epoch(self, point: ResumePoint) -> None:
+        """Fill in the generators of this loader at the start of the next epoch; global generators are not its own."""
         generator = self.base_dataloader.generator
-        order_generator = None if self._stream is None else self._stream.order.generator
+        order_generator = None if self._sharded is None else self._sharded.rng.generator
         if isinstance(generator, torch.Generator):
             point.begin = {"generator": generator.get_state()}
-        # Where one generator serves both, torch draws the seed of the workers from it first; persistent workers have
-        # theirs already.
+        # If one generator serves both, torch draws the workers' seed from it first, except for persistent workers.
         if order_generator is not None and (order_generator is not generator or self._keeps_workers()):
             point.order = {"generator": order_generator.get_state()}
         if self._keeps_workers() and self._workers is not None:
             point.workers = self._workers.for_next_epoch().to_plain(0)
 
     def _keeps_workers(self) -> bool:
-        kept = self.num_workers > 0 and self.persistent_workers and not wants_epoch(self.dataset)
-        return kept and self.base_dataloader._iterator is not None
+        persistent = self.num_workers > 0 and self.persistent_workers and not wants_epoch(self.dataset)
+        return persistent and has_live_workers(self.base_dataloader)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue in the next iteration where the state was saved: same order, same position, then the epochs after
-        it.
+        """Resume in the next iteration where the state was saved: same order, same position, then later epochs.
 
-        On map-style data nothing that was handed out is read again. The number of ranks may be another one, where the
-        state says so.
+        On map-style data, samples that were handed out are not read again. The number of ranks may change, unless the
+        position depends on it.
 
         Raises:
-            ConfigurationError: this is no state of a loader of this kind (or of torchdata, for a loader whose order is
-                fixed), or its position cannot be kept on this number of ranks.
+            ConfigurationError: ``state_dict`` is not from a loader of this kind (or from torchdata, for a loader whose
+                order is deterministic), or its position is meaningless on this number of ranks or workers.
         """
         steps = steps_of_torchdata(state_dict)
         point = ResumePoint.from_state(state_dict) if steps is None else self._point_after(steps)
-        point.check_fits(self._unit())
-        if (
-            point.position
-            and point.num_processes != self.layout.num_processes
-            and (point.unit == "steps" or not self.layout.elastic)
-        ):
+        point.check_fits(self._unit)
+        same_ranks = point.num_processes == self.layout.num_processes
+        same_workers = point.num_workers == self.num_workers
+        if point.position and not same_ranks and (point.unit == "steps" or not self.layout.elastic):
             raise ConfigurationError(
-                f"the state is from {point.num_processes} processes in the middle of an epoch, and cannot be "
-                "continued on "
-                f"{self.layout.num_processes}: each rank of this loader reads data of its own, in steps. Continue on "
-                f"{point.num_processes} "
-                "processes, or save at the end of an epoch."
+                f"the state is from {point.num_processes} processes in the middle of an epoch, and cannot be continued "
+                f"on {self.layout.num_processes}: each rank of this loader reads its own data, in steps. Continue on "
+                f"{point.num_processes} processes, or save at the end of an epoch."
             )
-        if point.position and point.unit == "steps" and point.num_workers != self.num_workers:
+        if point.position and not same_workers and point.unit == "steps":
             raise ConfigurationError(
                 f"the state is from a loader with num_workers={point.num_workers} in the middle of an epoch, and this "
-                "one has num_workers="
-                f"{self.num_workers}: the workers of an iterable data set decide on the order of its batches. Use the "
-                "same number."
+                f"one has num_workers={self.num_workers}: the workers of an iterable data set determine the order of "
+                f"its batches. Use num_workers={point.num_workers}."
             )
-        if point.num_processes != self.layout.num_processes or point.num_workers != self.num_workers:
-            point = self._without_generators_of_ranks(point)
+        if not (same_ranks and same_workers):
+            # These processes draw other random numbers, for samples in the same order.
+            begin = {} if self._sharded is not None and "torch" in point.begin else point.begin
+            point = replace(point, begin=begin, read_ahead={}, workers={})
         self._clock.load(point)
 
     def _point_after(self, steps: int) -> ResumePoint:
-        """After so many steps of the epoch that comes next, whose order has to follow from its number alone."""
-        if self._stream is None or not self._stream.order.is_deterministic:
+        """The position after that many steps of the next epoch, whose order must be deterministic."""
+        if self._sharded is None or not self._sharded.rng.is_deterministic:
             raise ConfigurationError(
-                f"the state is one of torchdata, after {steps} batches, and says nothing of how the "
-                f"{type(self.sampler).__name__} shuffled. It can be continued with a sampler whose order is fixed: a "
-                "sequential one, or "
-                "use_seedable_sampler=True. Otherwise load the rest of the state, and use skip_first_batches."
+                f"the state is from torchdata, after {steps} batches, and does not include how the "
+                f"{type(self.sampler).__name__} shuffled. It can be loaded with a deterministic order: a sequential "
+                "sampler, or use_seedable_sampler=True. Otherwise load the rest of the checkpoint, and use "
+                "skip_first_batches."
             )
-        position = steps * self._stream.step_size * self.layout.position_scale * self._batches_a_step
-        return ResumePoint(self._clock.epoch, self._unit(), position, self.layout.num_processes, self.num_workers)
-
-    @property
-    def _batches_a_step(self) -> int:
-        """Batches of the torch loader that make a step."""
-        return 1
-
-    def _without_generators_of_ranks(self, point: ResumePoint) -> ResumePoint:
-        """A state of other processes: those that read here draw random numbers of their own, in the same order of the
-        samples.
-        """
-        begin = {} if self._stream is not None and "torch" in point.begin else point.begin
-        return replace(point, begin=begin, read_ahead={}, workers={})
+        position = steps * self._sharded.step_size * self.layout.position_scale * self._batches_per_step
+        return ResumePoint(self._clock.epoch, self._unit, position, self.layout.num_processes, self.num_workers)
 
     def skipping(self: Loader, num_batches: int) -> Loader:
-        """This loader without the first ``num_batches`` of its next epoch; the same in everything else, epochs
-        included.
-        """
+        """A copy that shares epochs with this loader and skips ``num_batches`` batches in its first iteration."""
         skipped = copy.copy(self)
         skipped.skip_batches = num_batches
         return skipped
@@ -362,28 +340,27 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
     # Iterating
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        watch = loop_hooks.current()
-        if watch is not None:
-            watch.begin(self)
+        hook = loop_hooks.current()
+        if hook is not None:
+            hook.begin(self)
             if not self.has_even_steps:
-                watch = None
+                hook = None
         iteration = self._clock.begin()
-        skip, self_state = self.skip_batches, self.__dict__
+        skip, attributes = self.skip_batches, self.__dict__
         self.begin()
         try:
-            self._pass_on_epoch(iteration.epoch)
-            place, activate = placement(self.device, self._non_blocking), self.gradient_state._activate
-            # Attributes are set through __dict__: torch's loaders check every assignment, which costs more than the
-            # rest of this loop.
+            self._forward_epoch(iteration.epoch)
+            move, activate = batch_mover(self.device, self._non_blocking), self.gradient_state._activate
+            # Attributes are set through __dict__, because __setattr__ would cost more than the rest of this loop.
             for batch, last, real, remainder in self._steps(iteration, skip):
                 iteration.steps += 1
-                self_state["end_of_dataloader"] = last
-                self_state["real_samples"] = real
-                self_state["remainder"] = remainder
+                attributes["end_of_dataloader"] = last
+                attributes["real_samples"] = real
+                attributes["remainder"] = remainder
                 activate(self)
-                yield place(batch)
-                if watch is not None:
-                    watch.step(self)
+                yield move(batch)
+                if hook is not None:
+                    hook.step(self)
         finally:
             iteration.close()
             if skip:
@@ -395,40 +372,44 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
         raise NotImplementedError
 
     def _synchronize_generators(self) -> None:
-        others = [kind for kind in self.rng_types if kind != "generator"]
-        if others and PartialState().collectives.world_size > 1:
-            synchronize_rng_states(others)
+        kinds = [kind for kind in self.rng_types if kind != "generator"]
+        if kinds and PartialState().collectives.world_size > 1:
+            synchronize_rng_states(kinds)
         if self.synchronized_generator is not None and "generator" in self.rng_types:
             broadcast_generator(self.synchronized_generator)
 
     def _local_steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
         """The steps of the torch loader in this process."""
-        if self._stream is not None:
-            return self._map_steps(self._stream, iteration, skip)
+        if self._sharded is not None:
+            return self._map_style_steps(self._sharded, iteration, skip)
         return self._iterable_steps(iteration, skip)
 
-    def _map_steps(self, stream: ShardedStream, iteration: Iteration, skip: int) -> Iterator[Step]:
-        resume = iteration.resume or ResumePoint(iteration.epoch, stream.unit)
-        position = skip * stream.step_size if skip else resume.position // self.layout.position_scale
-        stream.begin_at(EpochStart(position, resume.order))
-        if self._reads_ahead:
-            iteration.watch = ReadAheadWatch(partial(self._batches_out, iteration))
-        with preserved_random_state() if resume.position else nullcontext():
+    @property
+    def _reads_ahead(self) -> bool:
+        """Whether this process reads map-style data ahead of the loop."""
+        return self.layout.synchronize_steps and self.num_workers == 0
+
+    def _map_style_steps(self, sharded: ShardedSampler, iteration: Iteration, skip: int) -> Iterator[Step]:
+        resume = iteration.resume or ResumePoint(iteration.epoch, sharded.unit)
+        position = skip * sharded.step_size if skip else resume.position // self.layout.position_scale
+        sharded.begin_at(EpochStart(position, resume.order))
+        tracker = ReadAheadTracker(partial(self._batches_out, iteration)) if self._reads_ahead else None
+        iteration.tracker = tracker
+        with preserve_rng() if resume.position else nullcontext():
             batches = self._open(iteration)
-            if iteration.watch is not None and not skip:
-                iteration.watch.read_again(batches, resume.read_ahead)
-        iteration.progress = stream.progress
-        steps = announced_steps(
-            batches if iteration.watch is None else iteration.watch.through(batches), stream.progress
-        )
+            if tracker is not None and not skip:
+                tracker.read_again(batches, resume.read_ahead)
+        iteration.progress = sharded.progress
+        steps = map_style_steps(batches if tracker is None else tracker.through(batches), sharded.progress)
         if self.layout.padding_at_end:
             steps = self.layout.with_padding_at_end(steps)
         return self._synchronized(steps)
 
+    def _synchronized(self, steps: Iterator[Step], latest: Any = None) -> Iterator[Step]:
+        return synchronized_steps(steps, PartialState().collectives, latest) if self.layout.synchronize_steps else steps
+
     def _open(self, iteration: Iteration, *, torch_only: bool = True) -> Iterator[Any]:
-        """Begin the torch loader's iteration, which draws the seed of its workers, as the epoch once did if it is
-        resumed.
-        """
+        """Begin the torch loader's iteration, with the generator states of the epoch's start if it is resumed."""
         generator = self.base_dataloader.generator
         resume = iteration.resume
         if isinstance(generator, torch.Generator):
@@ -436,25 +417,88 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, IterableLoading):
                 generator.set_state(resume.begin["generator"])
             iteration.begin = {"generator": generator.get_state()}
         elif resume is not None and "torch" in resume.begin:
-            GlobalRandomState.from_plain(resume.begin).restore()
+            restore_rng(from_plain(resume.begin))
             iteration.begin = resume.begin
         else:
-            iteration.begin = GlobalRandomState.capture(torch_only=torch_only).to_plain()
-        return self._open_workers(iteration) if self.num_workers > 0 else iter(self.base_dataloader)
-
-    def _open_workers(self, iteration: Iteration) -> Iterator[Any]:
-        resume = iteration.resume
+            iteration.begin = {"torch": torch.get_rng_state()} if torch_only else to_plain(capture_rng())
+        if self.num_workers == 0:
+            return iter(self.base_dataloader)
         if resume is not None:
-            # Workers that still live are somewhere else.
-            self.base_dataloader._iterator = None
-            workers = WorkerStates.from_plain(resume.workers) if resume.workers else WorkerStates()
+            # Live workers are at another position.
+            stop_workers(self.base_dataloader)
+            workers = WorkerRngStates.from_plain(resume.workers) if resume.workers else WorkerRngStates()
         elif self._workers is not None and self._keeps_workers():
             workers = self._workers.for_next_epoch()
         else:
-            workers = WorkerStates()
+            workers = WorkerRngStates()
         iteration.workers = self._workers = workers
-        track = self._stream is not None or self.persistent_workers
+        track = self._sharded is not None or self.persistent_workers
         return workers.open(self.base_dataloader, partial(self._batches_out, iteration), track=track)
 
-    def _synchronized(self, steps: Iterator[Step], latest: Any = None) -> Iterator[Step]:
-        return synchronized_steps(steps, PartialState().collectives, latest) if self.layout.synchronize_steps else steps
+    # Iterating an iterable data set
+
+    def _iterable_steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
+        in_process = self.num_workers == 0
+        snapshot = self.base_dataloader.state_dict if self.use_stateful_dataloader else None  # type: ignore[attr-defined]
+        if in_process or snapshot:
+            iteration.tracker = ReadAheadTracker(partial(self._batches_out, iteration), in_process, snapshot)
+        tracker, resume = iteration.tracker, iteration.resume
+        if resume is None or not resume.position:
+            batches = self._open(iteration, torch_only=False)
+            self._drop(batches, iteration, skip)
+        else:
+            with preserve_rng():
+                batches = self._reopen(iteration, resume, skip)
+                if tracker is None:
+                    # Read a batch here, so that the workers have finished the dropped ones before the loop begins.
+                    batches = chain(list(islice(batches, 1)), batches)
+                elif not skip:
+                    tracker.read_again(batches, resume.read_ahead)
+        if self.layout.synchronize_steps:
+            yield from self._synchronized(open_ended_steps(batches, tracker), iteration.dropped)
+        else:
+            yield from lookahead_steps(batches, tracker)
+
+    def _drop(self, batches: Iterator[Any], iteration: Iteration, count: int) -> None:
+        """Read and drop batches: iterable data has no other way to skip them."""
+        for batch in islice(batches, count):
+            if iteration.first_batch is None:
+                iteration.first_batch = batch
+            iteration.dropped = batch
+        iteration.position = count * self._units_per_batch
+
+    def _reopen(self, iteration: Iteration, resume: ResumePoint, skip: int) -> Iterator[Any]:
+        """Begin the epoch of an iterable data set again, and advance to the saved position."""
+        if not skip and resume.unit != "steps":
+            batches = self._reopen_at_sample(iteration, resume.position)
+        else:
+            restores_position = not skip and knows_position(resume.source)
+            if restores_position:
+                self.base_dataloader.load_state_dict(resume.source)  # type: ignore[attr-defined]
+            batches = self._open(iteration)
+            self._drop(batches, iteration, 0 if restores_position else skip or resume.position)
+        if not skip:
+            iteration.position = resume.position
+        return batches
+
+    def _reopen_at_sample(self, iteration: Iteration, position: int) -> Iterator[Any]:
+        if isinstance(self.dataset, IterableDatasetShard):
+            self.dataset.begin_at(position)
+            return self._open(iteration)
+        base = self.base_dataloader
+        batch_size = base.batch_size or 1
+        if position % batch_size == 0:
+            batches = self._open(iteration)
+            self._drop(batches, iteration, position // batch_size)
+            return batches
+        # A state of several ranks that is continued on one: the position may be in the middle of a batch.
+        shard = IterableDatasetShard(self.dataset, batch_size, base.drop_last)  # type: ignore[arg-type]
+        shard.even_batches = False
+        shard.begin_at(position)
+        self.base_dataloader = type(base)(
+            shard, batch_size=batch_size, drop_last=base.drop_last, **loader_settings(base)
+        )
+        try:
+            return self._open(iteration)
+        finally:
+            self.base_dataloader = base

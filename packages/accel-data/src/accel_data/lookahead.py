@@ -1,4 +1,4 @@
-"""Batches as a loop needs them: each with whether it is the last one, and how much of it is padding."""
+"""Iterators over the steps of a loader: each batch with whether it is the last one, and how much of it is padding."""
 
 from __future__ import annotations
 
@@ -11,61 +11,61 @@ import torch
 from accel_state.collectives.single import Collectives
 
 from .batch_shard import EpochProgress
-from .epoch_rng import GlobalRandomState
 from .iterable_shard import CountedBatch
+from .rng_state import RngStates, capture_rng, from_plain, restore_rng, to_plain
 
 # One step of a loader on one rank, as a plain tuple because it is made for every batch:
-# - the batch that the loader made;
-# - whether no step follows;
-# - samples of the batch that are no padding, or None if it holds none;
-# - samples of all ranks in this step that are no padding, or -1 if there is nothing to leave out after a gather.
+# - the batch of the torch loader;
+# - whether it is the last step;
+# - samples of the batch that are not padding, or None if it has no padding;
+# - samples of all ranks in this step that are not padding, or -1 if a gather has nothing to drop.
 Step = tuple[Any, bool, "int | None", int]
 
 _END = object()
 _torch_state = torch.default_generator.get_state
 
 
-def announced_steps(batches: Iterator[Any], progress: EpochProgress) -> Iterator[Step]:
-    """Steps of a map-style data set: its sampler knows the last batch before it is read, so nothing is read ahead."""
+def map_style_steps(batches: Iterator[Any], progress: EpochProgress) -> Iterator[Step]:
+    """Steps of map-style data: the sampler knows the last batch before it is read, so nothing is read ahead."""
     real = progress.real
     for step, batch in enumerate(batches):
         yield batch, step + 1 == progress.total, real.pop(step, None) if real else None, progress.remainder
 
 
-class ReadAheadWatch:
-    """Keeps what is needed to read the batches again that are read ahead.
+class ReadAheadTracker:
+    """Saves the states needed to read batches again that were read ahead of the loop.
 
-    A data set that draws random numbers draws those of the next batches before the loop has worked on the current one.
-    To read them again after a restart, with the same numbers, takes the generators as they stood before the first of
-    them. Copying the states of numpy and python is slow, so whether the data set uses them at all is looked at in the
-    1st, 32nd, 1024th... batch.
+    A data set that draws random numbers draws those of the next batches before the loop has processed the current one.
+    Reading these batches again after a restart, with the same numbers, takes the generator states before the first of
+    them. Copying the states of numpy and python is slow, so whether the data set uses them is checked only in the 1st,
+    32nd, 1024th... batch.
 
     Args:
-        handed_out: tells how many batches of this iteration were handed out.
-        random_numbers: keep the generators; of use where the data is read in this process.
-        snapshot: state of a loader that keeps its own.
+        handed_out: returns the number of batches of this iteration that were handed out.
+        track_rng: save the generator states; for data that is read in this process.
+        snapshot: returns the state of a loader that saves its own position.
     """
 
     def __init__(
         self,
         handed_out: Callable[[], int],
-        random_numbers: bool = True,
+        track_rng: bool = True,
         snapshot: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self._handed_out = handed_out
-        self._random_numbers = random_numbers
+        self._track_rng = track_rng
         self._snapshot = snapshot
-        # What stood before each batch that is not handed out yet, the number of the first of them, and those that were
-        # read to resume.
-        self._before: deque[tuple[GlobalRandomState | torch.Tensor | None, dict[str, Any]]] = deque()
+        # The states before each batch that is not handed out yet, the number of the first of these batches, and
+        # batches that were read to resume.
+        self._before: deque[tuple[RngStates | torch.Tensor | None, dict[str, Any]]] = deque()
         self._first = 0
         self._already_read: deque[Any] = deque()
         self._fetches = 0
-        self._next_look = 1
+        self._next_check = 1
         self._beyond_torch = False
 
     def through(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, fetched by this watch."""
+        """Yield the batches, fetched with :meth:`fetch`."""
         while (batch := self.fetch(batches)) is not _END:
             yield batch
 
@@ -74,14 +74,14 @@ class ReadAheadWatch:
         return self._already_read.popleft() if self._already_read else self._read(batches)
 
     def read_again(self, batches: Iterator[Any], read_ahead: dict[str, Any]) -> None:
-        """Read the batches that a state was saved ahead of, each under the random numbers it was once read under.
+        """Read the batches that were read ahead when a state was saved, each with its original random numbers.
 
         Args:
-            batches: those that follow in the epoch.
-            read_ahead: what :meth:`read_ahead` returned then.
+            batches: the rest of the epoch.
+            read_ahead: the result of :meth:`read_ahead` in that state.
         """
         for before in read_ahead.get("generators", ()):
-            GlobalRandomState.from_plain(before).restore()
+            restore_rng(from_plain(before))
             self._already_read.append(self._read(batches))
 
     def _read(self, batches: Iterator[Any]) -> Any:
@@ -90,57 +90,56 @@ class ReadAheadWatch:
             self._before.popleft()
             self._first += 1
         source = {} if self._snapshot is None else self._snapshot()
-        if not self._random_numbers:
+        if not self._track_rng:
             self._before.append((None, source))
             return next(batches, _END)
         self._fetches += 1
-        if self._beyond_torch or self._fetches == self._next_look:
-            return self._read_looking(batches, source)
+        if self._beyond_torch or self._fetches == self._next_check:
+            return self._read_checking(batches, source)
         self._before.append((_torch_state(), source))
         return next(batches, _END)
 
-    def _read_looking(self, batches: Iterator[Any], source: dict[str, Any]) -> Any:
-        before = GlobalRandomState.capture()
+    def _read_checking(self, batches: Iterator[Any], source: dict[str, Any]) -> Any:
+        """Read a batch and check whether that moved the generators of numpy or python."""
+        before = capture_rng()
         self._before.append((before, source))
         batch = next(batches, _END)
         if not self._beyond_torch:
-            self._next_look *= 32
-            self._beyond_torch = not before.same_beyond_torch(GlobalRandomState.capture())
+            self._next_check *= 32
+            after = capture_rng()
+            self._beyond_torch = before["numpy"] != after["numpy"] or before["python"] != after["python"]
         return batch
 
     def _waiting(self) -> int:
-        """Batches, or ends, that were read and not handed out."""
+        """Number of batches (or ends) that were read and not handed out."""
         return self._first + len(self._before) - self._handed_out()
 
     def read_ahead(self) -> dict[str, Any]:
-        """The generators before each batch that was read ahead: tensors, numbers, lists and tuples only."""
+        """The generator states before each batch that was read ahead: tensors, numbers, lists and tuples only."""
         waiting = self._waiting()
-        if waiting <= 0 or not self._random_numbers:
+        if waiting <= 0 or not self._track_rng:
             return {}
-        return {"generators": [_to_plain(before) for before, _ in list(self._before)[-waiting:]]}
+        states = [before for before, _ in list(self._before)[-waiting:]]
+        return {"generators": [to_plain(s) if isinstance(s, dict) else {"torch": s} for s in states]}
 
     def source(self) -> dict[str, Any]:
-        """The loader's own state before the first batch that was read ahead; empty if it keeps none."""
+        """The loader's own state before the first batch that was read ahead; empty if it has none."""
         if not self._before:
             return {}
         return self._before[-max(1, self._waiting())][1]
 
 
-def _to_plain(before: GlobalRandomState | torch.Tensor | None) -> dict[str, Any]:
-    return before.to_plain() if isinstance(before, GlobalRandomState) else {"torch": before}
-
-
-def read_ahead_steps(batches: Iterator[Any], watch: ReadAheadWatch | None) -> Iterator[Step]:
-    """Steps of an iterable data set: one batch is read ahead, which is the only way to know the last one.
+def lookahead_steps(batches: Iterator[Any], tracker: ReadAheadTracker | None) -> Iterator[Step]:
+    """Steps of iterable data, whose last batch is only known by reading one batch ahead.
 
     Args:
-        batches: of the loader.
-        watch: for a data set that is read in this process; None when workers read it.
+        batches: those of the torch loader.
+        tracker: for data that is read in this process; None when workers read it.
     """
-    upcoming = next(batches, _END) if watch is None else watch.fetch(batches)
+    upcoming = next(batches, _END) if tracker is None else tracker.fetch(batches)
     while upcoming is not _END:
         batch = upcoming
-        upcoming = next(batches, _END) if watch is None else watch.fetch(batches)
+        upcoming = next(batches, _END) if tracker is None else tracker.fetch(batches)
         last = upcoming is _END
         if type(batch) is CountedBatch:
             yield batch.batch, last, batch.real, batch.tail
@@ -148,38 +147,43 @@ def read_ahead_steps(batches: Iterator[Any], watch: ReadAheadWatch | None) -> It
             yield batch, last, None, -1
 
 
-def synchronized_steps(steps: Iterator[Step], collectives: Collectives, latest: Any = None) -> Iterator[Step]:
-    """The steps of ranks that read sources of their own, made equal in number: one small all-reduce a step.
+def open_ended_steps(batches: Iterator[Any], tracker: ReadAheadTracker | None) -> Iterator[Step]:
+    """Steps that do not know the last one, for :func:`synchronized_steps`, which reads ahead itself."""
+    while (batch := next(batches, _END) if tracker is None else tracker.fetch(batches)) is not _END:
+        yield batch, False, None, -1
 
-    A rank that has no batch left gets its latest one again, all of it padding, until every rank is through. A rank that
-    never had one is given one of another rank's.
+
+def synchronized_steps(steps: Iterator[Step], collectives: Collectives, latest: Any = None) -> Iterator[Step]:
+    """Give ranks that read separate sources the same number of steps, with one small all-reduce per step.
+
+    A rank without a next batch repeats its latest one as padding until every rank is done. A rank that never had a
+    batch repeats one of another rank.
 
     Args:
         steps: those of this rank.
         collectives: those of the run.
-        latest: the batch before these, where the epoch is entered in the middle.
+        latest: the batch before ``steps``, if the epoch begins in the middle.
 
     Raises:
         RuntimeError: reading failed on another rank. The rank where it failed raises its own error.
     """
     current = _fetch_step(steps, collectives)
-    holders = _agree(collectives, current)
+    ranks_with_batch = _count_ranks_with_batch(collectives, current)
     template: Any = None
-    if 0 < holders < collectives.world_size:
+    if 0 < ranks_with_batch < collectives.world_size:
         exchanged = _exchange_template(collectives, current)
         template = exchanged if latest is None else latest
-    while holders:
+    while ranks_with_batch:
         following = _fetch_step(steps, collectives) if current is not None else None
-        next_holders = _agree(collectives, following)
-        if current is None:
-            yield template, next_holders == 0, 0, -1
-        else:
+        ranks_with_batch = _count_ranks_with_batch(collectives, following)
+        real: int | None = 0
+        if current is not None:
             template, _, real, _ = current
-            yield template, next_holders == 0, real, -1
-        current, holders = following, next_holders
+        yield template, ranks_with_batch == 0, real, -1
+        current = following
 
 
-# Added to the count of ranks that have a batch: any sum below zero means that a rank failed.
+# Added to the number of ranks that have a batch: a negative sum means that a rank failed.
 _FAILED = -(2**40)
 
 
@@ -187,28 +191,19 @@ def _fetch_step(steps: Iterator[Step], collectives: Collectives) -> Step | None:
     try:
         return next(steps, None)
     except Exception:
-        # The others are about to wait in the all-reduce of this step.
+        # The other ranks are about to wait in the all-reduce of this step.
         collectives.all_reduce(torch.tensor(_FAILED))
         raise
 
 
-def _agree(collectives: Collectives, step: Step | None) -> int:
-    """Number of ranks that have a batch."""
-    holders = int(collectives.all_reduce(torch.tensor(0 if step is None else 1)))
-    if holders < 0:
-        raise RuntimeError(
-            f"rank {collectives.rank} stops iterating, because reading the data failed on another rank; see its error"
-        )
-    return holders
+def _count_ranks_with_batch(collectives: Collectives, step: Step | None) -> int:
+    count = int(collectives.all_reduce(torch.tensor(0 if step is None else 1)))
+    if count < 0:
+        raise RuntimeError(f"rank {collectives.rank} stops because another rank failed to read data; see its error")
+    return count
 
 
 def _exchange_template(collectives: Collectives, step: Step | None) -> Any:
-    """A batch of the first rank that has one, on every rank."""
-    holds = collectives.all_gather(torch.tensor(step is not None)).tolist()
-    return collectives.broadcast_object(None if step is None else step[0], holds.index(True))
-
-
-def unannounced_steps(batches: Iterator[Any], watch: ReadAheadWatch | None) -> Iterator[Step]:
-    """Steps without knowing the last one, for :func:`synchronized_steps`, which reads ahead itself."""
-    while (batch := next(batches, _END) if watch is None else watch.fetch(batches)) is not _END:
-        yield batch, False, None, -1
+    """Broadcast a batch of the first rank that has one."""
+    has_batch = collectives.all_gather(torch.tensor(step is not None)).tolist()
+    return collectives.broadcast_object(None if step is None else step[0], has_batch.index(True))

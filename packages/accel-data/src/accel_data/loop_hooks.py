@@ -1,48 +1,42 @@
-"""A watch over the loops of prepared loaders: something that is to happen between two steps, whatever loop is running.
+"""A process-wide hook that runs between two steps of any prepared loader.
 
-There is one at most in a process, because it acts on the process: :mod:`accel` saves the training when the process is
-told to end.
+A process has at most one hook. :mod:`accel` uses it to save a checkpoint when the process is told to stop.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from .loader import PreparedLoader
+from typing import Any, Protocol
 
 
-class LoopWatch(Protocol):
-    """What a watch offers. Every rank calls it at the same points of the program."""
+class LoopHook(Protocol):
+    """Callbacks from loops over prepared loaders. Every rank makes the same calls at the same points."""
 
     signals: tuple[int, ...]
-    """Signals that are for the process that trains: workers ignore them."""
+    """Signals handled by the training process, which worker processes ignore."""
 
-    def begin(self, loader: PreparedLoader) -> None:
-        """A loop over a loader is about to begin."""
+    def begin(self, loader: Any) -> None:
+        """Called before a loop over a PreparedLoader begins."""
         ...
 
-    def step(self, loader: PreparedLoader) -> None:
-        """The loop has worked on a batch and asks for the next one. Not called for loops whose ranks may have different
-        steps.
-        """
+    def step(self, loader: Any) -> None:
+        """Called when the loop requests the next batch, unless ranks may have different numbers of steps."""
         ...
 
 
-_current: LoopWatch | None = None
+_current: LoopHook | None = None
 
 
-def current() -> LoopWatch | None:
-    """The watch that is set."""
+def current() -> LoopHook | None:
+    """The hook of this process, or None."""
     return _current
 
 
-def set_current(watch: LoopWatch | None) -> None:
-    """Set the watch of this process, or none. Loops that are running keep theirs."""
+def set_current(hook: LoopHook | None) -> None:
+    """Set or remove the hook of this process. Loops that are already running keep theirs."""
     global _current
-    _current = watch
+    _current = hook
 
 
 def signals() -> tuple[int, ...]:
-    """Signals that workers ignore."""
+    """Signals that worker processes ignore."""
     return () if _current is None else _current.signals

@@ -1,4 +1,4 @@
-"""Making a prepared loader of any loader."""
+"""Preparing any torch loader for this process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from accel_state.enums import RNGType
 from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState
 
-from .adapter import loader_settings, warn_about_lost_iteration
-from .batch_shard import stream_arguments
+from ._torch_compat import set_attribute
+from .adapter import loader_settings, warn_about_custom_iter
+from .batch_shard import sampler_arguments
 from .dispatcher import DataLoaderDispatcher
 from .iterable_shard import (
     CountingCollate,
@@ -25,57 +26,11 @@ from .iterable_shard import (
     is_already_split,
     shard_at_source,
 )
-from .layout import LoaderLayout, data_ranks, layout_of_distributed_sampler
+from .layout import LoaderLayout, data_ranks, distributed_sampler_layout
 from .loader import PreparedLoader
 from .samplers import SeedableRandomSampler, innermost_sampler
 from .shard import DataLoaderShard
 from .shard_math import check_rank, per_process_batch_size
-
-
-@dataclass
-class _Request:
-    """What prepare_data_loader was asked for, resolved."""
-
-    dataloader: DataLoader[Any]
-    device: torch.device | None
-    num_processes: int
-    process_index: int
-    split_batches: bool
-    even_batches: bool
-    rng_types: list[str | RNGType] | None
-    non_blocking: bool
-    stateful: bool
-    mesh: Any
-
-    @property
-    def dataset(self) -> Any:
-        return self.dataloader.dataset
-
-    @property
-    def iterable(self) -> bool:
-        return isinstance(self.dataset, IterableDataset)
-
-    def settings(self) -> dict[str, Any]:
-        settings = loader_settings(self.dataloader)
-        if not self.stateful:
-            settings.pop("snapshot_every_n_steps", None)
-        return settings
-
-    def shard(self, dataset: Any, layout: LoaderLayout, **kwargs: Any) -> DataLoaderShard:
-        generator = getattr(dataset, "generator", None) if self.iterable else None
-        loader = DataLoaderShard(
-            dataset,
-            device=self.device,
-            rng_types=self.rng_types,
-            synchronized_generator=generator if isinstance(generator, torch.Generator) else None,
-            use_stateful_dataloader=self.stateful,
-            _drop_last=self.dataloader.drop_last,
-            _non_blocking=self.non_blocking,
-            torch_device_mesh=self.mesh,
-            **{**self.settings(), **kwargs},
-        )
-        loader.layout = layout
-        return loader
 
 
 def prepare_data_loader(
@@ -96,223 +51,246 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     already_sharded: bool = False,
 ) -> DataLoader[Any]:
-    """A loader like this one that reads this process's share of the data.
+    """A loader with the same settings that reads this process's shard of the data.
 
-    Map-style data is shared by its sampler. Of iterable data each rank is given sources of its own if the data set
-    offers ``shard(num_shards, index)`` and has at least as many ``num_shards`` as there are processes; otherwise one
-    rank reads and sends (``dispatch_batches``), or each rank reads all of it and keeps its part.
+    Map-style data is sharded by its sampler. Each rank reads its own sources of an iterable data set that has
+    ``shard(num_shards, index)`` and at least as many ``num_shards`` as there are processes. For other iterable data,
+    rank 0 reads and sends batches (``dispatch_batches``), or each rank reads the whole stream and keeps its part.
 
-    Every loader knows its last batch, counts its epochs, and has ``state_dict`` and ``load_state_dict`` that resume it
-    exactly.
+    Every prepared loader knows its last batch, counts its epochs, and has ``state_dict`` and ``load_state_dict`` that
+    resume it exactly.
 
     Args:
-        dataloader: any torch loader. A prepared one is returned as it is.
-        device: where batches are moved, with ``put_on_device``; None takes this process's device.
-        num_processes: number of ranks that share the data; None takes the run's. A mesh decides on both.
-        process_index: this rank among them; None takes the run's.
-        split_batches: the loader's batch size is that of all processes together. Otherwise it is that of each process.
+        dataloader: any torch loader. A prepared one is returned unchanged.
+        device: device to move batches to, with ``put_on_device``; None means that of this process.
+        num_processes: number of ranks that share the data; None means that of the run. A mesh overrides both.
+        process_index: index of this rank among them; None means that of the run.
+        split_batches: the loader's batch size is the global one. Otherwise it is that of each process.
         put_on_device: move batches to the device.
-        rng_types: generators that are made equal to rank 0's at the start of an iteration: "generator" (that of the
-            sampler; the default), "torch", "cuda", "numpy", "python", ...
-        dispatch_batches: read on rank 0 only and send the batches to the others. None does so for iterable data that
-            cannot be split at its source, if ``put_on_device`` is set.
+        rng_types: generators to copy from rank 0 at the start of an iteration: "generator" (that of the sampler; the
+            default), "torch", "cuda", "numpy", "python", ...
+        dispatch_batches: read on rank 0 only and send batches to the other ranks. None does so for iterable data that
+            cannot be sharded at the source, if ``put_on_device`` is set.
         even_batches: give every rank the same number of full batches, by repeating samples from the start at the end of
             an epoch.
-        slice_fn_for_dispatch: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts a rank's batch when
+        slice_fn_for_dispatch: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts out a rank's batch when
             dispatching.
-        use_seedable_sampler: let the order of a shuffled loader depend on a seed and the epoch only.
-        data_seed: that seed; None takes torch's initial seed of rank 0.
-        non_blocking: move batches without waiting for the copy.
+        use_seedable_sampler: make the order of a shuffled loader depend only on a seed and the epoch.
+        data_seed: that seed; None means ``torch.initial_seed()`` of rank 0.
+        non_blocking: copy batches to the device asynchronously.
         use_stateful_dataloader: build on torchdata's StatefulDataLoader.
-        torch_device_mesh: the mesh that the ranks are arranged in; ranks that differ along tp, cp, sp or pp only get
-            the same data.
-        already_sharded: this loader holds the rank's part of the data already. A loader or data set with an attribute
-            ``already_sharded = True``, or with a :class:`torch.utils.data.DistributedSampler`, is recognised without
-            it.
+        torch_device_mesh: device mesh of the ranks; those that differ only along tp, cp, sp or pp get the same data.
+        already_sharded: this loader already reads only the rank's part of the data. This is detected for a loader or
+            data set with an attribute ``already_sharded = True``, and for a
+            :class:`torch.utils.data.DistributedSampler`.
 
     Raises:
-        ConfigurationError: the arguments contradict each other; the message says which, and what is allowed.
+        ConfigurationError: the arguments contradict each other.
         MissingDependencyError: ``use_stateful_dataloader`` without torchdata.
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
-    warn_about_lost_iteration(dataloader)
-    size, rank = data_ranks(num_processes, process_index, torch_device_mesh)
-    check_rank(size, rank)
+    warn_about_custom_iter(dataloader)
+    num_processes, process_index = data_ranks(num_processes, process_index, torch_device_mesh)
+    check_rank(num_processes, process_index)
     if use_seedable_sampler:
-        dataloader = _seedable(dataloader, data_seed)
-    target = (PartialState().device if device is None else device) if put_on_device else None
-    request = _Request(
+        dataloader = _with_seedable_sampler(dataloader, data_seed)
+    if put_on_device and device is None:
+        device = PartialState().device
+    declared = already_sharded or getattr(dataloader, "already_sharded", False) or is_already_split(dataloader.dataset)
+    builder = _LoaderBuilder(
         dataloader,
-        target,
-        size,
-        rank,
+        device if put_on_device else None,
+        num_processes,
+        process_index,
         split_batches,
         even_batches,
         rng_types,
         non_blocking,
         use_stateful_dataloader,
         torch_device_mesh,
+        declared,
     )
-    declared = already_sharded or getattr(dataloader, "already_sharded", False) or is_already_split(dataloader.dataset)
-    dispatch = _resolve_dispatch(request, dispatch_batches, put_on_device, declared)
-    if split_batches and dataloader.batch_size is not None:
-        per_process_batch_size(dataloader.batch_size, size)
-    if dispatch:
-        return _dispatcher(request, slice_fn_for_dispatch)
-    return _shard(request, declared)
-
-
-def _resolve_dispatch(request: _Request, dispatch_batches: bool | None, put_on_device: bool, declared: bool) -> bool:
-    if dispatch_batches and declared:
+    if dispatch_batches is None:
+        dispatch_batches = put_on_device and builder.needs_dispatch
+    elif dispatch_batches and declared:
         raise ConfigurationError(
-            "dispatch_batches=True reads on rank 0 only, but the loader is declared to hold a part of the data on "
-            "each rank "
-            "(already_sharded). Choose one of them."
+            "dispatch_batches=True reads on rank 0 only, but the loader is declared to read a part of the data on each "
+            "rank (already_sharded). Remove one of them."
         )
-    if dispatch_batches is not None:
-        return dispatch_batches
-    return (
-        request.iterable
-        and put_on_device
-        and request.num_processes > 1
-        and not declared
-        and not can_shard_at_source(request.dataset, request.num_processes)
-    )
+    if split_batches and dataloader.batch_size is not None:
+        per_process_batch_size(dataloader.batch_size, num_processes)
+    return builder.dispatcher(slice_fn_for_dispatch) if dispatch_batches else builder.shard()
 
 
-def _seedable(dataloader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
-    """The loader with a sampler that depends on seed and epoch only, if it had a random one. The given loader stays as
-    it is.
-    """
+def _with_seedable_sampler(dataloader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
+    """A copy whose random sampler is replaced by a SeedableRandomSampler; the loader itself if it has none."""
     if isinstance(dataloader.dataset, IterableDataset):
         return dataloader
-    holder: Any = dataloader.batch_sampler
-    sampler = dataloader.sampler if holder is None else getattr(holder, "sampler", None)
-    if type(sampler) is not RandomSampler and not _is_torchdata_random(sampler):
+    batch_sampler: Any = dataloader.batch_sampler
+    sampler: Any = dataloader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
+    kind = type(sampler)
+    is_torchdata_random = kind.__name__ == "RandomSampler" and kind.__module__.startswith("torchdata.")
+    if kind is not RandomSampler and not is_torchdata_random:
         return dataloader
     if data_seed is None:
         data_seed = PartialState().collectives.broadcast_object(torch.initial_seed())
-    random: Any = sampler
-    seedable = SeedableRandomSampler(random.data_source, random.replacement, random._num_samples, data_seed=data_seed)
+    data, count = sampler.data_source, sampler.num_samples
+    seedable = SeedableRandomSampler(
+        data, sampler.replacement, None if count == len(data) else count, data_seed=data_seed
+    )
     copied = copy.copy(dataloader)
-    # torch guards these attributes of a loader, because a running iteration would not see the change; this copy has
-    # none.
-    if holder is None:
-        object.__setattr__(copied, "sampler", seedable)
+    if batch_sampler is None:
+        set_attribute(copied, "sampler", seedable)
     else:
-        object.__setattr__(copied, "batch_sampler", copy.copy(holder))
-        copied.batch_sampler.sampler = seedable  # type: ignore[union-attr]
+        batch_sampler = copy.copy(batch_sampler)
+        batch_sampler.sampler = seedable
+        set_attribute(copied, "batch_sampler", batch_sampler)
     return copied
 
 
-def _is_torchdata_random(sampler: Any) -> bool:
-    return type(sampler).__name__ == "RandomSampler" and type(sampler).__module__.startswith("torchdata.")
+@dataclass
+class _LoaderBuilder:
+    """Builds a prepared loader from the resolved arguments of :func:`prepare_data_loader`."""
 
+    dataloader: DataLoader[Any]
+    device: torch.device | None
+    num_processes: int
+    process_index: int
+    split_batches: bool
+    even_batches: bool
+    rng_types: list[str | RNGType] | None
+    non_blocking: bool
+    stateful: bool
+    mesh: Any
+    declared_sharded: bool
 
-def _shard(request: _Request, declared: bool) -> DataLoaderShard:
-    if request.iterable:
-        return _iterable_shard(request, declared)
-    dataloader = request.dataloader
-    sampler = innermost_sampler(dataloader.batch_sampler or dataloader.sampler)
-    layout = LoaderLayout(request.num_processes, request.process_index)
-    if isinstance(sampler, DistributedSampler):
-        batch_size, drop_last = dataloader.batch_size, dataloader.drop_last
-        layout = layout_of_distributed_sampler(
-            sampler, batch_size, drop_last, request.num_processes, request.process_index
+    @property
+    def dataset(self) -> Any:
+        return self.dataloader.dataset
+
+    @property
+    def iterable(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def batching(self) -> dict[str, Any]:
+        return {"batch_size": self.dataloader.batch_size, "drop_last": self.dataloader.drop_last}
+
+    @property
+    def needs_dispatch(self) -> bool:
+        """Whether the data is iterable and cannot be sharded at the source."""
+        if not self.iterable or self.num_processes == 1 or self.declared_sharded:
+            return False
+        return not can_shard_at_source(self.dataset, self.num_processes)
+
+    def _settings(self) -> dict[str, Any]:
+        settings = loader_settings(self.dataloader)
+        if not self.stateful:
+            settings.pop("snapshot_every_n_steps", None)
+        return settings
+
+    def shard(self) -> DataLoaderShard:
+        """A loader in which each rank reads its own shard."""
+        return self._iterable_shard() if self.iterable else self._map_style_shard()
+
+    def _map_style_shard(self) -> DataLoaderShard:
+        dataloader, size, rank = self.dataloader, self.num_processes, self.process_index
+        sampler = innermost_sampler(dataloader.batch_sampler or dataloader.sampler)
+        if isinstance(sampler, DistributedSampler):
+            layout = distributed_sampler_layout(sampler, dataloader.batch_size, dataloader.drop_last, size, rank)
+        elif self.declared_sharded:
+            layout = self._separate_sources()
+        else:
+            even = self.even_batches and size > 1
+            arguments = sampler_arguments(dataloader, size, rank, self.split_batches, even)
+            return self._build_shard(self.dataset, LoaderLayout(size, rank), **arguments)
+        return self._build_shard(self.dataset, layout, **sampler_arguments(dataloader))
+
+    def _iterable_shard(self) -> DataLoaderShard:
+        dataset = self.dataset
+        if self.num_processes == 1:
+            return self._build_shard(dataset, LoaderLayout(), **self.batching)
+        if not self.declared_sharded:
+            if not can_shard_at_source(dataset, self.num_processes):
+                return self._stream_shard()
+            dataset = shard_at_source(dataset, self.num_processes, self.process_index)
+        batching = self.batching
+        if batching["batch_size"] is not None and self.split_batches:
+            batching["batch_size"] = per_process_batch_size(batching["batch_size"], self.num_processes)
+        return self._build_shard(dataset, self._separate_sources(), **batching)
+
+    def _separate_sources(self) -> LoaderLayout:
+        """Layout of ranks that read separate sources."""
+        several = self.num_processes > 1
+        return LoaderLayout(
+            self.num_processes, self.process_index, ragged=several, synchronize_steps=several, elastic=not several
         )
-    elif declared:
-        layout = _declared_layout(request)
-    else:
-        even = request.even_batches and request.num_processes > 1
-        shared = stream_arguments(dataloader, request.num_processes, request.process_index, request.split_batches, even)
-        return request.shard(request.dataset, layout, **shared)
-    return request.shard(request.dataset, layout, **stream_arguments(dataloader))
 
-
-def _declared_layout(request: _Request) -> LoaderLayout:
-    several = request.num_processes > 1
-    return LoaderLayout(
-        request.num_processes, request.process_index, ragged=several, synchronize_steps=several, elastic=not several
-    )
-
-
-def _iterable_shard(request: _Request, declared: bool) -> DataLoaderShard:
-    dataloader, dataset, size = request.dataloader, request.dataset, request.num_processes
-    batching = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
-    if size == 1:
-        return request.shard(dataset, LoaderLayout(), **batching)
-    if declared:
-        return request.shard(dataset, _declared_layout(request), **_local_batching(request))
-    if can_shard_at_source(dataset, size):
-        own = shard_at_source(dataset, size, request.process_index)
-        return request.shard(own, _declared_layout(request), **_local_batching(request))
-    return _stream_shard(request)
-
-
-def _local_batching(request: _Request) -> dict[str, Any]:
-    """Batching of a loader whose data is this rank's own."""
-    size = request.dataloader.batch_size
-    if size is not None and request.split_batches:
-        size = per_process_batch_size(size, request.num_processes)
-    return {"batch_size": size, "drop_last": request.dataloader.drop_last}
-
-
-def _stream_shard(request: _Request) -> DataLoaderShard:
-    """Each rank reads the whole stream and keeps its part."""
-    dataloader, dataset = request.dataloader, request.dataset
-    has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-    shard_class = StatefulIterableDatasetShard if has_state else IterableDatasetShard
-    shard = shard_class(
-        dataset,
-        batch_size=dataloader.batch_size or 1,
-        drop_last=dataloader.drop_last,
-        num_processes=request.num_processes,
-        process_index=request.process_index,
-        split_batches=request.split_batches and dataloader.batch_size is not None,
-    )
-    shard.even_batches = request.even_batches
-    shard.mark_tail = True
-    # Each worker completes the end of its own stream, so padding may come in the middle, and batches with it may be of
-    # any rank.
-    uneven = not request.even_batches or dataloader.num_workers > 1 or dataloader.batch_size is None
-    layout = LoaderLayout(request.num_processes, request.process_index, ragged=uneven)
-    collate = CountingCollate(dataloader.collate_fn, batched=dataloader.batch_size is not None)
-    batch_size = None if dataloader.batch_size is None else shard.local_batch_size
-    loader = request.shard(shard, layout, batch_size=batch_size, collate_fn=collate)
-    if isinstance(getattr(dataset, "generator", None), torch.Generator):
-        loader.synchronized_generator = dataset.generator
-    return loader
-
-
-def _dispatcher(request: _Request, slice_fn: Callable[..., Any] | None) -> DataLoaderDispatcher:
-    dataloader = request.dataloader
-    state = PartialState()
-    if data_ranks(None, None, request.mesh) != (request.num_processes, request.process_index):
-        raise ConfigurationError(
-            f"dispatching sends batches between the processes of the run, of which this is rank {state.process_index} "
-            "of "
-            f"{state.num_processes}; it cannot serve rank {request.process_index} of {request.num_processes}. Leave "
-            "out num_processes and "
-            "process_index, or use dispatch_batches=False."
+    def _stream_shard(self) -> DataLoaderShard:
+        """A loader in which each rank reads the whole stream and keeps its part."""
+        dataloader, dataset = self.dataloader, self.dataset
+        batched = dataloader.batch_size is not None
+        has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        shard_class = StatefulIterableDatasetShard if has_state else IterableDatasetShard
+        shard = shard_class(
+            dataset,
+            batch_size=dataloader.batch_size or 1,
+            drop_last=dataloader.drop_last,
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            split_batches=self.split_batches and batched,
         )
-    if request.iterable:
-        batching: dict[str, Any] = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
-    else:
-        batching = stream_arguments(dataloader)
-    loader = DataLoaderDispatcher(
-        request.dataset,
-        split_batches=request.split_batches,
-        use_stateful_dataloader=request.stateful,
-        _drop_last=dataloader.drop_last,
-        _non_blocking=request.non_blocking,
-        slice_fn=slice_fn,
-        torch_device_mesh=request.mesh,
-        **batching,
-        **request.settings(),
-    )
-    loader.device = request.device
-    loader.set_even_batches(request.even_batches)
-    if request.rng_types is not None:
-        loader.set_rng_types(request.rng_types)
-    return loader
+        shard.even_batches = self.even_batches
+        shard.mark_tail = True
+        # Each worker completes the end of its own stream, so padding may appear before the last step.
+        uneven = not self.even_batches or dataloader.num_workers > 1 or not batched
+        layout = LoaderLayout(self.num_processes, self.process_index, ragged=uneven)
+        collate = CountingCollate(dataloader.collate_fn, batched=batched)
+        batch_size = shard.local_batch_size if batched else None
+        loader = self._build_shard(shard, layout, batch_size=batch_size, collate_fn=collate)
+        if isinstance(getattr(dataset, "generator", None), torch.Generator):
+            loader.synchronized_generator = dataset.generator
+        return loader
+
+    def _build_shard(self, dataset: Any, layout: LoaderLayout, **kwargs: Any) -> DataLoaderShard:
+        generator = getattr(dataset, "generator", None) if self.iterable else None
+        loader = DataLoaderShard(
+            dataset,
+            device=self.device,
+            rng_types=self.rng_types,
+            synchronized_generator=generator if isinstance(generator, torch.Generator) else None,
+            use_stateful_dataloader=self.stateful,
+            _drop_last=self.dataloader.drop_last,
+            _non_blocking=self.non_blocking,
+            torch_device_mesh=self.mesh,
+            **{**self._settings(), **kwargs},
+        )
+        loader.layout = layout
+        return loader
+
+    def dispatcher(self, slice_fn: Callable[..., Any] | None) -> DataLoaderDispatcher:
+        """A loader in which rank 0 reads and sends the batches."""
+        state = PartialState()
+        if data_ranks(None, None, self.mesh) != (self.num_processes, self.process_index):
+            raise ConfigurationError(
+                f"dispatching sends batches between the processes of the run, in which this is rank "
+                f"{state.process_index} of {state.num_processes}; it cannot serve rank {self.process_index} of "
+                f"{self.num_processes}. Remove num_processes and process_index, or use dispatch_batches=False."
+            )
+        loader = DataLoaderDispatcher(
+            self.dataset,
+            split_batches=self.split_batches,
+            use_stateful_dataloader=self.stateful,
+            _drop_last=self.dataloader.drop_last,
+            _non_blocking=self.non_blocking,
+            slice_fn=slice_fn,
+            torch_device_mesh=self.mesh,
+            **(self.batching if self.iterable else sampler_arguments(self.dataloader)),
+            **self._settings(),
+        )
+        loader.device = self.device
+        loader.set_even_batches(self.even_batches)
+        if self.rng_types is not None:
+            loader.set_rng_types(self.rng_types)
+        return loader

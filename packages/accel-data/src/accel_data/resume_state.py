@@ -1,4 +1,4 @@
-"""How far a loader is: its epochs, the iteration in progress, and where a resumed one begins."""
+"""The progress of a loader: its epochs, the iteration in progress, and where a resumed iteration begins."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from typing import Any
 from accel_state.errors import ConfigurationError
 
 from .batch_shard import EpochProgress
-from .lookahead import ReadAheadWatch
-from .worker_rng import WorkerStates
+from .lookahead import ReadAheadTracker
+from .worker_rng import WorkerRngStates
 
 STATE_FORMAT = 1
 
 
 def steps_of_torchdata(state: dict[str, Any]) -> int | None:
-    """Batches handed out in the epoch that a state of torchdata's StatefulDataLoader is in; None for a state of another
-    kind.
-
-    Other libraries save such states for their loaders too.
-    """
+    """Batches handed out in the current epoch of a torchdata StatefulDataLoader state; None for any other state."""
     if "_num_yielded" in state:
         steps = int(state["_num_yielded"])
     elif "_snapshot" in state and "_steps_since_snapshot" in state:
@@ -30,11 +26,10 @@ def steps_of_torchdata(state: dict[str, Any]) -> int | None:
 
 
 def knows_position(source: dict[str, Any]) -> bool:
-    """Whether in a state of torchdata's StatefulDataLoader the data set, or its iterator, says where it is.
+    """Whether a torchdata StatefulDataLoader state holds a position saved by the data set or its iterator.
 
-    Otherwise torchdata reads on from the start by a count that is wrong in the second restart of an epoch. Of a worker
-    that is through while others are not, the data set says where the next epoch begins; torchdata would begin it at
-    once.
+    Otherwise torchdata skips by a count that is wrong in the second restart of an epoch. The state of a worker that
+    finished before the others holds the start of the next epoch, which torchdata would begin at once.
     """
     workers = source.get("_snapshot", {}).get("_worker_snapshots", {}).values()
     known = False
@@ -51,22 +46,19 @@ def knows_position(source: dict[str, Any]) -> bool:
 
 @dataclass
 class ResumePoint:
-    """Where an iteration begins, and what its order and random numbers can be had again from: what a state dictionary
-    holds.
+    """The content of a loader's state dictionary: where an iteration begins, and with which randomness.
 
     Attributes:
-        epoch: epoch that the iteration belongs to.
-        unit: what positions count: samples, batches or items of the whole stream, or steps of a loader of which only
-            steps are known.
+        epoch: epoch of the iteration.
+        unit: what positions count: samples, batches or items of the whole stream, or steps if only those are known.
         position: units handed out since the start of the epoch, on all ranks together.
-        num_processes: number of ranks that the state is from.
-        num_workers: worker processes of the loader that the state is from.
-        order: randomness that the epoch's order was drawn from; empty if it is drawn anew.
-        begin: generators as they stood when the epoch began; empty if they are left alone.
-        read_ahead: generators as they stood before each batch that was read but not handed out.
-        source: state of a loader that keeps its own (torchdata).
-        workers: generators of the worker processes, as of the batches handed out; see
-            :class:`accel_data.worker_rng.WorkerStates`.
+        num_processes: number of ranks when the state was saved.
+        num_workers: worker processes of the loader when the state was saved.
+        order: randomness that the epoch's order was drawn from; empty if a new order is to be drawn.
+        begin: generator states when the epoch began; empty to leave the generators alone.
+        read_ahead: generator states before each batch that was read but not handed out.
+        source: state of a StatefulDataLoader.
+        workers: generator states of the worker processes; see :class:`accel_data.worker_rng.WorkerRngStates`.
     """
 
     epoch: int
@@ -89,72 +81,54 @@ class ResumePoint:
         """The inverse of :meth:`to_state`.
 
         Raises:
-            ConfigurationError: this is not such a dictionary, or one of another version.
+            ConfigurationError: ``state`` is not such a dictionary, or has another format version.
         """
         names = list(cls.__dataclass_fields__)
         if state.get("format") != STATE_FORMAT or not set(names) <= set(state):
             raise ConfigurationError(
                 f"this is not the state of a prepared loader in format {STATE_FORMAT}: it has "
-                f"format={state.get('format')!r} and the keys "
-                f"{sorted(state)}. "
-                f"Expected the keys format, {', '.join(names)}, as state_dict() of a prepared loader returns them."
+                f"format={state.get('format')!r} and the keys {sorted(state)}. Expected the keys format, "
+                f"{', '.join(names)}, as returned by state_dict() of a prepared loader."
             )
         return cls(**{name: state[name] for name in names})
 
     def check_fits(self, unit: str) -> None:
-        """Raise ConfigurationError if positions of this state mean nothing to a loader that counts in ``unit``."""
+        """Raise ConfigurationError if this state's positions have another unit."""
         if self.unit != unit:
             raise ConfigurationError(
-                f"the state counts {self.unit}, and this loader counts {unit}: it was saved by a loader of another "
-                "kind. Build the loader "
-                "as it was when the state was saved (map-style or iterable data, batch sampler, batch_size=None, "
-                "dispatch_batches)."
+                f"the state counts {self.unit}, and this loader counts {unit}: it was saved by another kind of loader. "
+                "Build the loader as it was when the state was saved (map-style or iterable data, batch sampler, "
+                "batch_size=None, dispatch_batches)."
             )
 
 
 @dataclass
 class Iteration:
-    """One pass over the data, from begin to end.
-
-    Attributes:
-        epoch: its number.
-        resume: where it begins, if not at the start of a new order.
-        position: units of the stream that were handed out before its first step.
-        steps: batches handed out.
-        progress: what the sharded sampler knows; None for an iterable data set.
-        begin: generators as they stood when it began.
-        watch: what stood before the batches that were read ahead; None if nothing is kept of that.
-        workers: the worker processes' generators; None where there are none.
-        first_batch: the first batch read, where missing samples are taken from it.
-        dropped: the last batch that was read and left out.
-        open: False once it ended or was abandoned.
-    """
+    """One pass over the data."""
 
     epoch: int
-    resume: ResumePoint | None = None
-    position: int = 0
-    steps: int = 0
-    progress: EpochProgress | None = None
-    begin: dict[str, Any] = field(default_factory=dict)
-    watch: ReadAheadWatch | None = None
-    workers: WorkerStates | None = None
-    first_batch: Any = None
-    dropped: Any = None
-    open: bool = True
+    resume: ResumePoint | None = None  # where it begins, unless at the start of a new order
+    position: int = 0  # units of the stream that were handed out before its first step
+    steps: int = 0  # batches handed out
+    progress: EpochProgress | None = None  # that of the sharded sampler; None for iterable data
+    begin: dict[str, Any] = field(default_factory=dict)  # generator states when it began
+    tracker: ReadAheadTracker | None = None  # states before the batches that were read ahead, if tracked
+    workers: WorkerRngStates | None = None  # the worker processes' generator states
+    first_batch: Any = None  # the first batch, which missing samples are taken from
+    dropped: Any = None  # the last batch that was read and skipped
+    open: bool = True  # False once it ended or was abandoned
 
     def close(self) -> None:
-        """It ended, or was abandoned."""
+        """Mark the iteration as ended or abandoned."""
         self.open = False
-        # Both ask this object how far it is; such a circle would keep a loader's workers alive until the next garbage
-        # collection.
-        self.watch = self.workers = None
+        # Both refer to this object; the cycle would keep a loader's workers alive until the next garbage collection.
+        self.tracker = self.workers = None
 
 
 class EpochClock:
-    """The epochs of a loader; a loader with batches skipped shares it with the loader it was made from.
+    """The epochs of a loader, shared with loaders made from it by :func:`accel_data.skip_first_batches`.
 
-    An iteration is an epoch, also one that is abandoned, so that all ranks agree on the number whoever saw the end of
-    the data.
+    Each iteration is an epoch, even if it is abandoned, so that all ranks agree on the number.
 
     Attributes:
         upcoming: epoch of the next iteration.
@@ -173,13 +147,13 @@ class EpochClock:
         return self.current.epoch if self.current is not None and self.current.open else self.upcoming
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; one that a loaded state is in the middle of stays there."""
+        """Choose the epoch of the next iteration; a loaded state of another epoch is discarded."""
         self.upcoming = epoch
         if self.pending is not None and self.pending.epoch != epoch:
             self.pending = None
 
     def load(self, point: ResumePoint) -> None:
-        """Begin the next iteration there."""
+        """Begin the next iteration at ``point``."""
         self.upcoming = point.epoch
         self.pending = point
         self.current = None

@@ -1,6 +1,4 @@
-"""Samplers: a shuffle that depends on seed and epoch alone, a skip that reads nothing, and finding the sampler of a
-loader.
-"""
+"""Samplers that shuffle by seed and epoch or skip batches, and lookup of a loader's sampler."""
 
 from __future__ import annotations
 
@@ -14,14 +12,13 @@ from accel_state.errors import ConfigurationError
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order depends on its seed and epoch alone, whatever else draws random numbers in the
-    process.
+    """A random sampler whose order depends only on its seed and epoch.
 
-    Epoch e is drawn from a generator seeded with ``data_seed + e``. Iterating it advances the epoch by one.
+    Epoch e is drawn from a generator seeded with ``data_seed + e``. Each iteration advances the epoch by one.
 
     Args:
         *args: those of :class:`torch.utils.data.RandomSampler`.
-        data_seed: seed of epoch 0; None takes torch's initial seed.
+        data_seed: seed of epoch 0; None uses ``torch.initial_seed()``.
         **kwargs: those of :class:`torch.utils.data.RandomSampler`.
 
     Attributes:
@@ -37,7 +34,7 @@ class SeedableRandomSampler(RandomSampler):
 
     @property
     def is_permutation(self) -> bool:
-        """Whether an epoch is each sample of the data set exactly once."""
+        """Whether an epoch contains each sample of the data set exactly once."""
         return not self.replacement and self.num_samples == len(self.data_source)
 
     def permutation(self) -> torch.Tensor:
@@ -45,7 +42,7 @@ class SeedableRandomSampler(RandomSampler):
         return torch.randperm(len(self.data_source), generator=self._seeded())
 
     def _seeded(self) -> torch.Generator:
-        # 64 bits are what manual_seed takes; a seed near the limit wraps rather than fails in a late epoch.
+        # manual_seed takes 64 bits; a seed near the limit wraps around instead of failing in a late epoch.
         return torch.Generator().manual_seed((self.initial_seed + self.epoch) % 2**64)
 
     def __iter__(self) -> Iterator[int]:
@@ -59,16 +56,16 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches: their indices are drawn, and no sample of them is read.
+    """A batch sampler without its first batches: their indices are drawn, but no sample is read.
 
     Args:
         batch_sampler: any batch sampler.
-        skip_batches: number of batches to leave out, in every iteration.
+        skip_batches: number of batches to skip in every iteration.
     """
 
     def __init__(self, batch_sampler: BatchSampler | Iterable[list[Any]], skip_batches: int = 0) -> None:
         if skip_batches < 0:
-            raise ConfigurationError(f"skip_batches={skip_batches} is not a number of batches; it must be at least 0")
+            raise ConfigurationError(f"skip_batches={skip_batches} must be at least 0")
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
 
@@ -89,12 +86,12 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether the batch sampler leaves out a last batch that is not full."""
+        """Whether the batch sampler drops an incomplete last batch."""
         return bool(getattr(self.batch_sampler, "drop_last", False))
 
     @property
     def total_length(self) -> int:
-        """Number of batches, the skipped ones included."""
+        """Number of batches, including skipped ones."""
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
@@ -102,36 +99,34 @@ class SkipBatchSampler(BatchSampler):
 
 
 def is_plain_batch_sampler(batch_sampler: Any) -> bool:
-    """Whether batches are consecutive runs of ``batch_size`` samples of ``batch_sampler.sampler``, the last one perhaps
-    short.
-    """
+    """Whether batches are consecutive runs of ``batch_size`` samples; only the last one may be shorter."""
     kind = type(batch_sampler)
     return kind is BatchSampler or (
         isinstance(batch_sampler, BatchSampler) and kind.__module__.startswith("torchdata.")
     )
 
 
+def inner_sampler(sampler: Any) -> Any:
+    """The sampler directly inside a sampler or batch sampler, or None."""
+    inner = getattr(sampler, "batch_sampler", None)
+    return getattr(sampler, "sampler", None) if inner is None else inner
+
+
 def innermost_sampler(sampler: Any) -> Any:
-    """Follow ``batch_sampler`` and ``sampler`` attributes down to the sampler that holds no other."""
-    while True:
-        inner = getattr(sampler, "batch_sampler", None)
-        if inner is None:
-            inner = getattr(sampler, "sampler", None)
-        if inner is None:
-            return sampler
+    """Follow ``batch_sampler`` and ``sampler`` attributes to the sampler that wraps no other."""
+    while (inner := inner_sampler(sampler)) is not None:
         sampler = inner
+    return sampler
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Sampler[Any] | Iterable[Any] | None:
-    """The sampler that decides on the order of a loader's samples, prepared or not.
+    """The sampler that determines the order of a loader's samples, prepared or not.
 
     Returns:
-        The innermost sampler; the batch sampler itself if it holds none; None for an iterable data set.
+        The innermost sampler; the batch sampler itself if it wraps none; None for an iterable data set.
     """
     if isinstance(dataloader.dataset, torch.utils.data.IterableDataset):
         return None
-    batch_sampler = dataloader.batch_sampler
-    sampler: Sampler[Any] | Iterable[Any] = innermost_sampler(
-        dataloader.sampler if batch_sampler is None else batch_sampler
-    )
+    outermost = dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
+    sampler: Sampler[Any] | Iterable[Any] = innermost_sampler(outermost)
     return sampler

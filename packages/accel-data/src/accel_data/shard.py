@@ -1,4 +1,4 @@
-"""Every rank reads its own share."""
+"""Loader in which every rank reads its own shard."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from .resume_state import Iteration
 
 
 class DataLoaderShard(PreparedLoader):
-    """A loader that reads this rank's share of the data, in an order that all ranks agree on, and moves the batches to
-    the device.
+    """A loader that reads this rank's shard of the data and moves the batches to the device.
 
     :func:`accel_data.prepare_data_loader` makes one from any loader.
 
     Args:
-        dataset: data set to load; an iterable one holds this rank's share already.
-        device: where batches are moved; None leaves them where they are.
-        rng_types: generators that are made equal to rank 0's at the start of an iteration: "generator" (that of the
-            sampler; the default), "torch", "cuda", "numpy", "python", ... An empty list leaves all of them alone.
-        synchronized_generator: a generator besides that of the sampler that "generator" stands for.
-        skip_batches: batches to leave out in the first iteration.
+        dataset: data set to load; an iterable one is already this rank's shard.
+        device: device to move batches to; None leaves them where they are.
+        rng_types: generators to copy from rank 0 at the start of an iteration: "generator" (that of the sampler; the
+            default), "torch", "cuda", "numpy", "python", ... An empty list copies none.
+        synchronized_generator: another generator to copy along with "generator".
+        skip_batches: batches to skip in the first iteration.
         use_stateful_dataloader: build on torchdata's StatefulDataLoader.
-        _drop_last: whether the loader that this was made from drops its last batch.
-        _non_blocking: move batches without waiting for the copy.
-        torch_device_mesh: the mesh that the ranks are arranged in.
+        _drop_last: whether the original loader drops its last batch.
+        _non_blocking: copy batches to the device asynchronously.
+        torch_device_mesh: device mesh of the ranks.
         iteration: epoch of the first iteration.
-        **kwargs: arguments of the torch loader. A ``batch_sampler`` that is a BatchSamplerShard makes the share of
-            map-style data.
+        **kwargs: arguments of the torch loader. A BatchSamplerShard as ``batch_sampler`` shards map-style data.
     """
 
     def __init__(
@@ -63,9 +61,9 @@ class DataLoaderShard(PreparedLoader):
         )
         self._drop_last = _drop_last
         self.torch_device_mesh = torch_device_mesh
-        if self._stream is not None:
-            self.layout.num_processes = self._stream.num_processes
-            self.layout.process_index = self._stream.process_index
+        if self._sharded is not None:
+            self.layout.num_processes = self._sharded.num_processes
+            self.layout.process_index = self._sharded.process_index
 
     def _steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
         self._synchronize_generators()

@@ -1,4 +1,4 @@
-"""Leaving out the first batches of an epoch."""
+"""Skipping the first batches of an epoch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_state.errors import ConfigurationError
 
 from .adapter import loader_settings, stateful_dataloader_class
-from .batch_shard import stream_arguments
+from .batch_shard import sampler_arguments
 from .loader import PreparedLoader
 from .lookahead import Step
 from .resume_state import Iteration
 
 
 class SkipDataLoader(PreparedLoader):
-    """A loader whose first iteration leaves out the first batches; those after it are whole.
+    """A loader that skips the first batches in its first iteration only.
 
-    On map-style data nothing is read for the batches that are left out.
+    On map-style data nothing is read for the skipped batches.
 
     Args:
         dataset: data set to load.
-        skip_batches: batches to leave out in the first iteration.
+        skip_batches: batches to skip in the first iteration.
         use_stateful_dataloader: build on torchdata's StatefulDataLoader.
         **kwargs: arguments of the torch loader.
     """
@@ -40,37 +40,31 @@ class SkipDataLoader(PreparedLoader):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader like this one whose first iteration leaves out the first batches. Every setting stays; later iterations
-    are whole.
+    """A loader with the same settings that skips the first batches in its first iteration only.
 
-    On map-style data nothing is read for the batches that are left out; an iterable data set has to be read up to
-    there.
+    On map-style data nothing is read for the skipped batches; an iterable data set has to be read up to there.
 
     Args:
-        dataloader: a prepared loader, or any torch loader. The epochs of a prepared loader and of what is made from it
-            count on together: iterate the result first and then ``dataloader`` itself, for the epochs that follow.
-        num_batches: batches of this process to leave out, counted from the start of the epoch.
+        dataloader: a prepared loader, or any torch loader. The result for a prepared loader shares its epoch count:
+            iterate the result first, and then ``dataloader`` for the epochs that follow.
+        num_batches: batches of this process to skip, counted from the start of the epoch.
 
     Raises:
         ConfigurationError: ``num_batches`` is negative.
     """
     if num_batches < 0:
-        raise ConfigurationError(f"num_batches={num_batches} is not a number of batches; it must be at least 0")
+        raise ConfigurationError(f"num_batches={num_batches} must be at least 0")
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
     if isinstance(dataloader.dataset, IterableDataset):
         batching: dict[str, Any] = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
     else:
-        batching = stream_arguments(dataloader)
+        batching = sampler_arguments(dataloader)
+    from_torchdata = type(dataloader).__module__.startswith("torchdata.")
     return SkipDataLoader(
         dataloader.dataset,
         skip_batches=num_batches,
-        use_stateful_dataloader=is_stateful(dataloader),
+        use_stateful_dataloader=from_torchdata and isinstance(dataloader, stateful_dataloader_class()),
         **batching,
         **loader_settings(dataloader),
     )
-
-
-def is_stateful(dataloader: DataLoader[Any]) -> bool:
-    """Whether this is a StatefulDataLoader of torchdata."""
-    return type(dataloader).__module__.startswith("torchdata.") and isinstance(dataloader, stateful_dataloader_class())

@@ -1,4 +1,4 @@
-"""What a loader tells the GradientState about its iteration."""
+"""The state of an iteration that a loader publishes to the GradientState."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from accel_state.state import GradientState
 
 
 class DataLoaderStateMixin:
-    """What a loader tells the GradientState about its iteration.
+    """The state of an iteration that a loader publishes to the GradientState.
 
     Attributes:
-        end_of_dataloader: whether the batch handed out last is the last one.
-        remainder: samples in the last global step that are no padding; -1 where there is nothing to leave out after a
-            gather.
+        end_of_dataloader: whether the current batch is the last one.
+        remainder: samples in the last global step that are not padding; -1 if a gather has nothing to drop.
         ragged: whether batch sizes may differ between ranks in one step; the same on all ranks.
-        real_samples: samples of the batch handed out last that are no padding; None if it holds none.
+        real_samples: samples of the current batch that are not padding; None if it has no padding.
     """
 
     end_of_dataloader: bool = False
@@ -23,16 +22,16 @@ class DataLoaderStateMixin:
     gradient_state: GradientState
 
     def reset(self) -> None:
-        """Forget about the latest iteration."""
+        """Clear the state of the latest iteration."""
         self.end_of_dataloader = False
         self.remainder = -1
         self.real_samples = None
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Register the loader at the start of an iteration."""
         self.reset()
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """An iteration ended or was abandoned."""
+        """Unregister the loader when an iteration ended or was abandoned."""
         self.gradient_state._remove_dataloader(self)

@@ -1,11 +1,10 @@
-"""The random numbers of worker processes, so that a resumed epoch draws those that the uninterrupted one would have
-drawn.
+"""Random number generators of worker processes, restored exactly when an epoch is resumed.
 
-A worker is seeded when it starts, and then draws on for as long as it lives. So with every batch it sends along the
-state of each generator that moved since its last one; the process that trains keeps the states as of the batches it
-handed out. Workers started for a resumed epoch are given them. The k-th batch of an epoch is the work of worker k
-modulo their number, but torch always deals the first batch it asks for to worker 0: where an epoch is entered in the
-middle, the workers therefore change places.
+A worker is seeded when it starts, and draws from the same generators for as long as it lives. With every batch it
+sends the state of each generator that moved since its previous batch; the training process keeps the states as of the
+batches it handed out, and gives them to the workers that it starts for a resumed epoch. The k-th batch of an epoch
+comes from worker k modulo the number of workers, but torch always requests the first batch from worker 0. An epoch
+that begins in the middle therefore shifts the workers: each takes the slot of another one.
 """
 
 from __future__ import annotations
@@ -15,145 +14,91 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from . import loop_hooks
+from ._torch_compat import pin_memory, set_worker_identity, stop_workers
+from .rng_state import RngStates, capture_rng, from_plain, restore_rng, to_plain
 
-# States of generators by library, as they travel between processes: bytes of torch's, tuples of the others.
-_States = dict[str, Any]
 
-
+@dataclass(slots=True)
 class WorkerBatch:
-    """A batch on its way from a worker.
+    """A batch sent by a worker."""
 
-    Attributes:
-        batch: what the collate function made.
-        worker: the worker's place, as the uninterrupted epoch counts them.
-        base_seed: what the seeds of this loader's workers are counted from.
-        states: generators that moved since the worker's last batch.
-    """
-
-    __slots__ = ("base_seed", "batch", "states", "worker")
-
-    def __init__(self, batch: Any, worker: int, base_seed: int, states: _States) -> None:
-        self.batch = batch
-        self.worker = worker
-        self.base_seed = base_seed
-        self.states = states
+    batch: Any  # result of the collate function
+    worker: int  # slot of the worker, as numbered in the uninterrupted epoch
+    base_seed: int  # the number to which slots are added to seed the workers of this loader
+    states: RngStates  # generators that moved since the worker's previous batch
 
     def pin_memory(self, device: str | None = None) -> WorkerBatch:
-        """The same, with the batch in pinned memory."""
+        """Copy the batch to pinned memory."""
         return WorkerBatch(pin_memory(self.batch, device), self.worker, self.base_seed, self.states)
 
 
-def capture() -> _States:
-    """The generators of this process, quick to compare and to send."""
-    state: Any = np.random.get_state()
-    name, keys, *rest = state
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "numpy": (name, keys.tobytes(), *rest),
-        "python": random.getstate(),
-    }
+@dataclass
+class WorkerHooks:
+    """``worker_init_fn`` and ``collate_fn`` that run in the workers."""
 
-
-def restore(states: _States) -> None:
-    """Put generators back to what :func:`capture` returned; those that are not mentioned stay."""
-    if "torch" in states:
-        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
-    if "numpy" in states:
-        name, keys, *rest = states["numpy"]
-        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-    if "python" in states:
-        version, words, gauss = states["python"]
-        random.setstate((version, tuple(words), gauss))
-
-
-class WorkerSide:
-    """What runs in the workers: their start, and the collate function.
-
-    Args:
-        collate_fn: the loader's own.
-        worker_init_fn: the loader's own.
-        shift: places by which workers are moved.
-        base_seed: what their seeds are counted from; None for what torch drew.
-        states: generators to begin with, by place; workers without begin as torch seeds them.
-        signals: signals that are for the process that trains, and would end a worker.
-    """
-
-    def __init__(
-        self,
-        collate_fn: Callable[[Any], Any],
-        worker_init_fn: Callable[[int], Any] | None,
-        shift: int,
-        base_seed: int | None,
-        states: dict[int, _States],
-        signals: tuple[int, ...],
-    ) -> None:
-        self.collate_fn = collate_fn
-        self.worker_init_fn = worker_init_fn
-        self.shift = shift
-        self.base_seed = base_seed
-        self.states = states
-        self.signals = signals
-        self._known: _States = {}
-        self._place = 0
+    collate_fn: Callable[[Any], Any]  # that of the loader
+    worker_init_fn: Callable[[int], Any] | None  # that of the loader
+    shift: int  # number of slots by which workers are shifted
+    base_seed: int | None  # the number to which slots are added to seed workers; None for the one that torch drew
+    states: dict[int, RngStates]  # generator states to begin with by slot; other workers begin as torch seeds them
+    signals: tuple[int, ...]  # signals handled by the training process, which would terminate a worker
+    _previous: RngStates = field(default_factory=dict, init=False)
+    _slot: int = field(default=0, init=False)
 
     def start(self, worker_id: int) -> None:
-        """Begin as this worker; torch calls it once it has seeded the process."""
+        """Initialise the worker, after torch has seeded its process."""
         for number in self.signals:
             signal.signal(number, signal.SIG_IGN)
         info: Any = get_worker_info()
         drawn = info.seed - worker_id
-        self._place = (worker_id + self.shift) % info.num_workers
+        self._slot = (worker_id + self.shift) % info.num_workers
         base_seed = drawn if self.base_seed is None else self.base_seed
-        if (self._place, base_seed) != (worker_id, drawn):
-            # torch has no way to start a worker in another's place. The object itself refuses assignments, which would
-            # be mistakes.
-            object.__setattr__(info, "id", self._place)
-            object.__setattr__(info, "seed", base_seed + self._place)
-            seed_as_torch_does(base_seed, self._place)
+        if (self._slot, base_seed) != (worker_id, drawn):
+            set_worker_identity(self._slot, base_seed + self._slot)
+            seed_worker(base_seed, self._slot)
         if self.worker_init_fn is not None:
-            self.worker_init_fn(self._place)
-        restore(self.states.get(self._place, {}))
+            self.worker_init_fn(self._slot)
+        restore_rng(self.states.get(self._slot, {}))
         self.base_seed = base_seed
-        self._known = capture()
+        self._previous = capture_rng()
 
     def collate(self, samples: Any) -> WorkerBatch:
-        """A batch, with the generators that moved while it was made."""
+        """Collate a batch, and attach the generators that moved since the previous one."""
         batch = self.collate_fn(samples)
-        now = capture()
-        moved = {library: state for library, state in now.items() if state != self._known[library]}
-        self._known = now
+        states = capture_rng()
+        moved = {library: state for library, state in states.items() if state != self._previous[library]}
+        self._previous = states
         assert self.base_seed is not None
-        return WorkerBatch(batch, self._place, self.base_seed, moved)
+        return WorkerBatch(batch, self._slot, self.base_seed, moved)
 
 
-def seed_as_torch_does(base_seed: int, worker: int) -> None:
-    """Seed the generators of this process like torch those of the worker in that place.
+def seed_worker(base_seed: int, slot: int) -> None:
+    """Seed the global generators the way torch seeds the worker with that number.
 
-    numpy's seed is that of ``numpy.random.SeedSequence`` over worker and base seed, of which torch has a copy that
-    needs no numpy.
+    torch seeds numpy from its own copy of ``numpy.random.SeedSequence`` over worker number and base seed.
     """
-    seed = base_seed + worker
+    seed = base_seed + slot
     random.seed(seed)
     torch.manual_seed(seed)
-    np.random.seed(np.random.SeedSequence([worker, base_seed & 0xFFFFFFFF, base_seed >> 32, 0]).generate_state(4))
+    np.random.seed(np.random.SeedSequence([slot, base_seed & 0xFFFFFFFF, base_seed >> 32, 0]).generate_state(4))
 
 
-class WorkerStates:
-    """The workers' generators as of the batches handed out, in one iteration.
+class WorkerRngStates:
+    """The workers' generator states as of the batches handed out in one iteration.
 
     Args:
         before: batches of the epoch that were handed out before this iteration began.
-        base_seed: of the workers, where they are to go on as others; None for new ones.
-        kept: whether the workers have been at work since an earlier epoch, so that this one drew no seed for them.
-        states: their generators at the start.
+        base_seed: that of workers to continue; None for new workers.
+        kept: whether the workers have been running since an earlier epoch, so that this one drew no seed for them.
+        states: their generator states at the start, by slot.
     """
 
     def __init__(
@@ -161,20 +106,20 @@ class WorkerStates:
         before: int = 0,
         base_seed: int | None = None,
         kept: bool = False,
-        states: dict[int, _States] | None = None,
+        states: dict[int, RngStates] | None = None,
     ) -> None:
         self.before = before
         self.base_seed = base_seed
         self.kept = kept
         self._states = states or {}
         self._at_start = {worker: dict(state) for worker, state in self._states.items()}
-        self._recent: deque[tuple[int, int, _States]] = deque()
-        self.moved_places = False
+        self._recent: deque[tuple[int, int, RngStates]] = deque()
+        self.shifted = False
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> WorkerStates:
+    def from_plain(cls, plain: dict[str, Any]) -> WorkerRngStates:
         """The inverse of :meth:`to_plain`."""
-        states = {int(worker): _from_plain(state) for worker, state in plain["states"].items()}
+        states = {int(worker): from_plain(state) for worker, state in plain["states"].items()}
         return cls(int(plain["batches"]), int(plain["base_seed"]), bool(plain["kept"]), states)
 
     def to_plain(self, handed_out: int) -> dict[str, Any]:
@@ -183,27 +128,27 @@ class WorkerStates:
         Args:
             handed_out: batches of this iteration that were handed out.
         """
-        if self.base_seed is None:
-            return {}
-        states = {worker: _to_plain(state) for worker, state in self._after(handed_out).items()}
-        return {"batches": self.before + handed_out, "base_seed": self.base_seed, "kept": self.kept, "states": states}
+        return self._to_plain(self.before + handed_out, self._after(handed_out))
 
     def to_plain_at_start(self) -> dict[str, Any]:
-        """Like :meth:`to_plain`, for an epoch that is read again from its start; empty where new workers began it."""
-        if self.base_seed is None or not self.kept:
-            return {}
-        states = {worker: _to_plain(state) for worker, state in self._at_start.items()}
-        return {"batches": 0, "base_seed": self.base_seed, "kept": True, "states": states}
+        """Like :meth:`to_plain`, for an epoch that is read again from its start; empty if it began with new workers."""
+        return self._to_plain(0, self._at_start) if self.kept else {}
 
-    def for_next_epoch(self) -> WorkerStates:
-        """Where workers that live on begin the next epoch."""
-        following = WorkerStates(0, self.base_seed, True, self._after(None))
-        # A place is dealt by the position in the epoch, so workers that moved for the rest of one cannot go on with the
-        # next.
-        following.moved_places = self.moved_places
+    def _to_plain(self, batches: int, states: dict[int, RngStates]) -> dict[str, Any]:
+        if self.base_seed is None:
+            return {}
+        plain = {worker: to_plain(state) for worker, state in states.items()}
+        return {"batches": batches, "base_seed": self.base_seed, "kept": self.kept, "states": plain}
+
+    def for_next_epoch(self) -> WorkerRngStates:
+        """The states with which persistent workers begin the next epoch."""
+        following = WorkerRngStates(0, self.base_seed, True, self._after(None))
+        # A slot follows from the position in the epoch, so workers that were shifted for the rest of one cannot
+        # continue with the next.
+        following.shifted = self.shifted
         return following
 
-    def _after(self, handed_out: int | None) -> dict[int, _States]:
+    def _after(self, handed_out: int | None) -> dict[int, RngStates]:
         states = {worker: dict(state) for worker, state in self._states.items()}
         for index, worker, moved in self._recent:
             if handed_out is None or index < handed_out:
@@ -211,27 +156,27 @@ class WorkerStates:
         return states
 
     def open(self, base: DataLoader[Any], handed_out: Callable[[], int], *, track: bool) -> Iterator[Any]:
-        """Begin the loader's iteration.
+        """Begin an iteration of a torch loader that has workers.
 
         Args:
-            base: the torch loader, with workers.
-            handed_out: tells how many batches of this iteration were handed out.
-            track: keep the workers' generators.
+            base: the torch loader.
+            handed_out: returns the number of batches of this iteration that were handed out.
+            track: keep the workers' generator states.
         """
         shift = self.before % base.num_workers
-        if self.moved_places:
-            base._iterator = None
-        self.moved_places = shift > 0
-        side = WorkerSide(
+        if self.shifted:
+            stop_workers(base)
+        self.shifted = shift > 0
+        hooks = WorkerHooks(
             base.collate_fn, base.worker_init_fn, shift, self.base_seed, self._states, loop_hooks.signals()
         )
-        settings: dict[str, Any] = {"worker_init_fn": side.start}
+        settings: dict[str, Any] = {"worker_init_fn": hooks.start}
         if track:
-            settings["collate_fn"] = side.collate
+            settings["collate_fn"] = hooks.collate
         if self.kept:
-            # Workers that live on draw no seed; those that take their place must not either.
+            # Persistent workers draw no seed, so workers that replace them must not draw one either.
             settings["generator"] = torch.Generator()
-        with _with_settings(base, settings):
+        with _temporary_settings(base, settings):
             batches = iter(base)
         return self._unwrapped(batches, handed_out) if track else batches
 
@@ -239,43 +184,23 @@ class WorkerStates:
         for index, sent in enumerate(batches):
             self.base_seed = sent.base_seed
             if sent.states:
-                self._forget_up_to(handed_out())
+                self._merge_up_to(handed_out())
                 self._recent.append((index, sent.worker, sent.states))
             yield sent.batch
 
-    def _forget_up_to(self, handed_out: int) -> None:
+    def _merge_up_to(self, handed_out: int) -> None:
         while self._recent and self._recent[0][0] < handed_out:
             _, worker, moved = self._recent.popleft()
             self._states.setdefault(worker, {}).update(moved)
 
 
 @contextmanager
-def _with_settings(base: DataLoader[Any], settings: dict[str, Any]) -> Iterator[None]:
-    former = {name: getattr(base, name) for name in settings}
+def _temporary_settings(base: DataLoader[Any], settings: dict[str, Any]) -> Iterator[None]:
+    previous = {name: getattr(base, name) for name in settings}
     for name, value in settings.items():
         setattr(base, name, value)
     try:
         yield
     finally:
-        for name, value in former.items():
+        for name, value in previous.items():
             setattr(base, name, value)
-
-
-def _to_plain(states: _States) -> dict[str, Any]:
-    plain = dict(states)
-    if "torch" in plain:
-        plain["torch"] = torch.frombuffer(bytearray(plain["torch"]), dtype=torch.uint8)
-    if "numpy" in plain:
-        name, keys, *rest = plain["numpy"]
-        plain["numpy"] = (name, np.frombuffer(keys, dtype=np.uint32).tolist(), *rest)
-    return plain
-
-
-def _from_plain(plain: dict[str, Any]) -> _States:
-    states = dict(plain)
-    if "torch" in states:
-        states["torch"] = states["torch"].numpy().tobytes()
-    if "numpy" in states:
-        name, keys, *rest = states["numpy"]
-        states["numpy"] = (name, np.asarray(keys, dtype=np.uint32).tobytes(), *rest)
-    return states

@@ -1,0 +1,35 @@
+"""Private names of torch that this package uses; ``tests/test_torch_compat.py`` fails when torch drops one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, get_worker_info
+
+# Pins every tensor in a nested batch, as the loader's own thread does. The public Tensor.pin_memory takes one tensor.
+from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
+
+
+def has_live_workers(loader: DataLoader[Any]) -> bool:
+    """Whether persistent workers of an earlier epoch are running (``_iterator``; torch has no public query)."""
+    return loader._iterator is not None
+
+
+def stop_workers(loader: DataLoader[Any]) -> None:
+    """Stop persistent workers, so that the next epoch starts new ones (``_iterator``; torch has no public method)."""
+    loader._iterator = None
+
+
+def set_attribute(loader: DataLoader[Any], name: str, value: Any) -> None:
+    """Set an attribute that ``DataLoader.__setattr__`` guards against changes after construction."""
+    object.__setattr__(loader, name, value)
+
+
+def set_worker_identity(worker_id: int, seed: int) -> None:
+    """Change id and seed in the worker's ``get_worker_info()``, which refuses plain assignment.
+
+    torch always gives the first batch to worker 0, and offers no way to begin with another worker.
+    """
+    info = get_worker_info()
+    object.__setattr__(info, "id", worker_id)
+    object.__setattr__(info, "seed", seed)

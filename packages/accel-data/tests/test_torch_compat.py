@@ -1,0 +1,48 @@
+"""The private names of torch that _torch_compat uses still exist and behave as expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from accel_data import _torch_compat
+
+
+def test_pin_memory_walks_nested_batches() -> None:
+    class Custom:
+        def pin_memory(self, device: Any = None) -> str:
+            return "pinned"
+
+    assert _torch_compat.pin_memory({"a": [Custom()], "b": 1}, None) == {"a": ["pinned"], "b": 1}
+
+
+def test_persistent_workers_are_visible_and_can_be_stopped() -> None:
+    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    assert not _torch_compat.has_live_workers(loader)
+    assert len(list(loader)) == 4
+    assert _torch_compat.has_live_workers(loader)
+    _torch_compat.stop_workers(loader)
+    assert not _torch_compat.has_live_workers(loader)
+
+
+def test_guarded_attributes_of_a_loader_can_be_set() -> None:
+    loader = DataLoader(range(4))
+    with pytest.raises(ValueError, match="should not be set"):
+        loader.sampler = [3, 1]
+    _torch_compat.set_attribute(loader, "sampler", [3, 1])
+    assert loader.sampler == [3, 1]
+
+
+def change_identity(worker_id: int) -> None:
+    info: Any = get_worker_info()
+    with pytest.raises((RuntimeError, AttributeError)):
+        info.id = 5
+    _torch_compat.set_worker_identity(5, 99)
+    assert (info.id, info.seed) == (5, 99)
+
+
+def test_the_identity_of_a_worker_can_be_changed() -> None:
+    assert torch.cat(list(DataLoader(range(2), num_workers=1, worker_init_fn=change_identity))).tolist() == [0, 1]
