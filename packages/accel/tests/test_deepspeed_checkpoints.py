@@ -1,4 +1,4 @@
-"""States of DeepSpeed's engines: resuming equals not having stopped, on as many ranks or others, and damage is noticed."""
+"""Checkpoints of DeepSpeed engines: exact resuming, another number of ranks, and damaged files."""
 
 from __future__ import annotations
 

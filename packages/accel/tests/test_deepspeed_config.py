@@ -19,7 +19,7 @@ from torch import nn
 from accel import DeepSpeedPlugin
 from accel.deepspeed.auto_values import hidden_size
 from accel.deepspeed.config import PreparedFacts
-from accel.deepspeed.config_paths import autos, get
+from accel.deepspeed.config_paths import auto_paths, get_value
 from accel.utils import DummyOptim, DummyScheduler
 from accel_state import AcceleratorState
 from accel_state.errors import ConfigurationError
@@ -100,19 +100,19 @@ class TestBatches:
     @pytest.mark.parametrize(
         ("config", "facts", "parts"),
         [
-            ({TRAIN: 10, MICRO: 4, STEPS: 3}, {}, [f"{TRAIN}: 10", f"{MICRO} 4 x {STEPS} 3 x 2 processes make 24"]),
+            ({TRAIN: 10, MICRO: 4, STEPS: 3}, {}, [f"{TRAIN}: 10", f"{MICRO}=4 x {STEPS}=3 x 2 processes = 24"]),
             (
                 {TRAIN: 64, MICRO: "auto"},
                 {},
-                ["the loader's batch of 4 a process", "Accelerator(gradient_accumulation_steps=3)", "make 24"],
+                ["the loader's batch size of 4 x", "Accelerator(gradient_accumulation_steps=3)", "= 24"],
             ),
             (
                 {TRAIN: 64, MICRO: 4, STEPS: "auto"},
                 {},
-                [f"{MICRO} 4 x Accelerator(gradient_accumulation_steps=3) x 2 processes make 24"],
+                [f"{MICRO}=4 x Accelerator(gradient_accumulation_steps=3) x 2 processes = 24"],
             ),
-            ({TRAIN: 7}, {"micro_batch_sizes": ()}, ["1 whole samples a process and batch x", "make 6"]),
-            ({TRAIN: 7}, {"micro_batch_sizes": (), "known_micro_batch_size": 9}, ["1 whole samples"]),
+            ({TRAIN: 7}, {"micro_batch_sizes": ()}, ["a derived micro batch of 1 x", "= 6"]),
+            ({TRAIN: 7}, {"micro_batch_sizes": (), "known_micro_batch_size": 9}, ["a derived micro batch of 1"]),
             (
                 {MICRO: "auto"},
                 {"micro_batch_sizes": ()},
@@ -131,7 +131,7 @@ class TestBatches:
     def test_a_micro_batch_that_no_loader_has_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING):
             resolve({**ZERO2, MICRO: 5}, trained(micro_batch_sizes=(7,)))
-        assert f"hf_ds_config has {MICRO}: 5, but the loaders yield 7 samples" in caplog.text
+        assert f"hf_ds_config has {MICRO}: 5, but the loaders have batch sizes of 7 per process" in caplog.text
 
     def test_the_other_plugins_batch_where_a_model_has_no_loader(self) -> None:
         first, second = DeepSpeedPlugin(zero_stage=2), DeepSpeedPlugin(zero_stage=3)
@@ -297,7 +297,7 @@ class TestDummies:
             (
                 {"optimizer": ADAMW, "scheduler": DECAY},
                 dummies(scheduler=DummyScheduler(None, lr_scheduler_callable=CustomSchedule)),
-                r"has the scheduler WarmupDecayLR, and DummyScheduler\(lr_scheduler_callable=...\) makes another one",
+                r"has the scheduler WarmupDecayLR, and DummyScheduler\(lr_scheduler_callable=...\) creates another one",
             ),
             ({"scheduler": DECAY}, dummies(optimizer=None), "prepares DummyScheduler without an optimizer"),
             (
@@ -359,13 +359,13 @@ class TestTheRest:
         done = plugin.resolve(trained(mixed_precision="bf16"))
         assert done["zero_optimization"]["offload_param"] == {"device": "cpu"} and done["fp16"] == {"enabled": False}
         plugin.deepspeed_config["scheduler"] = 5
-        with pytest.raises(ConfigurationError, match="scheduler: 5, which is no section"):
+        with pytest.raises(ConfigurationError, match="scheduler: 5, which must be a JSON object"):
             plugin.resolve(trained())
 
     def test_what_nobody_knows(self) -> None:
         with pytest.raises(
             ConfigurationError,
-            match='hf_ds_config has comms_logger.verbose: "auto", which nothing here gives a value to',
+            match='hf_ds_config has comms_logger.verbose: "auto", which cannot be determined here',
         ):
             resolve({**ZERO2, "comms_logger": {"verbose": "auto"}})
         assert resolve({**ZERO2, "comms_logger": {"verbose": "auto"}}, trained(more={"comms_logger.verbose": True}))[
@@ -376,7 +376,7 @@ class TestTheRest:
     def test_nvme_without_a_folder(self, kind: str) -> None:
         plugin = DeepSpeedPlugin(zero_stage=3, **{f"offload_{kind}_device": "nvme"})
         with pytest.raises(
-            ConfigurationError, match=f"offload_{kind}.device: nvme without a folder. Give .*--offload_{kind}_nvme_path"
+            ConfigurationError, match=f"offload_{kind}.device: nvme without a path. Set .*--offload_{kind}_nvme_path"
         ):
             plugin.resolve(trained())
         plugin = DeepSpeedPlugin(
@@ -420,7 +420,7 @@ class TestTheRest:
         done = plugin.resolve(trained())
         assert plugin.deepspeed_config == done and plugin.deepspeed_config is not done
         assert plugin.gradient_accumulation_steps == 3 and plugin.accumulation_steps is None
-        assert list(autos(plugin.deepspeed_config)) == []
+        assert list(auto_paths(plugin.deepspeed_config)) == []
 
 
 # -- any JSON, any settings -------------------------------------------------------------------------------------------
@@ -555,23 +555,23 @@ def test_nothing_but_a_configuration_error_comes_of_any_json(
 
 def check_nobody_is_overruled(done: dict[str, Any], config: dict[str, Any], fields: dict[str, Any]) -> None:
     for field, path in FILE_PATHS.items():
-        for value in (fields.get(field), get(config, path)):
-            assert value in (None, "auto") or get(done, path) == value
+        for value in (fields.get(field), get_value(config, path)):
+            assert value in (None, "auto") or get_value(done, path) == value
     for key in (TRAIN, MICRO):
         assert config.get(key) in (None, "auto", done[key])
 
 
 def check_consistent(done: dict[str, Any], facts: PreparedFacts) -> None:
     assert done[TRAIN] == done[MICRO] * done[STEPS] * facts.world_size
-    assert list(autos(done)) == [] and json.dumps({**done, "steps_per_print": 0})
+    assert list(auto_paths(done)) == [] and json.dumps({**done, "steps_per_print": 0})
     zero = done["zero_optimization"]
     stage = zero["stage"]
     assert stage in (0, 1, 2, 3) and facts.world_size % zero.get("zero_hpz_partition_size", 1) == 0
-    assert get(zero, "offload_param.device", "none") == "none" or stage == 3
-    assert get(zero, "offload_optimizer.device", "none") == "none" or stage > 0
+    assert get_value(zero, "offload_param.device", "none") == "none" or stage == 3
+    assert get_value(zero, "offload_optimizer.device", "none") == "none" or stage > 0
     assert not zero.get("zero_quantized_weights") or stage == 3
     for kind in ("param", "optimizer"):
-        assert get(zero, f"offload_{kind}.device") != "nvme" or zero[f"offload_{kind}"]["nvme_path"]
+        assert get_value(zero, f"offload_{kind}.device") != "nvme" or zero[f"offload_{kind}"]["nvme_path"]
     enabled = [name for name in ("fp16", "bf16") if done[name]["enabled"]]
     assert len(enabled) < 2 and (facts.mixed_precision == "no" or enabled == [facts.mixed_precision])
     assert ("optimizer" in done) == isinstance(facts.optimizer, DummyOptim) and ("scheduler" in done) == (

@@ -225,18 +225,18 @@ class TestJson:
         assert plugin.zero_stage == 1
         AcceleratorState(cpu=True)
         plugin.select(_from_accelerator_state=True)
-        assert f"hf_ds_config of the script is used, and not {path} of the launcher." in caplog.text
+        assert f"hf_ds_config of the script overrides {path} of the launcher." in caplog.text
 
     @pytest.mark.parametrize(
         ("form", "message"),
         [
-            (5, "hf_ds_config=5 is no DeepSpeed configuration"),
+            (5, "hf_ds_config=5 is not a DeepSpeed configuration"),
             (
                 "/no/such/file.json",
-                "'/no/such/file.json' is neither the path of a file that exists nor a JSON object in base64",
+                "'/no/such/file.json' is neither the path of an existing file nor a JSON object in base64",
             ),
             ("%%%", "neither the path"),
-            (base64.b64encode(b"[1, 2]").decode(), "is list in base64"),
+            (base64.b64encode(b"[1, 2]").decode(), "decodes to a JSON list"),
             (base64.b64encode(b'{"a": 1, "a": 2}').decode(), "'a' stands there twice, as 1 and 2"),
             ("a" * 5000, "aaa... is neither|neither the path"),
         ],
@@ -363,18 +363,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
     ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0"),
     ({"zero3_init_flag": "perhaps"}, "'perhaps' is neither true nor false"),
-    ({"enable_msamp": True}, "enable_msamp=True asks for MS-AMP's own DeepSpeed engine"),
+    ({"enable_msamp": True}, "enable_msamp=True: MS-AMP's DeepSpeed engine"),
     ({"msamp_opt_level": "O3"}, "msamp_opt_level='O3' is not one of O1, O2"),
     (
         {"zero_stage": 2, "transformer_moe_cls_names": "Experts"},
         "transformer_moe_cls_names='Experts'.* but the stage is 2",
     ),
-    ({"hf_ds_config": {"train_batch_size": 8}}, "does not say which ZeRO stage"),
-    ({"hf_ds_config": {"zero_optimization": True}}, "zero_optimization: True, which is no section"),
-    ({"hf_ds_config": {"zero_optimization": True}, "zero_stage": 2}, "zero_optimization: True, which is no section"),
+    ({"hf_ds_config": {"train_batch_size": 8}}, "does not set the ZeRO stage"),
+    ({"hf_ds_config": {"zero_optimization": True}}, "zero_optimization: True, which must be a JSON object"),
+    (
+        {"hf_ds_config": {"zero_optimization": True}, "zero_stage": 2},
+        "zero_optimization: True, which must be a JSON object",
+    ),
     ({"hf_ds_config": {"zero_optimization": None}}, "zero_optimization is None"),
-    ({"hf_ds_config": {**ZERO3, "optimizer": "AdamW"}}, "optimizer: 'AdamW', which is no section"),
-    ({"hf_ds_config": {"zero_optimization": {}}}, "does not say which ZeRO stage"),
+    ({"hf_ds_config": {**ZERO3, "optimizer": "AdamW"}}, "optimizer: 'AdamW', which must be a JSON object"),
+    ({"hf_ds_config": {"zero_optimization": {}}}, "does not set the ZeRO stage"),
     (
         {"hf_ds_config": {"zero_optimization": {"stage": 4}}},
         "zero_optimization.stage: 4, which is not one of 0, 1, 2, 3",
@@ -665,7 +668,7 @@ class TestTransformers:
         from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
         yield is_deepspeed_zero3_enabled
-        runtime.withdraw()
+        runtime.disable_sharded_init()
 
     def test_as_long_as_the_plugin_is_selected(self, enabled: Any) -> None:
         plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}

@@ -93,7 +93,7 @@ def what_cpus_run() -> dict[str, Any]:
     results["copies in groups"] = train(config(3, zero={"zero_hpz_partition_size": 2}))
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         with pytest.raises(
-            ConfigurationError, match=f"zero_optimization.{name}: DeepSpeed has no operators for this part"
+            ConfigurationError, match=f"zero_optimization.{name}: DeepSpeed has no CPU operators for this part"
         ):
             train(config(3, zero={name: True}))
     accelerator = accelerator_of({**config(2), "bf16": {"enabled": True}})
@@ -267,7 +267,7 @@ def test_a_scheduler_reaches_an_optimizer_whose_states_are_there_from_the_beginn
 def run_without_a_compiler() -> dict[str, str]:
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
-    from accel.deepspeed.runtime import announcing_builds
+    from accel.deepspeed.runtime import log_operator_builds
 
     accelerator = accelerator_of(config(2))
     nothing = {"is_compatible": lambda self, verbose=False: False}
@@ -275,7 +275,7 @@ def run_without_a_compiler() -> dict[str, str]:
     for builder in (AsyncIOBuilder, CPUAdamBuilder):
         with (
             mock.patch.multiple(builder, **nothing),
-            announcing_builds(),
+            log_operator_builds(),
             pytest.raises(MissingDependencyError) as caught,
         ):
             builder().jit_load()
@@ -356,17 +356,16 @@ def test_bad_input() -> None:
     expected = {
         "no engine": "no model with an optimizer was prepared",
         "an optimizer alone": "AdamW was passed to prepare without the model that it updates",
-        "an optimizer alone, by its method": "AdamW was prepared without the model that it updates",
+        "an optimizer alone, by its method": "AdamW was passed to prepare without the model that it updates",
         "another model's optimizer": "AdamW was passed to prepare without the model that it updates",
         "two optimizers": "Net was passed to prepare with two optimizers",
-        "an optimizer of two models": "AdamW has 6 parameters that are not those of Net",
-        "arguments of backward": "backward got create_graph, which DeepSpeed's engine does not know. It takes "
-        "retain_graph.",
+        "an optimizer of two models": "AdamW has 6 parameters that do not belong to Net",
+        "arguments of backward": "backward got create_graph, which DeepSpeed does not support. It takes retain_graph.",
         "another norm": "norm_type=1.0: DeepSpeed clips by the 2-norm",
-        "some parameters": "clip_grad_norm_ got 2 parameters and left out 4 that are trained",
+        "some parameters": "clip_grad_norm_ got 2 parameters, without 4 that are trained",
         "values": "clip_grad_value_ at ZeRO stage 2",
         "a closure": "DeepSpeed's engine steps without a closure",
-        "another group": "none can be added later",
+        "another group": "groups cannot be added later",
         "no optimizer for host memory": "offload_optimizer_device='cpu' with SGD",
         "an option for host memory": "offload_optimizer_device='cpu' with AdamW(maximize=True)",
         "divided weights": "Allow it with DeepSpeedPlugin(zero3_save_16bit_model=True)",

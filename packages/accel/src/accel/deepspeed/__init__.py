@@ -1,1 +1,1 @@
-"""DeepSpeed: its settings, and the engines that it trains with."""
+"""DeepSpeed support: the plugin's settings, and the engines that train the models."""

@@ -1,14 +1,14 @@
-"""Engines in a checkpoint: DeepSpeed's own files, gathered before they are written, and read without running code.
+"""Engines in a checkpoint, in DeepSpeed's own file format.
 
-The first model is in ``pytorch_model/``, further ones in ``pytorch_model_1/`` and so on, as DeepSpeed lays them out;
-``latest`` names the first folder, and ``zero_to_fp32.py`` makes whole weights of it: ``python zero_to_fp32.py .
-weights``. Models without an optimizer whose parameters are divided have one file of each rank,
-``frozen_rank<rank>.pt``.
+The first model is in ``pytorch_model/``, further ones in ``pytorch_model_1/`` and so on. ``latest`` names the first
+directory, and ``python zero_to_fp32.py . weights`` converts it to unsharded weights. A sharded model without an
+optimizer has one file per rank, ``frozen_rank<rank>.pt``.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +30,10 @@ from ..core.types import Gathered, Part
 from . import universal
 from .runtime import is_engine
 
-LATEST, RECOVERY = "latest", "zero_to_fp32.py"
-# What DeepSpeed's files hold besides tensors and plain values: settings, and how the loss is scaled. Nothing of it runs
-# when it is read.
-_OF_DEEPSPEED = (
+LATEST, RECOVERY_SCRIPT = "latest", "zero_to_fp32.py"
+_UNSHARDED_NAME = "whole_model_states.pt"
+# The classes in DeepSpeed's files besides tensors and plain values. Unpickling them runs no code of their own.
+_SAFE_CLASSES = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
@@ -42,36 +42,29 @@ _OF_DEEPSPEED = (
 )
 
 
-def tag_of(index: int) -> str:
-    """The folder of the model with this index."""
-    return MODEL_FOLDER if index == 0 else f"{MODEL_FOLDER}_{index}"
-
-
-def is_frozen(engine: Any) -> bool:
-    """Whether an engine divides parameters, and has no optimizer."""
+def _is_sharded_without_optimizer(engine: Any) -> bool:
     return bool(engine.zero_optimization_partition_weights()) and engine.basic_optimizer is None
 
 
 @dataclass
-class _Writer:
-    """In place of an engine's own writer: keeps what it is given."""
+class _CapturingWriter:
+    """Replaces an engine's checkpoint writer; keeps the files in memory."""
 
     original: Any
     parts: list[Part] = field(default_factory=list)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keep the contents of a file."""
-        place = Path(path)
-        self.parts.append(Part(f"{place.parent.name}/{place.name}", state_dict, each_rank=True))
+        file = Path(path)
+        self.parts.append(Part(f"{file.parent.name}/{file.name}", state_dict, each_rank=True))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing: folders are made when files are written."""
+        """Does nothing: directories are created when the parts are written."""
 
     def create(self, info: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def commit(self, info: Any) -> bool:
-        """Nothing: a checkpoint is whole when its manifest is."""
+        """Does nothing: a checkpoint is complete when its manifest is written."""
         return True
 
     def __getattr__(self, name: str) -> Any:
@@ -81,17 +74,15 @@ class _Writer:
 
 
 @dataclass
-class _Reader:
-    """In place of an engine's own reader: takes tensors, plain values and DeepSpeed's settings only."""
+class _SafeReader:
+    """Replaces an engine's checkpoint reader; see :func:`read_engine_file`."""
 
     original: Any
     load_kwargs: dict[str, Any] | None
 
     def load(self, path: str, map_location: Any = None, *_: Any, **__: Any) -> Any:
-        """The contents of a file."""
-        return read_file(
-            Path(path), "cpu" if map_location is None or callable(map_location) else map_location, self.load_kwargs
-        )
+        location = "cpu" if map_location is None or callable(map_location) else map_location
+        return read_engine_file(Path(path), location, self.load_kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "original":
@@ -99,27 +90,22 @@ class _Reader:
         return getattr(self.original, name)
 
 
-def read_file(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None) -> Any:
-    """Read a file of an engine without running code.
+def read_engine_file(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None) -> Any:
+    """Read a file of an engine: tensors, plain values and DeepSpeed's settings. Runs no code from the file.
 
     Raises:
-        CheckpointError: it is damaged, or holds anything else.
+        CheckpointError: the file is damaged, or contains anything else.
     """
-    with torch.serialization.safe_globals(_settings_of_deepspeed()):
+    classes = []
+    for module, name in _SAFE_CLASSES:
+        if importlib.util.find_spec(module) is not None:
+            classes.append(getattr(importlib.import_module(module), name, None))
+    with torch.serialization.safe_globals([item for item in classes if item is not None]):
         return read(path, map_location, load_kwargs)
 
 
-def _settings_of_deepspeed() -> list[Any]:
-    found = (getattr(importlib.import_module(module), name, None) for module, name in _OF_DEEPSPEED if _exists(module))
-    return [kind for kind in found if kind is not None]
-
-
-def _exists(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
 @contextmanager
-def _files_through(engine: Any, replacement: Any) -> Iterator[None]:
+def _replace_checkpoint_engine(engine: Any, replacement: Any) -> Iterator[None]:
     original, engine.checkpoint_engine = engine.checkpoint_engine, replacement
     try:
         yield
@@ -128,41 +114,43 @@ def _files_through(engine: Any, replacement: Any) -> Iterator[None]:
 
 
 def gather_engines(models: Sequence[nn.Module], gathered: Gathered) -> None:
-    """Get all models ready to be written. Every rank must call it.
+    """Add the files of all models to ``gathered``. Every rank must call it.
 
     Raises:
         ConfigurationError: optimizer states are on NVMe drives.
     """
+    state = PartialState()
+    add_script = False
     for index, model in enumerate(models):
-        tag = tag_of(index)
+        tag = f"{MODEL_FOLDER}_{index}" if index else MODEL_FOLDER
+        engine: Any = model
         if not is_engine(model):
-            gathered.parts.append(Part(f"{tag}/whole_model_states.pt", {"module": model.state_dict()}))
-        elif is_frozen(model):
-            own = {name: _shard(parameter) for name, parameter in model.module.named_parameters()}  # type: ignore[union-attr]
-            buffers = dict(model.module.named_buffers())  # type: ignore[union-attr]
-            content = {"world_size": PartialState().num_processes, "shards": own, "buffers": buffers}
-            gathered.parts.append(Part(f"{tag}/{_frozen_name(PartialState().process_index)}", content, each_rank=True))
+            gathered.parts.append(Part(f"{tag}/{_UNSHARDED_NAME}", {"module": model.state_dict()}))
+        elif _is_sharded_without_optimizer(engine):
+            shards = {name: _shard(parameter) for name, parameter in engine.module.named_parameters()}
+            buffers = dict(engine.module.named_buffers())
+            content = {"world_size": state.num_processes, "shards": shards, "buffers": buffers}
+            gathered.parts.append(Part(f"{tag}/{_frozen_name(state.process_index)}", content, each_rank=True))
         else:
-            gathered.parts.extend(_parts_of(model, tag))
-    if any(is_engine(model) and not is_frozen(model) and model.zero_optimization() for model in models):  # type: ignore[operator]
-        gathered.finalizers.append(partial(_add_recovery, tag=tag_of(0)))
+            gathered.parts.extend(_capture_parts(engine, tag))
+            add_script |= bool(engine.zero_optimization())
+    if add_script:
+        gathered.finalizers.append(_add_recovery_script)
 
 
-def _parts_of(engine: Any, tag: str) -> list[Part]:
+def _capture_parts(engine: Any, tag: str) -> list[Part]:
     if engine.zero_nvme_offload_optimizer():
         raise ConfigurationError(
-            "save_state does not take optimizer states from NVMe drives. Offload them to cpu, or save with "
-            "engine.save_checkpoint(folder), "
-            "which copies the drive's files."
+            "save_state cannot save optimizer states that are offloaded to NVMe. Offload them to cpu, or save with "
+            "engine.save_checkpoint(directory), which copies the files from the drive."
         )
-    writer = _Writer(engine.checkpoint_engine)
-    with tempfile.TemporaryDirectory(prefix="accel-deepspeed-") as scratch, _files_through(engine, writer):
-        engine.save_checkpoint(scratch, tag=tag, client_state=universal.mark(engine), save_latest=False)
+    writer = _CapturingWriter(engine.checkpoint_engine)
+    with tempfile.TemporaryDirectory(prefix="accel-deepspeed-") as scratch, _replace_checkpoint_engine(engine, writer):
+        engine.save_checkpoint(scratch, tag=tag, client_state=universal.universal_info(engine), save_latest=False)
     return writer.parts
 
 
 def _shard(parameter: Any) -> torch.Tensor:
-    """A rank's part of a divided parameter."""
     return (parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter).detach()
 
 
@@ -170,99 +158,95 @@ def _frozen_name(rank: int) -> str:
     return f"frozen_rank{rank}.pt"
 
 
-def _add_recovery(folder: Path, tag: str) -> None:
-    """Beside the engines, what makes whole weights of them, as DeepSpeed leaves it there."""
+def _add_recovery_script(directory: Path) -> None:
     script = importlib.import_module("deepspeed.utils.zero_to_fp32").__file__
-    shutil.copyfile(str(script), folder / RECOVERY)
-    (folder / LATEST).write_text(tag, encoding="utf-8")
+    shutil.copyfile(str(script), directory / RECOVERY_SCRIPT)
+    (directory / LATEST).write_text(MODEL_FOLDER, encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class Source:
-    """A checkpoint to load engines from.
+class EngineLoader:
+    """Loads engines from a checkpoint.
 
     Attributes:
-        folder: where it is.
+        directory: the checkpoint.
         names: its files.
-        world_size: the number of processes that saved it; None if it does not say.
+        world_size: number of processes that saved it; None if unknown.
         load_kwargs: further arguments of ``torch.load``.
-        strict: refuse weights that are missing or unknown.
+        strict: refuse missing and unexpected weights.
     """
 
-    folder: Path
+    directory: Path
     names: Sequence[str]
     world_size: int | None
     load_kwargs: dict[str, Any] | None = None
     strict: bool = True
 
     def plan(self, models: Sequence[nn.Module], wanted: Sequence[nn.Module]) -> list[Callable[[], Any]]:
-        """What puts the states in place; every rank must call that, in this order.
+        """The calls that load the states; every rank must make them in this order.
 
         Args:
             models: all prepared models.
             wanted: those of them to load.
 
         Raises:
-            CheckpointError: there is another number of models, or they were saved without DeepSpeed.
+            CheckpointError: the number of models differs, or the checkpoint was saved without DeepSpeed.
         """
         tags = engine_folders(self.names)
         if not tags:
             raise CheckpointError(
-                f"{self.folder} was saved without DeepSpeed, whose engines load only what engines have saved. Load "
-                "the weights into the "
-                "model before prepare(): accel.utils.load_checkpoint_in_model(model, folder)."
+                f"{self.directory} was saved without DeepSpeed, whose engines load only states saved by engines. Load "
+                "the weights into the model before prepare(): accel.utils.load_checkpoint_in_model(model, directory)."
             )
-        require_count("models", len(tags), len(models), self.folder)
-        chosen = [(tag, model) for tag, model in zip(tags, models, strict=True) if any(model is one for one in wanted)]
-        return [partial(self._load, tag, model) for tag, model in chosen]
+        require_count("models", len(tags), len(models), self.directory)
+        wanted_ids = set(map(id, wanted))
+        return [
+            partial(self._load, tag, model) for tag, model in zip(tags, models, strict=True) if id(model) in wanted_ids
+        ]
 
     def _load(self, tag: str, model: nn.Module) -> None:
+        read_safely = partial(read_engine_file, load_kwargs=self.load_kwargs)
         if not is_engine(model):
-            model.load_state_dict(
-                read_file(self.folder / tag / "whole_model_states.pt", "cpu", self.load_kwargs)["module"]
-            )
-        elif is_frozen(model):
+            model.load_state_dict(read_safely(self.directory / tag / _UNSHARDED_NAME)["module"])
+        elif _is_sharded_without_optimizer(model):
             self._load_frozen(tag, model)
         elif self.world_size in (None, PartialState().num_processes):
-            self._load_engine(model, self.folder, tag)
+            self._load_engine(model, self.directory, tag)
         else:
-            read_safely = partial(read_file, load_kwargs=self.load_kwargs)
-            with universal.converted(self.folder, tag, model, self.world_size, read_safely) as folder:
-                self._load_engine(model, folder, tag)
+            with universal.converted(self.directory, tag, model, self.world_size, read_safely) as directory:
+                self._load_engine(model, directory, tag)
             if model.zero_optimization():  # type: ignore[operator]
-                universal.complete(model, self.folder / tag, read_safely)
+                universal.restore_omitted_state(model, self.directory / tag, read_safely)
 
-    def _load_engine(self, engine: Any, folder: Path, tag: str) -> None:
-        with _files_through(engine, _Reader(engine.checkpoint_engine, self.load_kwargs)):
+    def _load_engine(self, engine: Any, directory: Path, tag: str) -> None:
+        with _replace_checkpoint_engine(engine, _SafeReader(engine.checkpoint_engine, self.load_kwargs)):
             try:
-                path, _ = engine.load_checkpoint(str(folder), tag=tag, load_module_strict=self.strict)
+                path, _ = engine.load_checkpoint(str(directory), tag=tag, load_module_strict=self.strict)
             except CheckpointError:
                 raise
             except (RuntimeError, KeyError, AssertionError, ValueError) as error:
-                raise CheckpointError(
-                    f"{self.folder / tag} does not fit the engine that it is loaded into: {error}"
-                ) from error
+                raise CheckpointError(f"{self.directory / tag} does not match the engine: {error}") from error
         if path is None:
-            raise CheckpointError(f"{self.folder / tag} has no file for this rank. Choose another checkpoint.")
+            raise CheckpointError(f"{self.directory / tag} has no file for this rank. Choose another checkpoint.")
 
     def _load_frozen(self, tag: str, engine: Any) -> None:
         state = PartialState()
-        path = self.folder / tag / _frozen_name(state.process_index)
-        content = read_file(path, "cpu", self.load_kwargs) if path.is_file() else {}
-        if content.get("world_size") != state.num_processes:
+        path = self.directory / tag / _frozen_name(state.process_index)
+        content = read_engine_file(path, "cpu", self.load_kwargs) if path.is_file() else {}
+        saved_by = content.get("world_size")
+        if saved_by != state.num_processes:
             raise CheckpointError(
-                f"{self.folder / tag} has a model without an optimizer, divided among "
-                f"{content.get('world_size', self.world_size)} "
-                f"processes; here are {state.num_processes}. Start as many, or prepare that model with another "
-                "Accelerator, from its own "
-                "weights, before the state is saved."
+                f"{self.directory / tag} has a model without an optimizer, sharded over {saved_by or self.world_size} "
+                f"processes, but this run has {state.num_processes}. Launch the same number, or prepare that model "
+                "with another Accelerator from its own weights before the state is saved."
             )
+        shards = content["shards"]
         for name, parameter in engine.module.named_parameters():
             target = _shard(parameter)
-            if name not in content["shards"] or content["shards"][name].shape != target.shape:
+            if name not in shards or shards[name].shape != target.shape:
                 raise CheckpointError(
-                    f"{path} does not fit {type(engine.module).__name__}: {name} is missing or of another shape."
+                    f"{path} does not match {type(engine.module).__name__}: {name} is missing or has another shape."
                 )
-            target.copy_(content["shards"][name])
+            target.copy_(shards[name])
         for name, buffer in engine.module.named_buffers():
             buffer.copy_(content["buffers"][name])

@@ -1,4 +1,4 @@
-"""Values in a DeepSpeed configuration, addressed by dotted path."""
+"""Access to the values of a DeepSpeed configuration by dotted path."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ AUTO = "auto"
 MISSING: Any = object()
 
 
-def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value at a path; ``default`` where there is none."""
+def get_value(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a path, or ``default``."""
     node: Any = config
     for key in path.split("."):
         if not isinstance(node, Mapping) or key not in node:
@@ -19,8 +19,8 @@ def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
     return node
 
 
-def put(config: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a path, with the sections on the way to it."""
+def set_value(config: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a path, creating missing sections."""
     *sections, key = path.split(".")
     node = config
     for section in sections:
@@ -28,27 +28,39 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
     node[key] = value
 
 
-def drop(config: dict[str, Any], path: str) -> None:
-    """Remove what is at a path, if anything is."""
+def delete_value(config: dict[str, Any], path: str) -> None:
+    """Remove the value at a path, if there is one."""
     section, _, key = path.rpartition(".")
-    node = get(config, section) if section else config
+    node = get_value(config, section) if section else config
     if isinstance(node, dict):
         node.pop(key, None)
 
 
-def copied(config: Any) -> Any:
-    """A copy in which no two sections are the same object, as two may be in a script's dictionary."""
+def copy_config(config: Any) -> Any:
+    """A deep copy in which no two sections are the same object (``copy.deepcopy`` keeps such aliases)."""
     if isinstance(config, Mapping):
-        return {key: copied(value) for key, value in config.items()}
-    return [copied(value) for value in config] if isinstance(config, list) else config
+        return {key: copy_config(value) for key, value in config.items()}
+    return [copy_config(value) for value in config] if isinstance(config, list) else config
 
 
-def autos(config: Any, prefix: str = "") -> Iterator[str]:
-    """The paths of everything that is "auto"; elements of lists by their number."""
-    items = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
+def auto_paths(config: Any, prefix: str = "") -> Iterator[str]:
+    """The paths of all values that are "auto"; list elements are addressed by index."""
+    items: Any = enumerate(config) if isinstance(config, list) else ()
+    if isinstance(config, Mapping):
+        items = config.items()
     for key, value in items:
         path = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, str) and value == AUTO:
             yield path
         else:
-            yield from autos(value, path)
+            yield from auto_paths(value, path)
+
+
+def leaf_paths(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The paths of all values that are not sections."""
+    for key, value in config.items():
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from leaf_paths(value, path)
+        else:
+            yield path

@@ -1,20 +1,20 @@
-"""The gradients that an engine holds between a backward pass and its step.
+"""The gradients of an engine between a backward pass and its optimizer step.
 
-They lie where the ZeRO stage puts them, and not in ``parameter.grad``:
+Where they are stored depends on the ZeRO stage:
 
-====== ======================================================================================================
+====== =====================================================================================================
 stage  gradients
-====== ======================================================================================================
-0      whole in ``parameter.grad``, summed over ranks at the end of a window
-1      whole in ``parameter.grad`` or ``grad_accum``; at the end of a window this rank's part in ``averaged_gradients``
-2      this rank's part in ``all_grad_tensors`` and ``averaged_gradients``; with offload in ``accumulated_grads_in_cpu``
-3      this rank's part in ``grad_partitions_flat_buffer``
-====== ======================================================================================================
+====== =====================================================================================================
+0      unsharded in ``parameter.grad``, all-reduced at the end of a window
+1      unsharded in ``parameter.grad`` or ``grad_accum``; at the end of a window a shard in ``averaged_gradients``
+2      a shard in ``all_grad_tensors`` and ``averaged_gradients``; with offload in ``accumulated_grads_in_cpu``
+3      a shard in ``grad_partitions_flat_buffer``
+====== =====================================================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,47 +23,34 @@ from torch import nn
 from ..fsdp.grad_norm import distinct
 
 
-def held(engine: Any) -> list[torch.Tensor]:
-    """The tensors in which an engine has gradients of the window so far, each piece of memory once."""
-    return distinct(_held(engine))
-
-
-def _held(engine: Any) -> Iterator[torch.Tensor]:
+def gradient_tensors(engine: Any) -> list[torch.Tensor]:
+    """The tensors that hold an engine's gradients of the current window, each storage once."""
     optimizer = engine.optimizer
+    found: list[Any] = []
     for parameter in engine.module.parameters():
-        for gradient in (parameter.grad, getattr(parameter, "grad_accum", None)):
-            if gradient is not None:
-                yield gradient
+        found += [parameter.grad, getattr(parameter, "grad_accum", None)]
     for name in ("all_grad_tensors", "averaged_gradients"):
         for group in _values(getattr(optimizer, name, None)):
-            yield from _tensors(group)
-    yield from _tensors(_values(getattr(optimizer, "accumulated_grads_in_cpu", None)))
-    yield from _tensors([getattr(optimizer, "grad_partitions_flat_buffer", None)])
-    # Where 16-bit gradients accumulate in fp32 although nothing is sharded.
-    yield from _tensors(getattr(optimizer, "fp32_groups_gradients_flat", None) or ())
+            found += [] if group is None else list(group)
+    found += _values(getattr(optimizer, "accumulated_grads_in_cpu", None))
+    found.append(getattr(optimizer, "grad_partitions_flat_buffer", None))
+    # Used by 16-bit optimizers that accumulate in fp32 without sharding.
+    found += list(getattr(optimizer, "fp32_groups_gradients_flat", None) or ())
+    return distinct(tensor for tensor in found if isinstance(tensor, torch.Tensor))
 
 
-def _values(container: Any) -> list[Any]:
+def _values(container: Any) -> Iterable[Any]:
     return list(container.values()) if isinstance(container, dict) else list(container or ())
 
 
-def _tensors(items: Iterable[Any] | None) -> Iterator[torch.Tensor]:
-    for item in () if items is None else items:
-        if isinstance(item, torch.Tensor):
-            yield item
-
-
-def scale(engine: Any, factor: float | torch.Tensor) -> None:
-    """Multiply the gradients of the window so far, in place."""
-    for tensor in held(engine):
+def scale_gradients(engine: Any, factor: float | torch.Tensor) -> None:
+    """Multiply the gradients of the current window, in place."""
+    for tensor in gradient_tensors(engine):
         tensor.mul_(factor)
 
 
-def norm(engine: Any) -> torch.Tensor | None:
-    """The 2-norm of all gradients of a window that has ended, unscaled; None if it can be known only after the step.
-
-    Every rank must call it.
-    """
+def gradient_norm(engine: Any) -> torch.Tensor | None:
+    """The unscaled 2-norm of all gradients of a finished window; None if known only after the step. A collective."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "_get_norm_groups"):  # stage 3
         groups = [group.float() for group in optimizer._get_norm_groups()]
@@ -79,7 +66,7 @@ def norm(engine: Any) -> torch.Tensor | None:
 
 
 def set_clipping(engine: Any, max_norm: float) -> None:
-    """Have the engine clip gradients to a norm in its next steps; 0 leaves them as they are."""
+    """Have the engine clip gradients to a norm in its next steps; 0 disables clipping."""
     engine._config.gradient_clipping = max_norm
     if hasattr(engine.optimizer, "clip_grad"):
         engine.optimizer.clip_grad = max_norm

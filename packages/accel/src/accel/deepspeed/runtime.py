@@ -1,4 +1,4 @@
-"""The deepspeed package: imported when a model is to be trained with it, and quiet unless it has something to say."""
+"""The deepspeed package at run time: loading it, releasing engines, and sharded model creation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,71 +21,70 @@ from accel_state import AcceleratorState, PartialState, env, get_logger
 from accel_state.errors import ConfigurationError, MissingDependencyError, require
 from accel_state.imports import is_transformers_available
 
+from .. import _torch_compat
 from .config import HfDeepSpeedConfig
-from .config_paths import AUTO, autos, copied, drop
+from .config_paths import AUTO, auto_paths, copy_config, delete_value
 from .validation import COUNTS
 
 logger = get_logger(__name__)
 
+T = TypeVar("T", bound=Callable[..., Any])
 
-def load(state: PartialState) -> Any:
-    """The deepspeed package, working on this process's device.
 
-    Args:
-        state: rank, world and device.
+def load_deepspeed(state: PartialState) -> Any:
+    """Import the deepspeed package, configured for this process's device.
 
     Raises:
         MissingDependencyError: it is not installed.
-        ConfigurationError: it has been imported before, and works on another kind of device.
+        ConfigurationError: it was imported earlier, for another kind of device.
     """
-    # What it computes on follows from the machine, unless this says so: a run with cpu=True must stay on the CPU.
-    choice = {} if env.read_str("DS_ACCELERATOR") else {"DS_ACCELERATOR": state.device.type}
-    with env.patch_environment(**choice):
+    # DeepSpeed picks the machine's accelerator unless this is set; a run with cpu=True must stay on the CPU.
+    device_type = state.device.type
+    variables = {} if env.read_str("DS_ACCELERATOR") else {"DS_ACCELERATOR": device_type}
+    with env.patch_environment(**variables):
         library = require("deepspeed", purpose="training with DeepSpeed", install="accel[deepspeed]")
-        found = library.get_accelerator().device_name().split(":")[0]
-    if found != state.device.type:
+        loaded_for = library.get_accelerator().device_name().split(":")[0]
+    if loaded_for != device_type:
         raise ConfigurationError(
-            f"deepspeed was imported before the Accelerator and works on {found}, but this process is on "
-            f"{state.device.type}. Import it "
-            f"after the Accelerator, or set DS_ACCELERATOR={state.device.type}."
+            f"deepspeed was imported before the Accelerator and uses {loaded_for}, but this process runs on "
+            f"{device_type}. Import it after the Accelerator, or set DS_ACCELERATOR={device_type}."
         )
-    # It calls what torch renames; at each step, and it is not the user who can do something about it.
+    # Raised by DeepSpeed's own calls, at each step.
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning, r"torch\.distributed\."
     )
-    # On CPUs it would compile collectives over shared memory for half a minute; gloo has all that is needed.
+    # On CPUs it would compile shared-memory collectives for half a minute; gloo suffices.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return library
 
 
 def is_engine(model: object) -> bool:
-    """Whether a model is a DeepSpeed engine; without importing deepspeed."""
+    """Whether a model is a DeepSpeed engine. Does not import deepspeed."""
     engine = sys.modules.get("deepspeed.runtime.engine")
     return engine is not None and isinstance(model, engine.DeepSpeedEngine)
 
 
 @contextmanager
-def announcing_builds() -> Iterator[None]:
-    """A block in which operators may be compiled, which takes minutes: say so before the first time."""
+def log_operator_builds() -> Iterator[None]:
+    """Log before DeepSpeed compiles an operator in the block, which takes minutes, and explain failures."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     original = OpBuilder.jit_load
 
     def jit_load(builder: Any, *args: Any, **kwargs: Any) -> Any:
-        folder = _build_folder(builder.name)
-        if not any(folder.glob("*.so")):
+        directory = _torch_compat.extension_build_directory(builder.name)
+        if not any(directory.glob("*.so")):
             logger.warning(
-                "DeepSpeed is compiling its operator %s, which takes a minute or two. It is kept in %s for the next "
-                "time "
-                "(TORCH_EXTENSIONS_DIR names another place).",
+                "DeepSpeed is compiling its operator %s, which takes a minute or two. The result is cached in %s (set "
+                "TORCH_EXTENSIONS_DIR to change the location).",
                 builder.name,
-                folder,
+                directory,
                 main_process_only=True,
             )
-            if (folder / "lock").exists():
+            if (directory / "lock").exists():
                 logger.warning(
-                    "%s is there: another process is compiling it, and this one waits. If none is, delete that file.",
-                    folder / "lock",
+                    "Waiting for another process that is compiling it. If there is none, delete %s.",
+                    directory / "lock",
                     main_process_only=True,
                 )
         try:
@@ -94,7 +92,17 @@ def announcing_builds() -> Iterator[None]:
         except RuntimeError as error:
             if "not being compatible" not in str(error):
                 raise
-            raise MissingDependencyError(_missing(builder.name)) from error
+            text = (
+                f"DeepSpeed cannot compile its operator {builder.name} here. The command ds_report shows what is "
+                "missing."
+            )
+            if builder.name == "async_io":
+                text = (
+                    "offload to nvme needs libaio with its headers to compile DeepSpeed's operator async_io. Install "
+                    "it (apt install libaio-dev, yum install libaio-devel), set its location (CFLAGS=-I..., "
+                    "LDFLAGS=-L...), or offload to cpu."
+                )
+            raise MissingDependencyError(text) from error
 
     OpBuilder.jit_load = jit_load
     try:
@@ -103,34 +111,13 @@ def announcing_builds() -> Iterator[None]:
         OpBuilder.jit_load = original
 
 
-def _missing(operator: str) -> str:
-    if operator == "async_io":
-        return (
-            "offload to nvme needs libaio with its headers, which DeepSpeed's operator async_io is compiled with. "
-            "Install it (apt install "
-            "libaio-dev, yum install libaio-devel), or say where it is (CFLAGS=-I..., LDFLAGS=-L...), or offload to "
-            "cpu."
-        )
-    return (
-        f"DeepSpeed cannot compile its operator {operator} here. The command ds_report tells what it needs of this "
-        "machine."
-    )
+class EngineRegistry:
+    """The engines of an Accelerator, which are destroyed before the process group.
 
-
-def _build_folder(name: str) -> Path:
-    from torch.utils.cpp_extension import _get_build_directory
-
-    return Path(_get_build_directory(name, False))
-
-
-class Engines:
-    """The engines of an Accelerator, and the process group that they talk over.
-
-    An engine holds the group, and threads that talk over it: if it outlives the group, the process may abort after all
-    its work. So engines are released first, at the end of training, or else of the interpreter.
+    An engine that outlives the process group may abort the process, because its threads still use the group.
 
     Args:
-        state: rank, world and device. Of a single process, which has no process group, one is made for it alone.
+        state: rank, world and device.
     """
 
     def __init__(self, state: PartialState) -> None:
@@ -138,30 +125,27 @@ class Engines:
         self._engines: list[weakref.ref[Any]] = []
         self._owns_group = False
         self._variables = ExitStack()
-        self._at_exit: Callable[[], None] = self.release
+        self._at_exit: Callable[[], None] = self.destroy_all
 
     def add(self, engine: Any) -> None:
-        """Release this engine too."""
+        """Register an engine."""
         self._engines.append(weakref.ref(engine))
-        # After the process group's own: what is registered last is called first.
+        # Exit handlers run in reverse order, so this one must be registered after the process group's.
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
 
-    def connect(self) -> None:
-        """Make the group of a single process, if there is none; and set the variable that DeepSpeed reads, if the
-        launcher did not.
-        """
+    def ensure_process_group(self) -> None:
+        """Create a process group and set LOCAL_RANK for a single process without a launcher; DeepSpeed needs both."""
         if env.read_str("LOCAL_RANK") is None:
             self._variables.enter_context(env.patch_environment(LOCAL_RANK=self._state.local_process_index))
         if not dist.is_initialized():
-            dist.init_process_group(
-                self._state.device_backend.collective_backend, store=dist.HashStore(), rank=0, world_size=1
-            )
+            backend = self._state.device_backend.collective_backend
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             self._owns_group = True
             atexit.register(self._at_exit)
 
-    def release(self) -> None:
-        """Release the engines that are left, and the group if it was made for them."""
+    def destroy_all(self) -> None:
+        """Destroy the remaining engines, and the process group if it was created for them."""
         engines, self._engines = [reference() for reference in self._engines], []
         for engine in engines:
             if engine is not None:
@@ -175,8 +159,8 @@ class Engines:
         self._variables.close()
 
     @staticmethod
-    def forget_group() -> None:
-        """Have DeepSpeed take the process group as it is when the next engine is made, rather than one that is gone."""
+    def forget_process_group() -> None:
+        """Clear DeepSpeed's references to the process group, so that the next engine uses the current one."""
         comm, groups = (sys.modules.get(f"deepspeed.{name}") for name in ("comm.comm", "utils.groups"))
         if comm is not None:
             vars(comm)["cdb"] = None
@@ -184,14 +168,6 @@ class Engines:
         forget = getattr(groups, "_release_process_group_references", None)
         if forget is not None:
             forget(group=None)
-
-
-def supports_half(library: Any) -> bool:
-    """Whether DeepSpeed computes in fp16 on this device."""
-    return bool(library.get_accelerator().is_fp16_supported())
-
-
-T = TypeVar("T", bound=Callable[..., Any])
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
@@ -207,14 +183,13 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
     if plugin is None:
         raise ConfigurationError(
             f"there is no active DeepSpeedPlugin: this Accelerator's distributed type is {state.distributed_type}. "
-            "Launch with "
-            "--use_deepspeed, or pass Accelerator(deepspeed_plugin=DeepSpeedPlugin(...))."
+            "Launch with --use_deepspeed, or pass Accelerator(deepspeed_plugin=DeepSpeedPlugin(...))."
         )
     return plugin
 
 
 def deepspeed_required(func: T) -> T:
-    """A function that raises ConfigurationError where an Accelerator trains without DeepSpeed."""
+    """Make a function raise ConfigurationError if an Accelerator trains without DeepSpeed."""
 
     @functools.wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -228,99 +203,60 @@ def deepspeed_required(func: T) -> T:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Any:
-    """``deepspeed.zero.GatheredParameters`` for parameters that ZeRO stage 3 has divided; for others a block that does
-    nothing.
+    """``deepspeed.zero.GatheredParameters``; a null context if no parameter is sharded by ZeRO stage 3.
 
     Args:
         params: a parameter, several of them, or a module.
-        modifier_rank: the rank whose changes all others get; None where nothing is changed.
+        modifier_rank: the rank whose changes are sent to all others; None if nothing is changed.
         fwd_module: the module whose forward pass uses the parameters.
-        enabled: False for a block that does nothing.
+        enabled: False for a null context.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
     """
+    parameters: list[Any] = [params] if isinstance(params, torch.Tensor) else []
+    if not parameters:
+        parameters = list(params.parameters() if isinstance(params, nn.Module) else params)
     block: AbstractContextManager[Any] = nullcontext()
-    given = _listed(params)
-    if any(hasattr(parameter, "ds_id") for parameter in given):
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
         library = require("deepspeed", purpose="ZeRO stage 3", install="accel[deepspeed]")
         block = library.zero.GatheredParameters(
-            given, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
+            parameters, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
         )
     return block
 
 
-def _listed(params: Any) -> list[Any]:
-    if isinstance(params, nn.Module):
-        return list(params.parameters())
-    return [params] if isinstance(params, torch.Tensor) else list(params)
+_TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
 
 
-def micro_batch_of_others(plugin: Any) -> int | None:
-    """Samples a process and batch of what was prepared with the other plugins of a dictionary; None where nothing was."""
-    plugins = AcceleratorState._shared_state.get("deepspeed_plugins")
-    others = [one for one in plugins.values() if one is not plugin] if isinstance(plugins, dict) else []
-    sizes = [size for one in others if isinstance(size := one.deepspeed_config.get(COUNTS[1]), int)]
-    return min(sizes) if sizes else None
-
-
-def mark(model: Any, names: str) -> None:
-    """Mark the modules of some classes.
+def enable_sharded_init(config: Mapping[str, Any]) -> HfDeepSpeedConfig:
+    """Have Transformers create and load models in ``deepspeed.zero.Init`` while the returned object is alive.
 
     Args:
-        model: the model.
-        names: class names, separated by commas.
-
-    Raises:
-        ConfigurationError: the model has no module of one of them.
-        MissingDependencyError: DeepSpeed is not installed.
+        config: a configuration of stage 3; it may contain "auto".
     """
-    classes: dict[str, type[Any]] = {type(module).__name__: type(module) for module in model.modules()}
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
-        if name not in classes:
-            raise ConfigurationError(
-                f"transformer_moe_cls_names={names!r}: {type(model).__name__} has no module of class {name}. Its "
-                "classes: "
-                f"{', '.join(sorted(classes))}."
-            )
-    utils = require("deepspeed.utils", purpose="ZeRO stage 3", install="accel[deepspeed]")
-    utils.set_z3_leaf_modules(model, [classes[name] for name in wanted])
-
-
-_MODULE = "transformers.integrations.deepspeed"
-
-
-def announce(config: Mapping[str, Any]) -> HfDeepSpeedConfig:
-    """Have Transformers create and load models within ``deepspeed.zero.Init``, as long as the returned object lives.
-
-    Args:
-        config: a configuration of stage 3; what is "auto" in it does not matter yet.
-    """
-    known = HfDeepSpeedConfig(usable(config))
+    hf_config = HfDeepSpeedConfig(sharded_init_config(config))
     if is_transformers_available():
-        importlib.import_module(_MODULE).set_hf_deepspeed_config(known)
-    return known
+        importlib.import_module(_TRANSFORMERS_MODULE).set_hf_deepspeed_config(hf_config)
+    return hf_config
 
 
-def withdraw() -> None:
-    """Have Transformers create models as usual again, unless the script itself told it otherwise."""
-    module = sys.modules.get(_MODULE)
+def disable_sharded_init() -> None:
+    """Have Transformers create unsharded models again, unless the script configured it otherwise."""
+    module = sys.modules.get(_TRANSFORMERS_MODULE)
     reference = getattr(module, "_hf_deepspeed_config_weak_ref", None)
     if module is not None and reference is not None and isinstance(reference(), HfDeepSpeedConfig):
         module.unset_hf_deepspeed_config()
 
 
-def usable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that ``deepspeed.zero.Init`` takes before a model is prepared: it wants batch sizes, and uses none of
-    them.
-    """
-    ready = copied(config)
+def sharded_init_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without "auto" for ``deepspeed.zero.Init``, which requires batch sizes but does not use them."""
+    ready = copy_config(config)
     train, micro, steps = COUNTS
     if any(ready.get(key) in (None, AUTO) for key in COUNTS):
         ready.pop(train, None)
         for key in (micro, steps):
             ready[key] = 1 if ready.get(key) in (None, AUTO) else ready[key]
-    for path in list(autos(ready)):
-        drop(ready, path)
+    for path in list(auto_paths(ready)):
+        delete_value(ready, path)
     return ready

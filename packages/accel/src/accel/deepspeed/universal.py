@@ -1,4 +1,4 @@
-"""An engine's state on another number of processes, through DeepSpeed's universal checkpoint format."""
+"""Loads an engine's state on another number of processes, through DeepSpeed's universal checkpoint format."""
 
 from __future__ import annotations
 
@@ -24,105 +24,108 @@ from ..checkpoint.names import CheckpointError
 logger = get_logger(__name__)
 
 
-def mark(engine: Any) -> dict[str, Any]:
-    """What an engine's state needs beside it to be converted later."""
+def universal_info(engine: Any) -> dict[str, Any]:
+    """The client state that makes an engine's checkpoint convertible."""
     if not engine.zero_optimization():
         return {}
     names = importlib.import_module("deepspeed.checkpoint.constants")
-    return {
-        names.UNIVERSAL_CHECKPOINT_INFO: {
-            names.UNIVERSAL_CHECKPOINT_VERSION_KEY: names.UNIVERSAL_CHECKPOINT_VERSION_VALUE
-        }
-    }
+    version = {names.UNIVERSAL_CHECKPOINT_VERSION_KEY: names.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+    return {names.UNIVERSAL_CHECKPOINT_INFO: version}
 
 
 @contextmanager
-def converted(folder: Path, tag: str, engine: Any, saved_by: int | None, read: Callable[[Path], Any]) -> Iterator[Path]:
-    """A block in which an engine's state lies in a form that loads on any number of processes. Every rank must enter
-    it.
+def converted(
+    directory: Path, tag: str, engine: Any, saved_by: int | None, read: Callable[[Path], Any]
+) -> Iterator[Path]:
+    """Convert an engine's state for the block, so that it loads on any number of processes. Every rank must enter it.
 
     Args:
-        folder: the checkpoint.
-        tag: the engine's folder in it.
-        engine: what will load it.
-        saved_by: the number of processes that saved it.
+        directory: the checkpoint.
+        tag: the engine's directory in it.
+        engine: the engine that will load it.
+        saved_by: number of processes that saved it.
         read: reads a file without running code from it.
 
     Yields:
-        The folder that has the state under ``tag``.
+        The directory that contains the converted state under ``tag``.
 
     Raises:
         CheckpointError: DeepSpeed cannot convert it.
-        ConfigurationError: there is no room, or no permission, beside the checkpoint.
+        ConfigurationError: the converted state cannot be written next to the checkpoint.
     """
     if not engine.zero_optimization():
-        yield folder  # nothing is divided
+        yield directory  # not sharded
         return
     state = PartialState()
-    made: list[Path] = []
-    failures: list[AccelError] = []
+    target: Path | None = None
+    failure: AccelError | None = None
     if state.is_main_process:
         try:
-            made.append(_convert(folder, tag, saved_by, read))
+            target = _convert(directory, tag, saved_by, read)
         except (CheckpointError, ConfigurationError) as error:
-            failures.append(error)
-    place, failure = state.collectives.broadcast_object(
-        (str(made[0]) if made else "", failures[0] if failures else None)
-    )
+            failure = error
+    path, failure = state.collectives.broadcast_object((str(target or ""), failure))
     if failure is not None:
         raise failure
     before = engine._config.load_universal_checkpoint
     engine._config.load_universal_checkpoint = True
     try:
-        yield Path(place)
+        yield Path(path)
         state.wait_for_everyone()
     finally:
         engine._config.load_universal_checkpoint = before
-        if made:
-            shutil.rmtree(made[0], ignore_errors=True)
+        if target is not None:
+            shutil.rmtree(target, ignore_errors=True)
 
 
-def _convert(folder: Path, tag: str, saved_by: int | None, read: Callable[[Path], Any]) -> Path:
+def _convert(directory: Path, tag: str, saved_by: int | None, read: Callable[[Path], Any]) -> Path:
+    source, processes = directory / tag, PartialState().num_processes
     logger.warning(
-        "%s was saved on %s processes and is loaded on %d: its states are converted first, beside it, which takes as "
-        "much space and time "
-        "as another save.",
-        folder / tag,
+        "%s was saved on %s processes and is loaded on %d: its states are first converted to a temporary directory "
+        "next to it, which takes as much space and time as another save.",
+        source,
         saved_by,
-        PartialState().num_processes,
+        processes,
     )
-    # DeepSpeed's own reader would run code in the files; these are known to have none.
-    for path in sorted((folder / tag).glob("*.pt")):
+    # DeepSpeed's converter would run code from the files, so first make sure that they contain none.
+    for path in sorted(source.glob("*.pt")):
         read(path)
     try:
-        place = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.accel-universal-"))
+        target = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.accel-universal-"))
     except OSError as error:
         raise ConfigurationError(
-            f"{folder} was saved on another number of processes, and cannot be converted beside it ({error}). Copy it "
-            "to a folder that "
-            f"can be written to, or start {saved_by} processes."
+            f"{directory} was saved on another number of processes, and cannot be converted next to it ({error}). Copy "
+            f"it to a writable directory, or launch {saved_by} processes."
         ) from error
-    said = io.StringIO()
+    arguments = argparse.Namespace(
+        input_folder=str(source),
+        output_folder=str(target / tag),
+        # More workers would be forked from this process, which has threads.
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            importlib.import_module("deepspeed.checkpoint.ds_to_universal").main(_arguments(folder / tag, place / tag))
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            importlib.import_module("deepspeed.checkpoint.ds_to_universal").main(arguments)
     except Exception as error:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
         raise CheckpointError(
-            f"{folder / tag} was saved on {saved_by} processes, and DeepSpeed cannot convert it for "
-            f"{PartialState().num_processes}: "
-            f"{type(error).__name__}: {error}. Start {saved_by} processes."
+            f"{source} was saved on {saved_by} processes, and DeepSpeed cannot convert it for {processes}: "
+            f"{type(error).__name__}: {error}. Launch {saved_by} processes."
         ) from error
-    return place
+    return target
 
 
-def complete(engine: Any, source: Path, read: Callable[[Path], Any]) -> None:
-    """Put back what the universal format leaves out: buffers, frozen parameters, and at stage 3 what parameter groups
-    have of their own.
+def restore_omitted_state(engine: Any, source: Path, read: Callable[[Path], Any]) -> None:
+    """Restore what the universal format omits: buffers, frozen parameters, and at stage 3 settings of parameter groups.
 
     Args:
-        engine: what has loaded the rest.
-        source: the engine's folder in the checkpoint, as it was saved.
+        engine: the engine that has loaded the rest.
+        source: the engine's directory in the original checkpoint.
         read: reads a file without running code from it.
     """
     states = [read(path) for path in sorted(source.glob("*_model_states.pt"), key=_rank_of)]
@@ -130,45 +133,34 @@ def complete(engine: Any, source: Path, read: Callable[[Path], Any]) -> None:
     buffers = dict(engine.module.named_buffers())
     for name in states[0]["buffer_names"]:
         buffers[name].copy_(module[name])
-    divided = engine.zero_optimization_partition_weights()
+    is_sharded = engine.zero_optimization_partition_weights()
     for name, parameter in engine.module.named_parameters():
-        if not parameter.requires_grad and divided:
-            parts = [state["frozen_param_fragments"][name].flatten() for state in states]
-            _set_part(parameter.ds_tensor, torch.cat(parts)[: parameter.ds_numel])
-        elif not parameter.requires_grad:
+        if parameter.requires_grad:
+            continue
+        if is_sharded:
+            fragments = [state["frozen_param_fragments"][name].flatten() for state in states]
+            _set_shard(parameter.ds_tensor, torch.cat(fragments)[: parameter.ds_numel])
+        else:
             parameter.data.copy_(module[name])
-    if divided:
+    if is_sharded:
         # DeepSpeed gives all groups the settings of the first one.
         first = min(source.glob("*_optim_states.pt"), key=_rank_of)
         groups = read(first)["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]
         for group, saved in zip(engine.optimizer.optimizer.param_groups, groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
-        # And all of them one and the same step counter, which each would advance.
+        # All states share one step counter, which every parameter would advance.
         for state in engine.optimizer.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
 
 
 def _rank_of(path: Path) -> int:
-    found = re.search(r"pp_rank_(\d+)_", path.name)
-    return int(found[1]) if found else 0
+    match = re.search(r"pp_rank_(\d+)_", path.name)
+    return int(match[1]) if match else 0
 
 
-def _set_part(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Set this rank's part of a divided parameter; that of the last ranks may reach beyond the end."""
-    own = target.detach().view(-1)
-    values = whole[PartialState().process_index * own.numel() :][: own.numel()]
-    own[: values.numel()].copy_(values)
-
-
-def _arguments(source: Path, target: Path) -> argparse.Namespace:
-    return argparse.Namespace(
-        input_folder=str(source),
-        output_folder=str(target),
-        # More than one would be processes of their own, which fork from one that has threads.
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
+def _set_shard(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Set this rank's shard of a parameter; the last ranks' shards may be padded."""
+    shard = target.detach().view(-1)
+    values = full[PartialState().process_index * shard.numel() :][: shard.numel()]
+    shard[: values.numel()].copy_(values)
