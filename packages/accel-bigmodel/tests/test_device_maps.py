@@ -247,12 +247,12 @@ def test_verbose_tells_each_decision(capsys: pytest.CaptureFixture[str]) -> None
     assert "linear1: 64 bytes on 0" in told and "linear2: 100 bytes do not fit into the rest of 0" in told
 
 
-def test_balanced_maps_spread_the_model() -> None:
+def test_balanced_maps_distribute_the_model_evenly() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
     total = compute_module_sizes(model)[""]
     limits = dict.fromkeys(range(3), 10 * total)
-    spread = bytes_on(model, named_device_map(model, "balanced", limits))
-    assert set(spread) == {0, 1, 2} and max(spread.values()) - min(spread.values()) <= 2 * total // 12
+    sizes = bytes_on(model, named_device_map(model, "balanced", limits))
+    assert set(sizes) == {0, 1, 2} and max(sizes.values()) - min(sizes.values()) <= 2 * total // 12
     assert named_device_map(model, "auto", limits) == named_device_map(model, "balanced", limits)
     assert set(named_device_map(model, "sequential", limits).values()) == {0}
     low = bytes_on(model, named_device_map(model, "balanced_low_0", limits))
@@ -326,5 +326,5 @@ def test_layers_and_fallback() -> None:
     size, names, modules = get_module_size_with_ties(["1.weight"], sizes["0"], sizes, list(model.named_children())[1:])
     assert (size, names, modules) == (104 - 64 + 80, ["1"], [model[1]])
     assert get_module_size_with_ties([], 7, sizes, []) == (7, [], [])
-    with pytest.raises(ConfigurationError, match=r"none of the modules to treat holds 5\.w"):
+    with pytest.raises(ConfigurationError, match=r"none of modules_to_treat holds 5\.w"):
         get_module_size_with_ties(["5.w"], 7, sizes, [])

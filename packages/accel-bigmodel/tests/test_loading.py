@@ -71,12 +71,12 @@ def test_every_form_of_checkpoint_gives_the_same_model(tmp_path: Path) -> None:
     for form, checkpoint in forms.items():
         for device_map in (None, {"": "cpu"}, "auto"):
             loaded = load_checkpoint_and_dispatch(empty(), checkpoint, device_map=device_map)
-            assert torch.equal(loaded(words())["logits"], expected), (form, device_map)
+            torch.testing.assert_close(loaded(words())["logits"], expected)
             assert loaded.head.weight is loaded.embed.weight, form
             assert all(tensor.device.type == "cpu" for tensor in loaded.state_dict().values())
         if "bin" not in form and form != "plain index":
             on_disk = load_checkpoint_and_dispatch(empty(), checkpoint, device_map={"": "disk"})
-            assert torch.equal(on_disk(words())["logits"], expected), form
+            torch.testing.assert_close(on_disk(words())["logits"], expected)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, "loading writes nothing"
 
 
@@ -89,7 +89,7 @@ def test_other_formats_are_written_for_the_disk(tmp_path: Path) -> None:
     loaded = load_checkpoint_and_dispatch(
         empty(), tmp_path, device_map={"": "disk"}, offload_folder=tmp_path / "offload"
     )
-    assert torch.equal(loaded(words())["logits"], expected)
+    torch.testing.assert_close(loaded(words())["logits"], expected)
     written = {path.name for path in (tmp_path / "offload").iterdir()}
     assert "index.json" in written and "blocks.0.up.weight.dat" in written
     assert not {"embed.weight.dat", "head.weight.dat"} <= written, "a shared weight is written once"
@@ -107,7 +107,7 @@ def test_types(tmp_path: Path) -> None:
             empty(), file, device_map={"": "disk"}, dtype=torch.bfloat16, offload_folder=folder
         )
         loaded.shift, loaded.mask = loaded.shift.bfloat16(), half.mask
-        assert torch.equal(loaded(words())["logits"], expected), folder
+        torch.testing.assert_close(loaded(words())["logits"], expected)
     assert (tmp_path / "offload" / "blocks.0.up.weight.dat").stat().st_size == 2 * model.blocks[0].up.weight.numel()
     kept = empty()
     load_checkpoint_in_model(kept, file, dtype=torch.float16, keep_in_fp32_modules=["norm"])
@@ -117,7 +117,7 @@ def test_types(tmp_path: Path) -> None:
     for place in ("cpu", "disk"):
         full = load_checkpoint_and_dispatch(empty(), tmp_path / "half.safetensors", device_map={"": place})
         assert full(words())["logits"].dtype == torch.float32
-    with pytest.raises(ConfigurationError, match="dtype='float12' is not a torch type"):
+    with pytest.raises(ConfigurationError, match="dtype='float12' is not a torch dtype"):
         load_checkpoint_in_model(empty(), file, dtype="float12")
 
 
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_listed_and_nothing_is_loaded(tmp_path: Path) -> No
 def test_strict_is_about_what_has_values_anyway(tmp_path: Path) -> None:
     file = save(net(), tmp_path / "part.safetensors", without=("scale",))
     model = Net()
-    with pytest.warns(UserWarning, match=r"missing \(1\): scale.*keeps its values"):
+    with pytest.warns(UserWarning, match=r"missing \(1\): scale.*keep their values"):
         load_checkpoint_in_model(model, file)
     assert torch.equal(model.scale, torch.ones(16)) and torch.equal(model.embed.weight, net().embed.weight)
     with pytest.raises(ConfigurationError, match=r"missing \(1\): scale"):
@@ -167,7 +167,7 @@ def test_buffers_that_no_checkpoint_holds_are_never_garbage(tmp_path: Path) -> N
             load_checkpoint_and_dispatch(model, file, device_map=device_map)
     model.mask = torch.linspace(1, 2, 16)
     loaded = load_checkpoint_and_dispatch(model, file, device_map={"": "cpu"}).eval()
-    assert torch.equal(loaded(words())["logits"], net()(words())["logits"])
+    torch.testing.assert_close(loaded(words())["logits"], net()(words())["logits"])
 
 
 def test_an_untied_model_gets_both_weights_and_a_tied_one_the_last(tmp_path: Path) -> None:
@@ -175,12 +175,12 @@ def test_an_untied_model_gets_both_weights_and_a_tied_one_the_last(tmp_path: Pat
     file = save(model, tmp_path / "model.safetensors")
     for place in ("cpu", "disk"):
         loaded = load_checkpoint_and_dispatch(empty(tied=False), file, device_map={"": place})
-        assert torch.equal(loaded(words())["logits"], model(words())["logits"])
+        torch.testing.assert_close(loaded(words())["logits"], model(words())["logits"])
     plain = net()
     plain.load_state_dict(load_file(file))
     for place in ("cpu", "disk"):
         loaded = load_checkpoint_and_dispatch(empty(), file, device_map={"": place})
-        assert torch.equal(loaded(words())["logits"], plain(words())["logits"])
+        torch.testing.assert_close(loaded(words())["logits"], plain(words())["logits"])
 
 
 def test_a_loaded_model_trains_and_does_not_change_its_file(tmp_path: Path) -> None:
@@ -193,7 +193,8 @@ def test_a_loaded_model_trains_and_does_not_change_its_file(tmp_path: Path) -> N
             optimizer.zero_grad()
             model(words())["logits"].square().mean().backward()
             optimizer.step()
-    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), loaded.parameters(), strict=True))
+    for trained, expected in zip(loaded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(trained, expected)
     assert file.read_bytes() == content
 
 
@@ -250,23 +251,23 @@ def test_indexes_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
         "..\\model.safetensors",
     ):
         index.write_text(json.dumps({"weight_map": {"scale": file}}))
-        with pytest.raises(ConfigurationError, match="outside its folder"):
+        with pytest.raises(ConfigurationError, match="outside its directory"):
             load_checkpoint_in_model(empty(), folder)
     for content, message in (
-        ({"weight_map": {"scale": "absent.safetensors"}}, r"not there: \['absent.safetensors'\]"),
-        ({"weight_map": {}}, "not an index of shards"),
-        ({"a": 3}, "not an index of shards"),
-        ([], "not an index of shards"),
+        ({"weight_map": {"scale": "absent.safetensors"}}, r"missing files: \['absent.safetensors'\]"),
+        ({"weight_map": {}}, "not a shard index"),
+        ({"a": 3}, "not a shard index"),
+        ([], "not a shard index"),
     ):
         index.write_text(json.dumps(content))
         with pytest.raises(ConfigurationError, match=message):
             load_checkpoint_in_model(empty(), folder)
     index.write_text("{")
-    with pytest.raises(ConfigurationError, match="not an index of shards"):
+    with pytest.raises(ConfigurationError, match="not a shard index"):
         load_checkpoint_in_model(empty(), folder)
     save(net(), folder / "part.safetensors")
     index.write_text(json.dumps({"absent": "part.safetensors"}))
-    with pytest.raises(ConfigurationError, match="does not hold what its index says"):
+    with pytest.raises(ConfigurationError, match="lacks tensors that its index lists"):
         load_checkpoint_in_model(empty(), folder)
 
 
@@ -296,8 +297,8 @@ def test_a_repository_is_found_in_the_cache_without_the_hub(tmp_path: Path, monk
     save(net(), repository / "blobs" / "abc")
     (repository / "snapshots" / commit / "model.safetensors").symlink_to("../../blobs/abc")
     loaded = load_checkpoint_and_dispatch(empty(), "someone/net", device_map={"": "disk"})
-    assert torch.equal(loaded(words())["logits"], net()(words())["logits"])
-    with pytest.raises(ConfigurationError, match="as a repository of the Hub it cannot be had"):
+    torch.testing.assert_close(loaded(words())["logits"], net()(words())["logits"])
+    with pytest.raises(ConfigurationError, match="downloading it from the Hub failed"):
         load_checkpoint_in_model(empty(), "someone/other")
 
 

@@ -203,7 +203,7 @@ def test_moving_tensors() -> None:
         set_module_tensor_to_device(layer, "weight", "cpu", value=value, tied_params_map=copies)
     assert model.blocks[1].up.weight is model.blocks[2].up.weight
     for name, arguments, message in (
-        ("scale", {"device": "cpu", "value": torch.ones(3)}, r"has the shape \(16,\), and the value given has \(3,\)"),
+        ("scale", {"device": "cpu", "value": torch.ones(3)}, r"has shape \(16,\), and the given value has \(3,\)"),
         ("none", {"device": "cpu"}, "neither a parameter nor a buffer"),
         ("absent.weight", {"device": "cpu"}, "has no tensor 'absent.weight'"),
         ("scale", {"device": 0}, "this machine has none"),
@@ -246,7 +246,7 @@ def test_offloaded_tensors_come_back(value: torch.Tensor, tmp_path) -> None:
             "the file is unchanged"
         )
     (tmp_path / "a.b.dat").write_bytes(b"123")
-    with pytest.raises(ConfigurationError, match="has 3 bytes, and its index says"):
+    with pytest.raises(ConfigurationError, match="has 3 bytes, but its index says"):
         load_offloaded_weight(tmp_path / "a.b.dat", index["a.b"])
 
 

@@ -1,11 +1,6 @@
 """What accel_bigmodel exports; the runtime reads this list too."""
 
-from .checkpoint.state_dicts import get_module_children_bottom_up as get_module_children_bottom_up
-from .checkpoint.state_dicts import get_module_size_with_ties as get_module_size_with_ties
-from .checkpoint.state_dicts import get_state_dict_from_offload as get_state_dict_from_offload
-from .checkpoint.state_dicts import get_state_dict_offloaded_model as get_state_dict_offloaded_model
-from .checkpoint.state_dicts import has_offloaded_weights as has_offloaded_weights
-from .checkpoint.state_dicts import shard_checkpoint as shard_checkpoint
+from .checkpoint.sharding import shard_checkpoint as shard_checkpoint
 from .device_map.device_map_checks import check_device_map as check_device_map
 from .device_map.device_map_checks import clean_device_map as clean_device_map
 from .device_map.device_map_checks import describe_device_map as describe_device_map
@@ -30,6 +25,7 @@ from .hooks.attach import attach_align_device_hook as attach_align_device_hook
 from .hooks.attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
 from .hooks.attach import attach_execution_device_hook as attach_execution_device_hook
 from .hooks.attach import has_offloaded_params as has_offloaded_params
+from .hooks.attach import has_offloaded_weights as has_offloaded_weights
 from .hooks.base import ModelHook as ModelHook
 from .hooks.base import SequentialHook as SequentialHook
 from .hooks.base import add_hook_to_module as add_hook_to_module
@@ -40,6 +36,8 @@ from .hooks.casting import attach_layerwise_casting_hooks as attach_layerwise_ca
 from .hooks.cpu_offload import CpuOffload as CpuOffload
 from .hooks.cpu_offload import UserCpuOffloadHook as UserCpuOffloadHook
 from .hooks.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook
+from .hooks.state_dicts import get_state_dict_from_offload as get_state_dict_from_offload
+from .hooks.state_dicts import get_state_dict_offloaded_model as get_state_dict_offloaded_model
 from .inference import Pipeline as Pipeline
 from .inference import build_pipeline as build_pipeline
 from .inference import find_pippy_batch_size as find_pippy_batch_size
@@ -62,7 +60,9 @@ from .sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from .sizes import compute_module_sizes as compute_module_sizes
 from .sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
 from .sizes import get_max_layer_size as get_max_layer_size
+from .sizes import get_module_children_bottom_up as get_module_children_bottom_up
 from .sizes import get_module_leaves as get_module_leaves
+from .sizes import get_module_size_with_ties as get_module_size_with_ties
 from .tensors import check_device_same as check_device_same
 from .tensors import get_non_persistent_buffers as get_non_persistent_buffers
 from .tensors import named_module_tensors as named_module_tensors

@@ -1,4 +1,4 @@
-"""Building a model without its values: on the meta device, or directly where it should be."""
+"""Building a model without values on the meta device, or directly on its device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state import env
 
-# Bytes. Tables that a model computes for itself, which must keep their values, are smaller than huge.
+from ._torch_compat import buffers_of, parameters_of
+
+# Bytes. Tables that a model computes itself, and whose values must survive, are smaller than _HUGE.
 _LARGE, _HUGE = 1 << 17, 1 << 30
 
 
 @contextlib.contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Models that are built in this context have shapes and types, and no values: they take no memory, whatever their
-    size.
+    """Build models with shapes and dtypes but without values, so they take no memory, whatever their size.
 
     Args:
-        include_buffers: buffers too. By default they keep their values: buffers that no checkpoint holds (tables of
-            positions, say) could not be found again. None: what ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else False.
+        include_buffers: put buffers on the meta device too. By default they keep their values, because those that no
+            checkpoint holds (position tables, for example) could not be restored. None: the variable
+            ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
     """
     with init_on_device(torch.device("meta"), include_buffers=include_buffers):
         yield
@@ -34,53 +36,48 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Models that are built in this context have their parameters on ``device`` from the start.
-
-    Parameters that are shared stay shared.
+    """Build models whose parameters are on ``device`` from the start. Tied parameters stay tied.
 
     Args:
-        device: where parameters are put.
-        include_buffers: buffers too. None: what ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else False.
+        device: the device of the parameters.
+        include_buffers: put buffers there too. None: the variable ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
     """
     if include_buffers is None:
         include_buffers = env.parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS", False)
     target = torch.device(device)
-    moved = WeakIdKeyDictionary()  # what is registered twice stays one tensor
+    moved = WeakIdKeyDictionary()  # a tensor that is registered twice stays one tensor
     register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
 
     def parameter_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register_parameter(module, name, param)
         if param is not None and param.device != target:
             if param not in moved:
-                moved[param] = _moved(param, target)
-            module._parameters[name] = moved[param]
+                moved[param] = _moved_parameter(param, target)
+            parameters_of(module)[name] = moved[param]
 
     def buffer_on_device(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         register_buffer(module, name, tensor, persistent=persistent)
         if tensor is not None and tensor.device != target:
             if tensor not in moved:
                 moved[tensor] = tensor.to(target)
-            module._buffers[name] = moved[tensor]
+            buffers_of(module)[name] = moved[tensor]
 
     nn.Module.register_parameter = parameter_on_device  # type: ignore[method-assign,assignment]
     if include_buffers:
         nn.Module.register_buffer = buffer_on_device  # type: ignore[method-assign,assignment]
     try:
-        with _Passing(target):
+        with _ShortLivedEmpty(target):
             yield
     finally:
         nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
         nn.Module.register_buffer = register_buffer  # type: ignore[method-assign]
 
 
-class _Passing(TorchFunctionMode):
-    """Uninitialised tensors that only pass through memory: a layer may be larger than it, and many layers together are.
+class _ShortLivedEmpty(TorchFunctionMode):
+    """Allocates large uninitialised tensors so that their memory returns to the system as soon as they are moved.
 
-    The C library does not hand the space of tensors back that are smaller than 32 MB, if anything small has been put
-    behind them. So large ones get a mapping of their own, and huge ones are made on the device at once.
-
-    Args:
-        device: where parameters go.
+    The C library keeps the memory of tensors below 32 MB if a small allocation follows them, so a model of many layers
+    would take its full size. Large tensors therefore get their own mapping, and huge ones are created on the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,34 +88,24 @@ class _Passing(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if (
-            func is torch.empty
-            and kwargs.get("device") is None
-            and not kwargs.keys() - {"device", "dtype", "size", "requires_grad"}
-        ):
-            shape, dtype = _shape(args, kwargs), kwargs.get("dtype") or torch.get_default_dtype()
+        supported = not kwargs.keys() - {"device", "dtype", "size", "requires_grad"}
+        if func is torch.empty and kwargs.get("device") is None and supported:
+            size = kwargs.get("size", args)
+            shape = tuple(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
             nbytes = math.prod(shape) * dtype.itemsize
             if nbytes >= _HUGE:
                 kwargs["device"] = self.device
             elif nbytes >= _LARGE and torch.get_default_device().type == "cpu":
-                return _mapped(nbytes).view(dtype).view(shape).requires_grad_(bool(kwargs.get("requires_grad")))
+                # Windows lacks the flag; its mappings without a file are private anyway.
+                flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+                memory = torch.frombuffer(mmap.mmap(-1, nbytes, **flags), dtype=torch.uint8)
+                return memory.view(dtype).view(shape).requires_grad_(bool(kwargs.get("requires_grad")))
         return func(*args, **kwargs)
 
 
-def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    shape = kwargs.get("size", args)
-    return tuple(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-
-
-def _mapped(nbytes: int) -> torch.Tensor:
-    """Memory that goes back to the system as soon as nobody uses it."""
-    # Where there is no such flag (Windows) mappings without a file are private anyway.
-    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    return torch.frombuffer(mmap.mmap(-1, nbytes, **flags), dtype=torch.uint8)
-
-
-def _moved(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """The parameter on another device, of the same class and with the same attributes."""
+def _moved_parameter(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """The parameter on another device, with the same class and attributes."""
     if type(param) is nn.Parameter:
         new = nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
         new.__dict__.update(param.__dict__)

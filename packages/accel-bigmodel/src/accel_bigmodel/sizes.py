@@ -1,34 +1,37 @@
-"""How many bytes a model and its parts need."""
+"""Sizes of a model and its parts in bytes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from accel_state import CustomDtype, dtype_byte_size
+from accel_state.errors import ConfigurationError
 
+from ._torch_compat import buffers_of, children_of, parameters_of
 from .tensors import as_dtype
 
 Dtype = str | torch.dtype | CustomDtype
 
 
 def tensor_bytes(tensor: torch.Tensor, dtype: Dtype | None = None, special: Dtype | None = None) -> int:
-    """Bytes of a tensor that is converted to ``dtype`` when loaded.
+    """Bytes of a tensor after conversion.
 
     Args:
-        tensor: any tensor, of the meta device too.
-        dtype: the type that floating point values are converted to; never a larger one than they have.
-        special: the type of just this tensor, which goes before ``dtype``.
+        tensor: any tensor, also on the meta device.
+        dtype: the dtype that floating point values are converted to, if it is smaller than theirs.
+        special: the dtype of this tensor; overrides ``dtype``.
     """
-    own = tensor.element_size()
+    width: float = tensor.element_size()
     if special is not None:
-        return int(tensor.numel() * _width(special))
-    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor.numel() * own
-    return int(tensor.numel() * min(_width(dtype), own))
+        width = _width(special)
+    elif dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
+        width = min(_width(dtype), width)
+    return int(tensor.numel() * width)
 
 
 def _width(dtype: Dtype) -> float:
@@ -40,7 +43,7 @@ def _width(dtype: Dtype) -> float:
 
 
 def named_tensors(model: nn.Module, buffers_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a model with their full names; one that is shared comes once, under its first name."""
+    """All tensors of a model with their full names; tied ones once, under their first name."""
     if not buffers_only:
         yield from model.named_parameters()
     yield from model.named_buffers()
@@ -52,12 +55,12 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of each module and tensor of a model, by full name; the whole model is ``""``. Shared weights count once.
+    """Bytes of each module and tensor of a model, by full name; the model itself is ``""``. Tied weights count once.
 
     Args:
-        model: any model, on the meta device too.
-        dtype: the type that floating point weights are converted to when loaded.
-        special_dtypes: types of single weights by full name, which go before ``dtype``.
+        model: any model, also on the meta device.
+        dtype: the dtype that floating point weights are converted to when loaded.
+        special_dtypes: dtypes of single weights by full name; they override ``dtype``.
         buffers_only: leave parameters out.
     """
     special = special_dtypes or {}
@@ -85,19 +88,18 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Sequence[str] | str | None,
 ) -> tuple[int, list[str]]:
-    """The size of the largest layer, and the names of the layers of that size.
+    """The size of the largest layer in bytes, and the names of the layers of that size.
 
-    A layer is a module that must stay together (its class is in ``no_split_module_classes``), one without submodules,
-    or a tensor that a larger module holds directly.
+    A layer is a module whose class is in ``no_split_module_classes``, a module without submodules, or a tensor that a
+    larger module holds directly.
 
     Args:
-        modules: full names and modules (or tensors) to look into.
+        modules: full names and modules (or tensors).
         module_sizes: bytes by full name, from :func:`compute_module_sizes`.
         no_split_module_classes: names of classes.
     """
-    whole = as_names(no_split_module_classes)
     largest, names = 0, []
-    for name, _ in layers(modules, whole):
+    for name, _ in named_layers(modules, as_names(no_split_module_classes)):
         size = module_sizes.get(name, 0)
         if size > largest:
             largest, names = size, [name]
@@ -106,48 +108,96 @@ def get_max_layer_size(
     return largest, names
 
 
-def layers(
-    modules: Sequence[tuple[str, nn.Module]], whole: Sequence[str]
+def named_layers(
+    modules: Sequence[tuple[str, nn.Module]], no_split: Sequence[str]
 ) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """The layers (see :func:`get_max_layer_size`) of some modules, in the order of their names."""
+    """The layers (see :func:`get_max_layer_size`) of some modules, in the order of the model."""
     pending: list[tuple[str, nn.Module | torch.Tensor]] = list(reversed(modules))
     while pending:
         name, part = pending.pop()
-        if not isinstance(part, nn.Module) or type(part).__name__ in whole or not part._modules:
+        if not isinstance(part, nn.Module) or type(part).__name__ in no_split or not children_of(part):
             yield name, part
         else:
-            pending.extend(reversed(list(parts(name, part))))
+            pending.extend(reversed(list(direct_members(name, part))))
 
 
-def parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """What a module is made of, with full names: the tensors that it holds directly, and its submodules."""
+def direct_members(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+    """The tensors and submodules that a module holds directly, with full names."""
     prefix = f"{name}." if name else ""
-    for table in (module._parameters, module._buffers, module._modules):
+    for table in (parameters_of(module), buffers_of(module), children_of(module)):
         for key, value in table.items():
             if value is not None:
                 yield prefix + key, value
 
 
 def as_names(names: Sequence[str] | str | None) -> list[str]:
-    """A list of names from a list, one name, or nothing."""
-    return [] if names is None else [names] if isinstance(names, str) else list(names)
+    """A list of names from a list, a single name, or None."""
+    if names is None:
+        return []
+    return [names] if isinstance(names, str) else list(names)
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     """(bytes of the model, (bytes of its largest layer, names of the layers of that size)).
 
-    Layers are kept whole as the model's ``_no_split_modules`` says, where it says something.
+    Modules of the model's ``_no_split_modules`` count as one layer.
     """
     sizes = compute_module_sizes(model)
-    together = getattr(model, "_no_split_modules", None)
-    return sizes.get("", 0), get_max_layer_size(
-        list(model.named_children()), sizes, sorted(together) if together else None
-    )
+    no_split = sorted(getattr(model, "_no_split_modules", None) or ())
+    return sizes.get("", 0), get_max_layer_size(list(model.named_children()), sizes, no_split)
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """The names that no other name lies under: those of tensors, where the sizes are from :func:`compute_module_sizes`."""
+    """The names that contain no other name: those of tensors in a result of :func:`compute_module_sizes`."""
     containers = {""}
     for name in module_sizes:
         containers.update(name[:end] for end in range(len(name)) if name[end] == ".")
     return [name for name in module_sizes if name not in containers]
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Sequence[tuple[str, Any]],
+) -> tuple[int, list[str], list[Any]]:
+    """The size of a module together with the modules that share weights with it.
+
+    Args:
+        tied_params: full names under which other modules hold its weights.
+        module_size: bytes of the module.
+        module_sizes: bytes by full name.
+        modules_to_treat: full names and modules to search.
+
+    Returns:
+        Bytes with tied weights counted once; names and modules of the others.
+
+    Raises:
+        ConfigurationError: a tied weight that none of the modules holds.
+    """
+    size, names, modules = module_size, [], []
+    for weight in tied_params:
+        holder = next(((n, m) for n, m in modules_to_treat if weight == n or weight.startswith(f"{n}.")), None)
+        if holder is None:
+            raise ConfigurationError(f"none of modules_to_treat holds {weight}")
+        size -= module_sizes[weight]
+        if holder[0] not in names:
+            names.append(holder[0])
+            modules.append(holder[1])
+            size += module_sizes[holder[0]]
+    return size, names, modules
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """All modules of a model, children before parents.
+
+    Args:
+        model: the model.
+        return_fqns: return pairs of full name and module.
+    """
+    pending, modules = [("", model)], []
+    while pending:
+        name, module = pending.pop()
+        modules.append((name, module) if return_fqns else module)
+        pending += [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+    return modules[::-1]

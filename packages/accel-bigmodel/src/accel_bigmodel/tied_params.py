@@ -9,15 +9,16 @@ from typing import Any
 
 from torch import nn
 
+from ._torch_compat import buffers_of, parameters_of
 from .tensors import Location, owner_of
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """The groups of names that stand for one and the same parameter, each group sorted by name.
+    """Groups of names that refer to the same parameter, each group sorted by name.
 
     Args:
-        model: any model, on the meta device too.
-        **kwargs: none is known; accepted for callers of older versions.
+        model: any model, also on the meta device.
+        **kwargs: ignored; accepted for compatibility.
     """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -26,43 +27,35 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Let each group of names stand for one parameter again, where that was lost.
-
-    The one that is kept is the first that has values.
+    """Make each group of names refer to one parameter again: the first of the group that has values.
 
     Args:
         model: the model.
-        tied_params: groups of names, as :func:`find_tied_parameters` gives them.
+        tied_params: groups of names, from :func:`find_tied_parameters`.
     """
     for group in tied_params:
-        found = [(owner, name, owner._parameters[name]) for owner, name in (owner_of(model, full) for full in group)]
-        with_values = [
-            parameter for _, _, parameter in found if parameter is not None and parameter.device.type != "meta"
-        ]
-        kept = with_values[0] if with_values else found[0][2]
-        for owner, name, _ in found:
-            owner._parameters[name] = kept
+        slots = [owner_of(model, name) for name in group]
+        parameters = [parameters_of(owner)[name] for owner, name in slots]
+        with_values = [item for item in parameters if item is not None and item.device.type != "meta"]
+        kept = with_values[0] if with_values else parameters[0]
+        for owner, name in slots:
+            parameters_of(owner)[name] = kept
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether the configuration of a transformers model says that it shares weights between its embeddings."""
+    """Whether the configuration of a transformers model ties weights between its embeddings."""
     config = getattr(model, "config", None)
     if config is None:
         return False
-    shares_embeddings = bool(getattr(config, "tie_word_embeddings", False)) and _has_output_embeddings(model)
-    shares_encoder = bool(getattr(config, "is_encoder_decoder", False)) and bool(
-        getattr(config, "tie_encoder_decoder", False)
-    )
-    return shares_embeddings or shares_encoder or any(hasattr(module, "_tie_weights") for module in model.modules())
-
-
-def _has_output_embeddings(model: nn.Module) -> bool:
-    find = getattr(model, "get_output_embeddings", None)
-    return callable(find) and find() is not None
+    find_output = getattr(model, "get_output_embeddings", None)
+    has_output = callable(find_output) and find_output() is not None
+    ties_embeddings = getattr(config, "tie_word_embeddings", False) and has_output
+    ties_encoder = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
+    return bool(ties_embeddings or ties_encoder or any(hasattr(module, "_tie_weights") for module in model.modules()))
 
 
 def location_of(name: str, device_map: Mapping[str, Location]) -> Location | None:
-    """The entry of a device map that holds for a tensor or module: its own, or that of the nearest module around it."""
+    """The device map's entry for a tensor or module: its own, or that of the nearest enclosing module."""
     while name not in device_map:
         if not name:
             return None
@@ -71,18 +64,15 @@ def location_of(name: str, device_map: Mapping[str, Location]) -> Location | Non
 
 
 def with_shared_modules(model: nn.Module, device_map: Mapping[str, Location]) -> Mapping[str, Location]:
-    """The device map, in which a module that the model has under several names goes where its first name does.
-
-    Args:
-        model: the model.
-        device_map: names of modules or tensors, and locations.
-    """
+    """A device map in which a module that the model holds under several names goes where its first name does."""
     first: dict[int, str] = {}
     moved: dict[str, Location] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        known = first.setdefault(id(module), name)
-        for key in [*module._parameters, *module._buffers] if known != name else ():
-            location = location_of(f"{known}.{key}", device_map)
+        first_name = first.setdefault(id(module), name)
+        if first_name == name:
+            continue
+        for key in [*parameters_of(module), *buffers_of(module)]:
+            location = location_of(f"{first_name}.{key}", device_map)
             if location is not None and str(location) != str(location_of(f"{name}.{key}", device_map)):
                 moved[f"{name}.{key}"] = location
     return {**device_map, **moved} if moved else device_map
@@ -91,10 +81,10 @@ def with_shared_modules(model: nn.Module, device_map: Mapping[str, Location]) ->
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Location]
 ) -> None:
-    """Warn where a device map puts names of one shared parameter on several devices: each would have a copy of its own."""
+    """Warn where a device map puts a tied parameter on several devices: each holds a copy, and they are not tied."""
     for group in tied_params:
-        places = {name: location_of(name, device_map) for name in group}
-        if len(set(map(str, places.values()))) > 1:
+        locations = {name: location_of(name, device_map) for name in group}
+        if len(set(map(str, locations.values()))) > 1:
             warnings.warn(
-                f"a shared parameter is put on several devices, so each holds a copy of it: {places}", stacklevel=2
+                f"a tied parameter is mapped to several devices, so each holds a copy of it: {locations}", stacklevel=2
             )

@@ -1,1 +1,1 @@
-"""Reading checkpoints: files, headers, and which tensor of a checkpoint belongs to which parameter."""
+"""Reading checkpoints: locating files, mapping tensors, and matching them with a model's parameters."""

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint goes where in a model; said before anything is loaded."""
+"""Matching the tensors of a checkpoint with those of a model, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
-from ..tensors import Location
+from .._torch_compat import buffers_of, non_persistent_buffers, parameters_of
+from ..tensors import Location, is_packed
 
-_SHOWN = 40
+_MAX_NAMES = 40
 
 
 @dataclass
-class Place:
-    """A tensor of the model, under all its names.
+class ModelTensor:
+    """A parameter or buffer of a model, under all its names (tied weights have several).
 
     Attributes:
         name: its first name.
-        slots: (module, name in it) of every place that it is at.
-        tensor: what is there now.
+        tensor: its current value.
         is_buffer: a buffer rather than a parameter.
+        slots: (module, attribute) of each place where the model holds it.
         names: all its names.
     """
 
@@ -34,147 +35,129 @@ class Place:
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
-    def put(self, tensor: torch.Tensor) -> None:
-        """Put another tensor in all places."""
+    def replace(self, tensor: torch.Tensor) -> None:
+        """Put another tensor in all its slots."""
         for owner, key in self.slots:
-            (owner._buffers if self.is_buffer else owner._parameters)[key] = tensor  # type: ignore[assignment]
+            (buffers_of(owner) if self.is_buffer else parameters_of(owner))[key] = tensor
 
 
-def places_of(model: nn.Module) -> tuple[list[Place], list[str]]:
-    """The tensors that a checkpoint of the model holds; and the names of the buffers on the meta device that none
-    holds.
-    """
-    places: dict[int, Place] = {}
-    lost: list[str] = []
+def model_tensors(model: nn.Module) -> tuple[list[ModelTensor], list[str]]:
+    """The tensors that a checkpoint of the model holds, and the names of meta-device buffers that it does not hold."""
+    tensors: dict[int, ModelTensor] = {}
+    unsaved: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        for is_buffer, table in ((False, module._parameters), (True, module._buffers)):
+        not_saved = non_persistent_buffers(module)
+        unsaved += [prefix + key for key, buffer in buffers_of(module).items() if key in not_saved and _is_meta(buffer)]
+        for is_buffer, table in ((False, parameters_of(module)), (True, buffers_of(module))):
             for key, tensor in table.items():
-                if tensor is None:
-                    continue
-                name = prefix + key
-                if is_buffer and key in module._non_persistent_buffers_set:
-                    if tensor.device.type == "meta":
-                        lost.append(name)
-                    continue
-                place = places.setdefault(id(tensor), Place(name, tensor, is_buffer))
-                place.names.append(name)
-                place.slots.append((module, key))
-    return list(places.values()), lost
+                if tensor is not None and not (is_buffer and key in not_saved):
+                    entry = tensors.setdefault(id(tensor), ModelTensor(prefix + key, tensor, is_buffer))
+                    entry.names.append(prefix + key)
+                    entry.slots.append((module, key))
+    return list(tensors.values()), unsaved
 
 
-def apart(places: Iterable[Place], location: Callable[[str], Location | None]) -> tuple[list[Place], list[list[str]]]:
-    """The places again, where a shared tensor that goes to several locations has a place for each; and the names of
-    those tensors.
+def _is_meta(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.device.type == "meta"
 
-    Args:
-        places: the tensors of a model.
-        location: where a name goes.
-    """
-    found: list[Place] = []
-    divided: list[list[str]] = []
-    for place in places:
-        parts: dict[str, Place] = {}
-        for name, slot in zip(place.names, place.slots, strict=True):
-            part = parts.setdefault(str(location(name)), Place(name, place.tensor, place.is_buffer))
+
+def split_by_location(
+    tensors: Iterable[ModelTensor], location: Callable[[str], Location | None]
+) -> tuple[list[ModelTensor], list[list[str]]]:
+    """Split tied tensors that go to several locations into one for each; also returns the names of those."""
+    result: list[ModelTensor] = []
+    split_names: list[list[str]] = []
+    for tensor in tensors:
+        parts: dict[str, ModelTensor] = {}
+        for name, slot in zip(tensor.names, tensor.slots, strict=True):
+            part = parts.setdefault(str(location(name)), ModelTensor(name, tensor.tensor, tensor.is_buffer))
             part.names.append(name)
             part.slots.append(slot)
-        found += parts.values()
+        result += parts.values()
         if len(parts) > 1:
-            divided.append(place.names)
-    return found, divided
+            split_names.append(tensor.names)
+    return result, split_names
 
 
 @dataclass
-class Match:
-    """What fits and what does not.
+class CheckpointMatch:
+    """How the names and shapes of a checkpoint fit a model.
 
     Attributes:
+        unsaved_buffers: buffers on the meta device that no checkpoint holds.
         sources: the name in the checkpoint of each tensor, by its first name in the model.
-        missing: names in the model that the checkpoint does not have.
-        unexpected: names in the checkpoint that the model does not have.
-        misshapen: what is wrong with the shape of each tensor, by name.
-        lost: missing ones, and buffers in no checkpoint, that are on the meta device and so would have no values.
+        missing: names in the model that the checkpoint lacks.
+        without_values: those of ``missing`` that are on the meta device.
+        unexpected: names in the checkpoint that the model lacks.
+        misshapen: descriptions of the differing shapes, by name.
     """
 
-    sources: dict[str, str]
-    missing: list[str]
-    unexpected: list[str]
-    misshapen: dict[str, str]
-    lost: list[str]
+    unsaved_buffers: list[str]
+    sources: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    without_values: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: dict[str, str] = field(default_factory=dict)
 
 
-def match(places: Iterable[Place], shapes: Mapping[str, tuple[int, ...]], lost_buffers: list[str]) -> Match:
-    """Compare the tensors of a model with those of a checkpoint.
-
-    Args:
-        places: the tensors of the model.
-        shapes: names and shapes in the checkpoint.
-        lost_buffers: buffers on the meta device that no checkpoint holds.
-    """
-    found = Match({}, [], [], {}, list(lost_buffers))
+def match_checkpoint(
+    tensors: Iterable[ModelTensor], shapes: Mapping[str, tuple[int, ...]], unsaved_buffers: list[str]
+) -> CheckpointMatch:
+    """Compare what :func:`model_tensors` returned with the names and shapes of a checkpoint."""
+    match = CheckpointMatch(list(unsaved_buffers))
     known: set[str] = set()
-    for place in places:
-        known.update(place.names)
-        # Of a shared weight that is there under several names the last one counts, as in load_state_dict.
-        source = next((name for name in reversed(place.names) if name in shapes), None)
+    for tensor in tensors:
+        known.update(tensor.names)
+        # If a tied weight is stored under several names, the last one counts, as in load_state_dict.
+        source = next((name for name in reversed(tensor.names) if name in shapes), None)
         if source is None:
-            found.missing.append(place.name)
-            if place.tensor.device.type == "meta":
-                found.lost.append(place.name)
+            match.missing.append(tensor.name)
+            if _is_meta(tensor.tensor):
+                match.without_values.append(tensor.name)
             continue
-        found.sources[place.name] = source
-        if tuple(shapes[source]) != tuple(place.tensor.shape) and not is_packed(place.tensor):
-            found.misshapen[source] = (
-                f"{tuple(shapes[source])} in the checkpoint, {tuple(place.tensor.shape)} in the model"
-            )
-    companions = {f"{name.removesuffix('weight')}SCB" for name in known if name.endswith("weight")}
-    found.unexpected = [
-        name for name in shapes if name not in known and name not in companions and not name.endswith("_extra_state")
-    ]
-    return found
+        match.sources[tensor.name] = source
+        stored, expected = tuple(shapes[source]), tuple(tensor.tensor.shape)
+        if stored != expected and not is_packed(tensor.tensor):
+            match.misshapen[source] = f"{stored} in the checkpoint, {expected} in the model"
+    # 8-bit checkpoints store the scales of a weight under this name.
+    known |= {f"{name.removesuffix('weight')}SCB" for name in known if name.endswith("weight")}
+    match.unexpected = [name for name in shapes if name not in known and not name.endswith("_extra_state")]
+    return match
 
 
-def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether a parameter keeps its values in another form than its shape says (bitsandbytes' classes do)."""
-    return type(tensor).__name__ in {"Int8Params", "Params4bit", "FP4Params"}
-
-
-def check_match(model: nn.Module, checkpoint: str, found: Match, strict: bool) -> None:
-    """Refuse a checkpoint that does not fit; warn of what is left over.
+def check_match(model: nn.Module, checkpoint: str, match: CheckpointMatch, strict: bool) -> None:
+    """Refuse a checkpoint that does not fit the model; warn of harmless differences.
 
     Args:
         model: the model.
-        checkpoint: how the checkpoint is called in messages.
-        found: what was found.
-        strict: refuse whatever is missing or unexpected; else only what would leave a tensor without values.
+        checkpoint: the name of the checkpoint in messages.
+        match: the comparison.
+        strict: refuse all missing and unexpected names, not only those that leave a tensor without values.
 
     Raises:
         ConfigurationError: listing missing, unexpected and misshapen names.
     """
-    buffers_only = found.lost and not found.misshapen and not (strict and (found.missing or found.unexpected))
-    if buffers_only and not set(found.lost) & set(found.missing):
-        raise ConfigurationError(
-            f"buffers of {type(model).__name__} are on the meta device, and no checkpoint holds them: "
-            f"{_some(found.lost)}. "
-            "Build the model with init_empty_weights(include_buffers=False), which keeps the values of buffers, or "
-            "set them first."
-        )
-    faults = [
-        f"misshapen ({len(found.misshapen)}): {_some([f'{name}: {what}' for name, what in found.misshapen.items()])}"
-    ]
-    faults = faults if found.misshapen else []
-    refused = bool(found.misshapen or found.lost or (strict and (found.missing or found.unexpected)))
-    for what, names in (("missing", found.missing), ("unexpected", found.unexpected)):
+    faults = []
+    if match.misshapen:
+        details = [f"{name}: {shapes}" for name, shapes in match.misshapen.items()]
+        faults.append(f"misshapen ({len(details)}): {join_names(details)}")
+    for kind, names in (("missing", match.missing), ("unexpected", match.unexpected)):
         if names:
-            faults.append(f"{what} ({len(names)}): {_some(names)}")
-    if not faults:
-        return
+            faults.append(f"{kind} ({len(names)}): {join_names(names)}")
     text = f"the checkpoint {checkpoint} does not fit {type(model).__name__}. " + "; ".join(faults)
-    if refused:
+    if match.misshapen or match.without_values or (strict and faults):
         raise ConfigurationError(f"{text}. Nothing was loaded.")
-    warnings.warn(f"{text}. What is missing keeps its values, what is unexpected is not used.", stacklevel=4)
+    if match.unsaved_buffers:
+        raise ConfigurationError(
+            f"buffers of {type(model).__name__} are on the meta device, and checkpoints do not store them: "
+            f"{join_names(match.unsaved_buffers)}. Build the model with init_empty_weights(include_buffers=False), "
+            "which keeps the values of buffers, or set them first."
+        )
+    if faults:
+        warnings.warn(f"{text}. Missing weights keep their values, unexpected ones are ignored.", stacklevel=4)
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+def join_names(names: list[str], limit: int = _MAX_NAMES) -> str:
+    """A list of names for a message, cut at ``limit``."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .files import checkpoint_files, open_file
+from .files import checkpoint_files
+from .tensor_files import open_file
 
 
 def load_into_sharded_model(
@@ -19,15 +20,7 @@ def load_into_sharded_model(
     full_state_dict: bool,
     broadcast_from_rank0: bool,
 ) -> None:
-    """Give each rank its part of a checkpoint.
-
-    Args:
-        model: the model; every rank calls this with its own.
-        checkpoint: as in :func:`load_checkpoint_in_model`.
-        strict: refuse missing or unexpected names.
-        full_state_dict: the checkpoint holds whole tensors.
-        broadcast_from_rank0: only rank 0 reads.
-    """
+    """Load each rank's shards; every rank calls this. Arguments as in :func:`load_checkpoint_in_model`."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     state: dict[str, Any] = {}

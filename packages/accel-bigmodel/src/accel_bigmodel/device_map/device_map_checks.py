@@ -1,42 +1,46 @@
-"""Making a device map shorter, checking it, and showing it."""
+"""Shortening, checking and printing device maps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from accel_state import convert_bytes
 from accel_state.errors import ConfigurationError
 
+from ..checkpoint.checkpoint_mapping import join_names
 from ..sizes import named_tensors, tensor_bytes
 from ..tensors import Location, as_device
 from ..tied_params import location_of
 
+_MAX_NAMES = 5
+
 
 def clean_device_map(device_map: dict[str, Location], module_name: str = "") -> dict[str, Location]:
-    """Name a module instead of its parts wherever all of them are on one device. The map is changed and returned.
+    """Replace the entries of a module's parts by one of the module, where all of them are on one device.
 
     Args:
-        device_map: names and devices.
-        module_name: look only inside this module. "" is the whole model.
+        device_map: names and devices; it is changed.
+        module_name: shorten only entries inside this module; "" is the whole model.
+
+    Returns:
+        The map.
     """
-    inside = [
-        name for name in device_map if module_name == "" or name == module_name or name.startswith(f"{module_name}.")
-    ]
-    several: set[str] = set()
+    inside = [name for name in device_map if module_name in ("", name) or name.startswith(f"{module_name}.")]
+    on_several: set[str] = set()
     device_of: dict[str, Location] = {}
-    parts: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name in inside:
-        for around in _modules_around(name, module_name):
-            parts[around] = parts.get(around, 0) + 1
-            if device_of.setdefault(around, device_map[name]) != device_map[name]:
-                several.add(around)
+        for module in _enclosing_modules(name, module_name):
+            counts[module] = counts.get(module, 0) + 1
+            if device_of.setdefault(module, device_map[name]) != device_map[name]:
+                on_several.add(module)
     shorter: dict[str, Location] = {}
     for name in inside:
-        around = next((a for a in _modules_around(name, module_name) if a not in several and parts[a] > 1), name)
-        shorter[around] = device_map[name]
+        modules = _enclosing_modules(name, module_name)
+        key = next((module for module in modules if module not in on_several and counts[module] > 1), name)
+        shorter[key] = device_map[name]
     replaced = set(inside)
     outside = {name: device for name, device in device_map.items() if name not in replaced}
     device_map.clear()
@@ -44,58 +48,51 @@ def clean_device_map(device_map: dict[str, Location], module_name: str = "") -> 
     return device_map
 
 
-def _modules_around(name: str, top: str) -> list[str]:
-    """The names of the modules around something, from ``top`` down to itself."""
-    found = [top]
+def _enclosing_modules(name: str, top: str) -> list[str]:
+    """The names from ``top`` down to ``name``, both included."""
+    names = [top]
     end = name.find(".", len(top) + 1 if top else 0)
     while end != -1:
-        found.append(name[:end])
+        names.append(name[:end])
         end = name.find(".", end + 1)
     if name != top:
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Location]) -> None:
-    """Refuse a device map that does not say where every tensor of the model goes, or names what is not there.
+    """Refuse a device map that leaves out tensors of the model, or names unknown modules or devices.
 
     Args:
         model: the model.
         device_map: names of modules or tensors, and devices.
 
     Raises:
-        ConfigurationError: naming the tensors without a device, or the names and devices that do not exist.
+        ConfigurationError: naming the tensors without a device, or the unknown names and devices.
     """
-    tensors = [name for name, _ in named_tensors(model)]
-    without = [name for name in tensors if location_of(name, device_map) is None]
-    if without:
+    unmapped = [name for name, _ in named_tensors(model) if location_of(name, device_map) is None]
+    if unmapped:
         raise ConfigurationError(
-            f'the device map gives no device to {_some(without)}. Add their modules, or "": <device> for all that has '
-            "none."
+            f"the device map gives no device to {join_names(unmapped, _MAX_NAMES)}. Add their modules, or "
+            '"": <device> as the default.'
         )
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | {
-        name for name, _ in _all_tensors(model)
-    }
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known.update(
+        dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
+    )
     unknown = [name for name in device_map if name not in known]
     if unknown:
         raise ConfigurationError(
-            f"the device map names {_some(unknown)}, and {type(model).__name__} has no such module or tensor"
+            f"the device map names {join_names(unknown, _MAX_NAMES)}, but {type(model).__name__} has no such module or "
+            "tensor"
         )
-    for location in {str(place): place for place in device_map.values()}.values():
+    for location in {str(location): location for location in device_map.values()}.values():
         if location != "disk":
             as_device(location)
 
 
-def _all_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
-def _some(names: list[str], shown: int = 5) -> str:
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
-
-
 def describe_device_map(model: nn.Module, device_map: Mapping[str, Location] | None = None) -> str:
-    """A device map as text: each line an entry with its device and size, then the sums by device.
+    """A device map as text: one line for each entry with its device and size, then the totals by device.
 
     Args:
         model: the model.
@@ -109,18 +106,14 @@ def describe_device_map(model: nn.Module, device_map: Mapping[str, Location] | N
         raise ConfigurationError(f"{type(model).__name__} has no device map: dispatch it first, or give device_map=")
     sizes = dict.fromkeys(device_map, 0)
     for name, tensor in named_tensors(model):
-        entry = name
-        while entry not in sizes and entry:
-            entry = entry.rpartition(".")[0]
-        if entry in sizes:
-            sizes[entry] += tensor_bytes(tensor)
+        while name not in sizes and name:
+            name = name.rpartition(".")[0]
+        if name in sizes:
+            sizes[name] += tensor_bytes(tensor)
     width = max([len(name or "(model)") for name in sizes], default=0)
-    lines = [
-        f"{name or '(model)':<{width}}  {device_map[name]!s:<8} {convert_bytes(size):>12}"
-        for name, size in sizes.items()
-    ]
-    totals: dict[str, int] = {}
+    lines, totals = [], dict.fromkeys(map(str, device_map.values()), 0)
     for name, size in sizes.items():
-        totals[str(device_map[name])] = totals.get(str(device_map[name]), 0) + size
+        lines.append(f"{name or '(model)':<{width}}  {device_map[name]!s:<8} {convert_bytes(size):>12}")
+        totals[str(device_map[name])] += size
     sums = ", ".join(f"{device}: {convert_bytes(size)}" for device, size in totals.items())
     return "\n".join([*lines, f"{'sum':<{width}}  {sums}"])

@@ -1,4 +1,4 @@
-"""What can be placed on a device as a whole, and what it brings with it."""
+"""The parts of a model that are placed on a device as a whole, with their sizes and tied weights."""
 
 from __future__ import annotations
 
@@ -7,117 +7,110 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..offload.parent_read_params import borrows
-from ..sizes import Dtype, parts, tensor_bytes
+from .._torch_compat import children_of
+from ..offload.parent_read_params import reads_child_params
+from ..sizes import Dtype, direct_members, tensor_bytes
 
 
-class Unit:
-    """A module, or a tensor that a module which was split holds directly.
+class PlacementUnit:
+    """A module, or a tensor that a split module holds directly.
 
     Attributes:
         name: full name.
-        part: the module or tensor.
-        parent: the unit that this one is a direct part of.
-        size: bytes of what is in it; what is in it several times counts once.
-        buffers: the part of ``size`` that is buffers.
-        shared: the weights in it that other units have too, by identity.
-        children: what it can be split into; empty where it must stay whole.
+        member: the module or tensor.
+        parent: the unit that directly contains this one.
+        size: bytes of its tensors; tied ones count once.
+        buffers: bytes of its buffers, part of ``size``.
+        tied: the weights that it shares with other units, by id.
+        children: the units it can be split into; empty if it cannot be split.
     """
 
-    __slots__ = ("buffers", "children", "name", "parent", "part", "shared", "size")
+    __slots__ = ("buffers", "children", "member", "name", "parent", "size", "tied")
 
-    def __init__(self, name: str, part: nn.Module | torch.Tensor, parent: Unit | None) -> None:
+    def __init__(self, name: str, member: nn.Module | torch.Tensor, parent: PlacementUnit | None) -> None:
         self.name = name
-        self.part = part
+        self.member = member
         self.parent = parent
         self.size = 0
         self.buffers = 0
-        self.shared: set[int] = set()
-        self.children: list[Unit] = []
+        self.tied: set[int] = set()
+        self.children: list[PlacementUnit] = []
 
 
-class Layout:
-    """The units of a model, as a tree.
+class PlacementTree:
+    """The placement units of a model.
 
     Args:
         model: the model.
-        whole: names of classes whose modules must stay whole.
-        dtype: the type that weights are converted to.
-        special_dtypes: types of single weights.
+        no_split: names of classes whose modules are not split.
+        dtype: the dtype that weights are converted to.
+        special_dtypes: dtypes of single weights.
 
     Attributes:
         root: the whole model.
-        sizes_of_shared: bytes of each shared weight, by identity.
-        owners: for each shared weight the units that cannot be split and have it, in the order of the model.
+        tied_sizes: bytes of each tensor, by id; used for tied ones.
+        tied_owners: for each tied weight the unsplittable units that hold it, in the order of the model.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        whole: Sequence[str],
+        no_split: Sequence[str],
         dtype: str | torch.dtype | None,
         special_dtypes: Mapping[str, Dtype] | None,
     ) -> None:
-        self._whole = frozenset(whole)
         self._dtype = dtype
         self._special = special_dtypes or {}
-        self.root = Unit("", model, None)
-        self.owners: dict[int, list[Unit]] = {}
-        self.sizes_of_shared: dict[int, int] = {}
-        order = self._split(self.root)
-        for unit in reversed(order):
-            self._sum_up(unit)
-
-    def _split(self, root: Unit) -> list[Unit]:
-        """Build the tree, and fill in its leaves. Models may be nested more deeply than Python's call stack."""
-        order, pending = [], [root]
-        holders: dict[int, list[Unit]] = {}
+        self.root = PlacementUnit("", model, None)
+        self.tied_owners: dict[int, list[PlacementUnit]] = {}
+        self.tied_sizes: dict[int, int] = {}
+        # A loop instead of recursion: models can be nested more deeply than Python's call stack.
+        ordered, pending, classes = [], [self.root], frozenset(no_split)
+        holders: dict[int, list[PlacementUnit]] = {}
         while pending:
             unit = pending.pop()
-            order.append(unit)
-            part = unit.part
-            if isinstance(part, nn.Module) and part._modules and not borrows(part, self._whole):
-                unit.children = [Unit(name, child, unit) for name, child in parts(unit.name, part)]
+            ordered.append(unit)
+            member = unit.member
+            if isinstance(member, nn.Module) and children_of(member) and not reads_child_params(member, classes):
+                unit.children = [PlacementUnit(name, part, unit) for name, part in direct_members(unit.name, member)]
                 pending.extend(reversed(unit.children))
             else:
-                self._fill(unit, holders)
+                self._measure(unit, holders)
         for weight, units in holders.items():
             if len(units) > 1:
-                self.owners[weight] = units
+                self.tied_owners[weight] = units
                 for unit in units:
-                    unit.shared.add(weight)
-        return order
+                    unit.tied.add(weight)
+        for unit in reversed(ordered):
+            for child in unit.children:
+                unit.size += child.size
+                unit.buffers += child.buffers
+                if child.tied:
+                    unit.size -= sum(self.tied_sizes[weight] for weight in unit.tied & child.tied)
+                    unit.tied |= child.tied
 
-    def _fill(self, unit: Unit, holders: dict[int, list[Unit]]) -> None:
+    def _measure(self, unit: PlacementUnit, holders: dict[int, list[PlacementUnit]]) -> None:
         seen: set[int] = set()
         for name, tensor in _tensors(unit):
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            size = tensor_bytes(tensor, self._dtype, self._special.get(name) if self._special else None)
+            size = tensor_bytes(tensor, self._dtype, self._special.get(name))
             unit.size += size
             if not isinstance(tensor, nn.Parameter):
                 unit.buffers += size
             holders.setdefault(id(tensor), []).append(unit)
-            self.sizes_of_shared[id(tensor)] = size
-
-    def _sum_up(self, unit: Unit) -> None:
-        for child in unit.children:
-            unit.size += child.size
-            unit.buffers += child.buffers
-            if child.shared:
-                unit.size -= sum(self.sizes_of_shared[weight] for weight in unit.shared & child.shared)
-                unit.shared |= child.shared
+            self.tied_sizes[id(tensor)] = size
 
 
-def _tensors(unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a unit with its full name, under each of its names."""
-    if isinstance(unit.part, torch.Tensor):
-        yield unit.name, unit.part
-    elif not unit.part._modules:
-        for name, tensor in parts(unit.name, unit.part):
+def _tensors(unit: PlacementUnit) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a unit, under each of their names."""
+    if isinstance(unit.member, torch.Tensor):
+        yield unit.name, unit.member
+    elif children_of(unit.member):
+        yield from unit.member.named_parameters(unit.name, remove_duplicate=False)
+        yield from unit.member.named_buffers(unit.name, remove_duplicate=False)
+    else:
+        for name, tensor in direct_members(unit.name, unit.member):
             assert isinstance(tensor, torch.Tensor)
             yield name, tensor
-    else:
-        yield from unit.part.named_parameters(unit.name, remove_duplicate=False)
-        yield from unit.part.named_buffers(unit.name, remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""How much memory a model needs: to hold it, and to train it on one process or several."""
+"""How much memory a model needs, to be loaded and to be trained on one or several processes."""
 
 from accel_state._lazy import attach
 

@@ -1,4 +1,4 @@
-"""``python -m accel_bigmodel.estimate``: the command, where the launcher is not installed."""
+"""``python -m accel_bigmodel.estimate``: the command without the launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROGRAM = "python -m accel_bigmodel.estimate"
 
 
 def main() -> int:
-    """Run the command; a wrong argument becomes one line on stderr and the exit code 2."""
+    """Run the command; configuration errors become one line on stderr and exit code 2."""
     try:
         return run(sys.argv[1:], PROGRAM)
     except (ConfigurationError, MissingDependencyError) as error:

@@ -1,4 +1,4 @@
-"""The memory of activations: counted on a model that runs without memory."""
+"""Measuring the memory of activations on a model of fake tensors."""
 
 from __future__ import annotations
 
@@ -8,45 +8,38 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import FakeTensorMode, storage_key
 from .meta_model import build_transformers
 
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def measure_activations(model: nn.Module, run: Callable[[], Any]) -> int:
-    """Bytes that a forward keeps for the backward, beside the weights.
+    """Bytes that a forward saves for the backward, without the weights.
 
-    Every tensor that autograd saves is counted once for its memory, whichever views of it are saved. Works on real
-    tensors, and on fake ones, which have no memory.
+    Each storage that autograd saves counts once, however many views of it are saved. Works on real and fake tensors.
 
     Args:
         model: the model, whose parameters and buffers do not count.
-        run: calls it.
+        run: calls the model.
     """
-    own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    saved: dict[int, int] = {}
-    alive: list[torch.Tensor] = []
+    weights = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, torch.Tensor] = {}
 
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        key = _storage(tensor)
-        if key not in own and key not in saved:
-            saved[key] = tensor.untyped_storage().nbytes()
-            alive.append(tensor)
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        key = storage_key(tensor)
+        if key not in weights:
+            saved.setdefault(key, tensor)
         return tensor
 
-    with saved_tensors_hooks(count, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run()
     del result
-    return sum(saved.values())
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def activations_of_config(
@@ -56,27 +49,26 @@ def activations_of_config(
     mixed_precision: str = "no",
     trust_remote_code: bool = False,
 ) -> int:
-    """Bytes of activations of a model of transformers for one batch, counted with fake tensors.
+    """Bytes of activations of a transformers model for one batch, measured with fake tensors.
 
-    The model runs in training mode, with the dropout of its configuration, and with the attention of this PyTorch on a
-    CPU: that does not keep the matrix of attention weights, unless there is dropout on it. Where a GPU's attention
-        keeps none then either,
-    this is an upper bound.
+    The model runs in training mode, with the dropout of its configuration and torch's CPU attention, which keeps no
+    matrix of attention weights unless there is dropout on it. If the attention of a GPU keeps none in that case
+    either, the result is an upper bound.
 
     Args:
-        config_path: its ``config.json``.
+        config_path: the model's ``config.json``.
         batch_size: samples in a batch of one process.
         sequence_length: tokens in a sample.
         mixed_precision: "no", "bf16" or "fp16": autocast.
         trust_remote_code: run model code that comes with the model.
 
     Raises:
-        ConfigurationError: the model takes other inputs than tokens or images, or cannot run on tensors without values.
+        ConfigurationError: the model takes other inputs than tokens or images, or cannot run on fake tensors.
     """
     if mixed_precision not in _AUTOCAST:
         raise ConfigurationError(f"mixed_precision={mixed_precision!r} is not one of {', '.join(_AUTOCAST)}.")
     dtype = _AUTOCAST[mixed_precision]
-    # Built on the meta device, where weights are not initialised; fake tensors then say that they are on the CPU.
+    # Built on the meta device, where weights are not initialised; the fake tensors then claim to be on the CPU.
     model = build_transformers(config_path, trust_remote_code, torch.device("meta")).train()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
@@ -90,31 +82,29 @@ def activations_of_config(
             return measure_activations(model, run)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise ConfigurationError(
-                f"the activations of {type(model).__name__} cannot be counted, since it does not run on tensors "
-                f"without values: {error}. "
-                "Leave --batch_size out for the estimate without them."
+                f"cannot measure the activations of {type(model).__name__}, because it does not run on tensors without "
+                f"values: {error}. Leave out --batch_size for the estimate without activations."
             ) from error
 
 
 def example_inputs(model: Any, batch_size: int, sequence_length: int) -> dict[str, torch.Tensor]:
-    """A batch for a model of transformers that takes tokens, or images of one size.
+    """A batch for a transformers model that takes tokens, or images of one size.
 
     Args:
-        model: the model, whose configuration is told to keep no cache.
-        batch_size: samples in it.
+        model: the model; its cache is switched off.
+        batch_size: samples in the batch.
         sequence_length: tokens in a sample.
 
     Raises:
-        ConfigurationError: it takes other inputs.
+        ConfigurationError: the model takes other inputs.
     """
     main, config = str(getattr(model, "main_input_name", "")), model.config
     if main == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         return {main: torch.zeros(batch_size, getattr(config, "num_channels", 3), config.image_size, config.image_size)}
     if main != "input_ids":
         raise ConfigurationError(
-            f"the activations of {type(model).__name__} cannot be counted: it takes {main or 'unknown inputs'}, not "
-            "tokens or images of "
-            "one size. Leave --batch_size out for the estimate without them."
+            f"cannot measure the activations of {type(model).__name__}: it takes {main or 'unknown inputs'}, not "
+            "tokens or images of one size. Leave out --batch_size for the estimate without activations."
         )
     tokens = {main: torch.zeros(batch_size, sequence_length, dtype=torch.int64)}
     if getattr(config, "is_encoder_decoder", False):

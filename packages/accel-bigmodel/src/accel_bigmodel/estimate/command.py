@@ -1,24 +1,21 @@
-"""``accel estimate-memory``. Nothing heavy is imported before the command line is read."""
+"""``accel estimate-memory``. Imports torch only after the command line is parsed."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from accel_state.errors import ConfigurationError
 
 from .model import DTYPE_BYTES, ModelSize
-from .training import DIVISIONS, STRATEGIES
-
-if TYPE_CHECKING:
-    from .training import TrainingMemory
+from .training import DIVISIONS, STRATEGIES, TrainingMemory, estimate_training, estimate_training_usage
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand, in the form that the launcher's entry point group ``accel.commands`` asks for.
+    """A subcommand for the launcher's entry point group ``accel.commands``.
 
     Attributes:
         summary: one line for ``accel --help``.
@@ -33,90 +30,75 @@ def parser(program: str = "accel estimate-memory") -> argparse.ArgumentParser:
     """The options of the command."""
     options = argparse.ArgumentParser(
         program,
-        description="How much memory a model needs: to load it, and to train it. Nothing but its configuration or the "
-        "headers of its files "
-        "is downloaded.",
+        description="Estimate the memory that a model needs to be loaded and to be trained. Downloads only its "
+        "configuration or the headers of its files.",
     )
     options.add_argument(
-        "model_name", help="a repository on the Hub, a folder, a .safetensors file or the index of a sharded checkpoint"
+        "model_name",
+        help="a Hub repository, a directory, a .safetensors file or the index of a sharded checkpoint",
     )
-    options.add_argument(
+    _add(
+        options,
         "--library_name",
-        "--library-name",
         choices=["timm", "transformers", "safetensors"],
-        help="what builds the model; safetensors reads the headers of its files and runs no code of the model "
-        "(default: find out)",
+        help="the library that builds the model; safetensors reads the headers of its files and runs no code of the "
+        "model (default: detect)",
     )
-    options.add_argument(
+    _add(
+        options,
         "--dtypes",
         nargs="+",
         choices=list(DTYPE_BYTES),
         default=list(DTYPE_BYTES),
-        help="the types to load the model in (default: all)",
+        help="dtypes to load the model in (default: all)",
     )
-    options.add_argument(
+    _add(
+        options,
         "--trust_remote_code",
-        "--trust-remote-code",
         action="store_true",
         help="run Python code that comes with the model; read it first",
     )
-    options.add_argument("--json", action="store_true", help="print bytes as JSON rather than tables")
-    _add_training(options.add_argument_group("training", "any of these adds what training takes on each process"))
-    return options
-
-
-def _add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--training", action="store_true", help="also show training, on one process and without activations"
+    _add(options, "--json", action="store_true", help="print bytes as JSON instead of tables")
+    training = options.add_argument_group("training", "any of these adds the memory of training on each process")
+    _add(training, "--training", action="store_true", help="training on one process, without activations")
+    _add(training, "--num_processes", type=_positive, help="number of processes (default: 1)")
+    _add(
+        training, "--tensor_parallel", "--tp_size", type=_positive, help="processes that share each layer (default: 1)"
     )
-    group.add_argument("--num_processes", "--num-processes", type=_positive, help="number of processes (default: 1)")
-    group.add_argument(
-        "--tensor_parallel",
-        "--tensor-parallel",
-        "--tp_size",
-        "--tp-size",
-        type=_positive,
-        help="processes that share each layer (default: 1)",
-    )
-    group.add_argument(
+    _add(
+        training,
         "--strategy",
         nargs="+",
         choices=list(DIVISIONS),
         default=list(STRATEGIES),
         metavar="NAME",
-        help=f"rows of the table, of {', '.join(DIVISIONS)} (default: {' '.join(STRATEGIES)})",
+        help=f"rows of the table, from {', '.join(DIVISIONS)} (default: {' '.join(STRATEGIES)})",
     )
-    group.add_argument(
+    _add(
+        training,
         "--replicas",
         "--dp_replicate_size",
-        "--dp-replicate-size",
         type=_positive,
         default=1,
-        help="copies of the model, each of which is divided by itself, as hybrid_shard has one on each node (default: "
-        "1)",
+        help="copies of the model, each sharded separately; hybrid_shard has one on each node (default: 1)",
     )
-    group.add_argument(
-        "--batch_size",
-        "--batch-size",
-        type=_positive,
-        help="samples in the batch of one process: activations are counted",
-    )
-    group.add_argument(
-        "--sequence_length", "--sequence-length", type=_positive, default=512, help="tokens in a sample (default: 512)"
-    )
-    group.add_argument(
-        "--mixed_precision",
-        "--mixed-precision",
-        choices=["no", "fp16", "bf16"],
-        default="no",
-        help="autocast (default: no)",
-    )
-    group.add_argument(
+    _add(training, "--batch_size", type=_positive, help="samples in the batch of one process; includes activations")
+    _add(training, "--sequence_length", type=_positive, default=512, help="tokens in a sample (default: 512)")
+    _add(training, "--mixed_precision", choices=["no", "fp16", "bf16"], default="no", help="autocast (default: no)")
+    _add(
+        training,
         "--optimizer",
         choices=["adamw", "adam", "sgd", "sgd_momentum"],
         default="adamw",
-        help="what keeps its state (default: adamw)",
+        help="the optimizer, whose state is counted (default: adamw)",
     )
+    return options
+
+
+def _add(group: Any, *names: str, **settings: Any) -> None:
+    """Add an option under its names, with underscores and with hyphens."""
+    spellings = [spelling for name in names for spelling in (name, "--" + name[2:].replace("_", "-"))]
+    group.add_argument(*dict.fromkeys(spellings), **settings)
 
 
 def _positive(text: str) -> int:
@@ -127,11 +109,11 @@ def _positive(text: str) -> int:
 
 
 def run(argv: list[str], program: str = "accel estimate-memory") -> int:
-    """Estimate, print, and return the exit code.
+    """Print an estimate, and return the exit code.
 
     Raises:
-        ConfigurationError: there is no such model, or it says too little of itself.
-        MissingDependencyError: the library that builds it is not installed.
+        ConfigurationError: model not found, or its sizes cannot be determined.
+        MissingDependencyError: the library that builds the model is not installed.
     """
     options = parser(program).parse_args(argv)
 
@@ -139,17 +121,11 @@ def run(argv: list[str], program: str = "accel estimate-memory") -> int:
     from .sources import model_size
 
     size = model_size(options.model_name, options.library_name, options.trust_remote_code)
-    wants_training = options.training or any(
-        (
-            options.num_processes,
-            options.tensor_parallel,
-            options.batch_size,
-            options.replicas > 1,
-            options.strategy != list(STRATEGIES),
-        )
-    )
-    stages = _stages(size) if wants_training else None
-    training = _training(size, options) if wants_training else None
+    stages, training = None, None
+    requested = (options.training, options.num_processes, options.tensor_parallel, options.batch_size)
+    if any(requested) or options.replicas > 1 or options.strategy != list(STRATEGIES):
+        stages = {dtype: estimate_training_usage(size.total, dtype) for dtype in ("float32", "float16")}
+        training = _training(size, options)
     if options.json:
         print(report.as_json(size, options.dtypes, stages, training))
         return 0
@@ -159,15 +135,7 @@ def run(argv: list[str], program: str = "accel estimate-memory") -> int:
     return 0
 
 
-def _stages(size: ModelSize) -> dict[str, dict[str, int]]:
-    from .training import estimate_training_usage
-
-    return {dtype: estimate_training_usage(size.total, dtype) for dtype in ("float32", "float16")}
-
-
 def _training(size: ModelSize, options: argparse.Namespace) -> list[TrainingMemory]:
-    from .training import estimate_training
-
     activations = _activations(size, options) if options.batch_size else 0
     return [
         estimate_training(
@@ -192,10 +160,9 @@ def _activations(size: ModelSize, options: argparse.Namespace) -> int:
     config = config_path(size.name) if size.source == "transformers" else None
     if config is None:
         raise ConfigurationError(
-            f"--batch_size={options.batch_size}: activations are counted by running the model of transformers without "
-            "memory, and the "
-            f"sizes of {size.name} come from {size.source}. Leave --batch_size out, or give a folder or repository "
-            "with a config.json."
+            f"--batch_size={options.batch_size}: measuring activations requires a transformers model, and the sizes of "
+            f"{size.name} come from {size.source}. Leave out --batch_size, or give a directory or repository with a "
+            "config.json."
         )
     return activations_of_config(
         config, options.batch_size, options.sequence_length, options.mixed_precision, options.trust_remote_code
@@ -204,11 +171,8 @@ def _activations(size: ModelSize, options: argparse.Namespace) -> int:
 
 def _title(options: argparse.Namespace) -> str:
     processes = options.num_processes or options.tensor_parallel or 1
-    parts = [
-        f"{processes} process(es)",
-        f"{options.optimizer}, float32 weights",
-        f"mixed precision: {options.mixed_precision}",
-    ]
+    parts = [f"{processes} process(es)", f"{options.optimizer}, float32 weights"]
+    parts.append(f"mixed precision: {options.mixed_precision}")
     if options.tensor_parallel:
         parts.append(f"tensor parallel: {options.tensor_parallel}")
     if options.replicas > 1:

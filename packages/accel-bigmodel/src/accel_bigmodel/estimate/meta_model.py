@@ -1,4 +1,4 @@
-"""A model built from its configuration, without memory for its weights."""
+"""Building a model from its configuration, without memory for its weights."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ from .model import ModelSize
 
 
 def size_of_model(name: str, source: str, model: nn.Module) -> ModelSize:
-    """The sizes of a model; a layer is a block of which it has several, or a module without submodules."""
+    """The sizes of a model. A layer is a block that occurs several times, or a module without submodules."""
     sizes = compute_module_sizes(model)
-    largest, names = get_max_layer_size(list(model.named_children()), sizes, sorted(_blocks(model)))
-    parameters = list(model.parameters())
-    values, whole = sum(item.numel() for item in parameters), sum(item.numel() for item in parameters if item.ndim < 2)
-    return ModelSize(name, source, values, sizes.get("", 0), largest, names[0] if names else "", whole)
-
-
-def _blocks(model: nn.Module) -> set[str]:
-    declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    declared: set[str] = set()
+    for module in model.modules():
+        declared.update(getattr(module, "_no_split_modules", None) or ())
     counts = Counter(type(module).__name__ for module in model.modules())
-    return {name for name in declared if counts[name] > 1}
+    blocks = sorted(block for block in declared if counts[block] > 1)
+    largest, names = get_max_layer_size(list(model.named_children()), sizes, blocks)
+    parameters = sum(item.numel() for item in model.parameters())
+    whole = sum(item.numel() for item in model.parameters() if item.ndim < 2)
+    return ModelSize(name, source, parameters, sizes.get("", 0), largest, names[0] if names else "", whole)
 
 
 def build_transformers(config_path: Path, trust_remote_code: bool, where: AbstractContextManager[Any]) -> nn.Module:
-    """A model of transformers, of the class that AutoModel takes for a configuration.
+    """A transformers model of the class that AutoModel selects for a configuration.
 
     Args:
         config_path: its ``config.json``.
-        trust_remote_code: run model code that lies beside the configuration.
+        trust_remote_code: run model code next to the configuration.
         where: a context in which tensors take no memory (``torch.device("meta")``).
 
     Raises:
-        ConfigurationError: it needs code of its own that was not trusted, or the configuration is of no model.
+        ConfigurationError: the model needs its own code without ``trust_remote_code``, or cannot be built.
         MissingDependencyError: transformers is not installed.
     """
     transformers = require("transformers", purpose=f"the model of {config_path}", install="transformers")
@@ -50,32 +49,27 @@ def build_transformers(config_path: Path, trust_remote_code: bool, where: Abstra
         with where:
             return transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError) as error:
-        raise ConfigurationError(_cannot_build(config_path, error)) from error
-
-
-def _cannot_build(config_path: Path, error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if "trust_remote_code" in text:
-        return (
-            f"the model of {config_path} needs Python code that comes with it. Read that code, then pass "
-            "--trust_remote_code to run it; or "
-            "pass --library_name safetensors to read the sizes from the headers of its files."
-        )
-    return (
-        f"transformers cannot build the model of {config_path}: {text[:300]}. If its files are safetensors, pass "
-        "--library_name safetensors."
-    )
+        reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason:
+            raise ConfigurationError(
+                f"the model of {config_path} needs Python code that comes with it. Read that code, then pass "
+                "--trust_remote_code to run it; or pass --library_name safetensors to read the sizes from file headers."
+            ) from error
+        raise ConfigurationError(
+            f"transformers cannot build the model of {config_path}: {reason[:300]}. If its files are safetensors, pass "
+            "--library_name safetensors."
+        ) from error
 
 
 def build_timm(name: str, config: Mapping[str, Any] | None) -> nn.Module:
-    """A model of timm on the meta device.
+    """A timm model on the meta device.
 
     Args:
         name: its name, with or without "timm/".
         config: its ``config.json``, which names the architecture.
 
     Raises:
-        ConfigurationError: timm has no such model.
+        ConfigurationError: unknown model.
         MissingDependencyError: timm is not installed.
     """
     timm = require("timm", purpose=f"the model {name}", install="timm")

@@ -1,4 +1,4 @@
-"""Finding out the sizes of a model by its name."""
+"""Finding the sizes of a model by its name."""
 
 from __future__ import annotations
 
@@ -17,30 +17,28 @@ LIBRARIES = ("transformers", "timm", "safetensors")
 
 
 def model_size(name: str, library_name: str | None = None, trust_remote_code: bool = False) -> ModelSize:
-    """The sizes of a model. No weight is read, and nothing but configurations and headers of files is downloaded.
+    """The sizes of a model, from its configuration or the headers of its files; no weights are read or downloaded.
 
     Args:
-        name: a folder, a ``.safetensors`` file, the index of a sharded checkpoint, or a repository on the Hub.
-        library_name: "transformers" and "timm" build the model from its configuration, on the meta device;
-            "safetensors" reads the headers of its files. None finds out.
+        name: a directory, a ``.safetensors`` file, the index of a sharded checkpoint, or a Hub repository.
+        library_name: "transformers" and "timm" build the model from its configuration on the meta device;
+            "safetensors" reads the headers of its files. None: detect.
         trust_remote_code: run model code that comes with the model.
 
     Raises:
-        ConfigurationError: there is no such model, or it says too little of itself.
+        ConfigurationError: model not found, or its sizes cannot be determined.
         MissingDependencyError: the library is not installed.
     """
     if library_name is not None and library_name not in LIBRARIES:
         raise ConfigurationError(f"library_name={library_name!r} is not one of {', '.join(LIBRARIES)}.")
-    if library_name == "timm" and not Path(name).exists():
-        return _timm(name, None)
     path = Path(name)
     if path.exists():
         return _local(name, path, library_name, trust_remote_code)
-    return _on_hub(name, library_name, trust_remote_code)
+    return _timm(name, None) if library_name == "timm" else _on_hub(name, library_name, trust_remote_code)
 
 
 def config_path(name: str) -> Path | None:
-    """The ``config.json`` of a folder or repository, or None if it has none."""
+    """The ``config.json`` of a directory or repository, or None if it has none."""
     path = Path(name)
     if path.is_dir():
         return path / "config.json" if (path / "config.json").is_file() else None
@@ -53,14 +51,13 @@ def _local(name: str, path: Path, library_name: str | None, trust_remote_code: b
     config = config_path(name)
     files = [] if config == path else files_of(path)
     content = hub.read_config(config) if config is not None else None
-    library = library_name or _library(content, bool(files))
+    library = library_name or _detect_library(content, bool(files))
     if library == "safetensors" and files:
         return size_of_tensors(name, read_headers(files))
     if library is None or config is None or content is None:
         raise ConfigurationError(
-            f"{name}: there is neither a config.json of a model of transformers or timm nor a .safetensors file. Give "
-            "a folder with one of "
-            "them, or the file."
+            f"{name}: found neither a config.json of a transformers or timm model nor a .safetensors file. Give a "
+            "directory with one of them, or the file."
         )
     return _timm(name, content) if library == "timm" else _transformers(name, config, trust_remote_code)
 
@@ -70,7 +67,7 @@ def _on_hub(name: str, library_name: str | None, trust_remote_code: bool) -> Mod
         return size_of_tensors(name, hub.tensors_of(name))
     config = hub.config_of(name)
     content = hub.read_config(config) if config is not None else None
-    library = library_name or _library(content, True)
+    library = library_name or _detect_library(content, True)
     if library == "transformers" and config is not None:
         return _transformers(name, config, trust_remote_code)
     if library == "timm" or (library == "safetensors" and hub.library_of(name) == "timm"):
@@ -78,14 +75,12 @@ def _on_hub(name: str, library_name: str | None, trust_remote_code: bool) -> Mod
     return size_of_tensors(name, hub.tensors_of(name))
 
 
-def _library(config: Mapping[str, Any] | None, has_safetensors: bool) -> str | None:
-    """The library to learn from: the headers of files serve where the model's own library is not installed."""
-    if config is not None and "model_type" in config:
-        missing = importlib.util.find_spec("transformers") is None
-        return "safetensors" if missing and has_safetensors else "transformers"
-    if config is not None and "architecture" in config:
-        missing = importlib.util.find_spec("timm") is None
-        return "safetensors" if missing and has_safetensors else "timm"
+def _detect_library(config: Mapping[str, Any] | None, has_safetensors: bool) -> str | None:
+    """The library to use: file headers serve where the model's own library is not installed."""
+    for key, library in (("model_type", "transformers"), ("architecture", "timm")):
+        if config is not None and key in config:
+            is_missing = importlib.util.find_spec(library) is None
+            return "safetensors" if is_missing and has_safetensors else library
     return "safetensors" if has_safetensors else None
 
 

@@ -1,4 +1,4 @@
-"""The memory of training, per process."""
+"""The memory of training on each process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 from accel_state.errors import ConfigurationError
 
-# Bytes that the state of an optimizer takes for each byte of weights it updates.
+# Bytes of optimizer state for each byte of updated weights.
 OPTIMIZER_COPIES = {"adam": 2, "adamw": 2, "sgd": 0, "sgd_momentum": 1}
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
-"""Those that are shown where none is asked for."""
+"""The strategies that are shown by default."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """What a strategy divides among the processes that have data of their own.
+    """What a strategy shards over the data-parallel processes.
 
     Attributes:
         weights: the weights, between steps.
         gradients: the gradients, when a step is taken.
-        optimizer: the state of the optimizer.
-        gathers: what is put together to compute: "nothing", "layers" (one after the other) or "model" (all, until the
-            backward is over); or "gradients", which DDP holds a second time.
+        optimizer: the optimizer state.
+        gathers: what is gathered to compute: "nothing", "layers" (one after the other) or "model" (all, until the end
+            of the backward); or "gradients", which DDP holds a second time.
     """
 
     weights: bool = False
@@ -30,46 +30,41 @@ class Division:
     gathers: str = "nothing"
 
 
-_ALL_SHARED = Division(weights=True, gradients=True, optimizer=True, gathers="layers")
-_UNTIL_BACKWARD = Division(weights=True, gradients=True, optimizer=True, gathers="model")
+_FULL_SHARD = Division(weights=True, gradients=True, optimizer=True, gathers="layers")
+_SHARD_GRAD_OP = Division(weights=True, gradients=True, optimizer=True, gathers="model")
 
 DIVISIONS = {
     "ddp": Division(gathers="gradients"),
-    "fsdp": _ALL_SHARED,
+    "fsdp": _FULL_SHARD,
     "zero1": Division(optimizer=True),
     "zero2": Division(gradients=True, optimizer=True),
-    "zero3": _ALL_SHARED,
+    "zero3": _FULL_SHARD,
     "zero0": Division(),
-    "shard_grad_op": _UNTIL_BACKWARD,
+    "shard_grad_op": _SHARD_GRAD_OP,
     "no_shard": Division(),
-    "hybrid_shard": _ALL_SHARED,
-    "hybrid_shard_zero2": _UNTIL_BACKWARD,
-    "fsdp2": _ALL_SHARED,
-    "fsdp2_no_reshard": _UNTIL_BACKWARD,
+    "hybrid_shard": _FULL_SHARD,
+    "hybrid_shard_zero2": _SHARD_GRAD_OP,
+    "fsdp2": _FULL_SHARD,
+    "fsdp2_no_reshard": _SHARD_GRAD_OP,
 }
-"""Every strategy that is known: FSDP's sharding strategies (``fsdp`` is FULL_SHARD), version 2 of it, and DeepSpeed's
-stages.
-"""
+"""All strategies: FSDP's (``fsdp`` is FULL_SHARD), those of FSDP 2, and DeepSpeed's stages."""
 
-# Of the 34 bytes of activations for each of s*b*h values of a layer, 24 are divided by tensor parallelism and 10 are
-# not: # Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198, equations
-# 2 and 4.
-_SHARED_ACTIVATIONS = 24 / 34
+# Of the 34 bytes of activations for each of a layer's s*b*h values, tensor parallelism shards 24 and replicates 10:
+# Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198, eq. 2 and 4.
+_SHARDED_ACTIVATIONS = 24 / 34
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on each process while a model is trained, at the end of a backward pass.
+    """Bytes on each process during training, at the end of a backward pass.
 
     Attributes:
-        strategy: how the model is shared, one of :data:`DIVISIONS`.
-        weights: the process's own weights.
+        strategy: one of :data:`DIVISIONS`.
+        weights: the process's shard of the weights.
         gradients: the gradients it keeps until the step.
-        optimizer: the state of the optimizer, and the float32 weights that it updates where the model's are of half
-            precision.
-        buffers: what communication needs: DDP's copies of the gradients, or the layer that sharded training puts
-            together.
-        activations: what the forward keeps for the backward.
+        optimizer: the optimizer state, and the float32 master weights of a half-precision model.
+        buffers: for communication: DDP's copies of the gradients, or the gathered layers of sharded training.
+        activations: what the forward saves for the backward.
     """
 
     strategy: str
@@ -81,7 +76,7 @@ class TrainingMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all."""
+        """The sum."""
         return self.weights + self.gradients + self.optimizer + self.buffers + self.activations
 
 
@@ -99,54 +94,63 @@ def estimate_training(
     largest_layer: int = 0,
     activations: int = 0,
 ) -> TrainingMemory:
-    """Bytes per process of training a model of which all parameters are trained.
+    """Bytes per process to train all parameters of a model.
 
-    With N values, b bytes each, k copies of the optimizer, and d = num_processes / (tensor_parallel * replicas)
-    processes that share a copy of the model: weights N*b, gradients N*b, optimizer N*b*k; or, with float32 master
-    weights beside a half-precision model, N*4*(1 + k). ZeRO 1 divides the optimizer by d, ZeRO 2 the gradients too,
-    ZeRO 3 and FSDP the weights too (Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5). Tensor parallelism divides
-    all of them before, but for ``whole`` values. ZeRO 3 and FSDP put a layer together to compute with it, and the next
-    one ahead of time: twice the largest layer, and its gradients before they are reduced; SHARD_GRAD_OP keeps the whole
-    model together until the backward is over. DDP on several processes holds the gradients a second time, in buckets.
-    Activations are divided by tensor parallelism as far as they are inside attention and feed-forward
-    (arXiv:2205.05198).
+    With N values of b bytes, k copies in the optimizer, and d = num_processes / (tensor_parallel * replicas) processes
+    for each copy of the model: weights N*b, gradients N*b, optimizer N*b*k; or, with float32 master weights of a
+    half-precision model, N*4*(1 + k). ZeRO 1 divides the optimizer by d, ZeRO 2 the gradients too, ZeRO 3 and FSDP the
+    weights too (Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5). Tensor parallelism divides all of them first,
+    except ``whole`` values. ZeRO 3 and FSDP gather a layer to compute with it, and prefetch the next one: twice the
+    largest layer, and its gradients before they are reduced; SHARD_GRAD_OP keeps the whole model gathered until the end
+    of the backward. DDP on several processes holds the gradients a second time, in buckets. Tensor parallelism divides
+    the activations inside attention and feed-forward (arXiv:2205.05198).
 
     Args:
         parameters: number of trained values.
         strategy: one of ``DIVISIONS``.
         num_processes: the world size.
         tensor_parallel: processes that share each layer.
-        replicas: copies of the model that are divided each by itself, as with the hybrid strategies or an axis
-            dp_replicate.
-        whole: those of the values that tensor parallelism leaves whole (norms, and embeddings that no plan divides).
-        weight_bytes: bytes of a value of weights and gradients: 4; 2 for a model that is itself in half precision.
-            Mixed precision by autocast keeps 4.
-        master_weights: keep float32 weights and averages in the optimizer beside half-precision weights, as DeepSpeed
-            does.
+        replicas: copies of the model that are sharded separately, as with hybrid strategies or a dp_replicate axis.
+        whole: values that tensor parallelism replicates (norms, and embeddings that no plan shards).
+        weight_bytes: bytes of a value of weights and gradients: 4, also for autocast; 2 for a half-precision model.
+        master_weights: the optimizer keeps float32 weights and moments for half-precision weights, as in DeepSpeed.
         optimizer: one of ``OPTIMIZER_COPIES``.
-        largest_layer: bytes of the largest layer, in the type of the weights.
-        activations: bytes that one process would keep for its batch without tensor parallelism.
+        largest_layer: bytes of the largest layer, in the dtype of the weights.
+        activations: bytes that one process would save for its batch without tensor parallelism.
 
     Raises:
         ConfigurationError: an unknown name, or degrees that do not divide each other.
     """
-    _check(strategy, optimizer, num_processes, tensor_parallel, replicas)
+    if strategy not in DIVISIONS:
+        raise ConfigurationError(f"strategy={strategy!r} is not one of {', '.join(DIVISIONS)}.")
+    if optimizer not in OPTIMIZER_COPIES:
+        raise ConfigurationError(f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_COPIES)}.")
+    if min(num_processes, tensor_parallel) < 1 or num_processes % tensor_parallel:
+        raise ConfigurationError(
+            f"num_processes={num_processes} must be a positive multiple of tensor_parallel={tensor_parallel}."
+        )
+    data_parallel = num_processes // tensor_parallel
+    if replicas < 1 or data_parallel % replicas:
+        raise ConfigurationError(
+            f"replicas={replicas} must divide num_processes / tensor_parallel = {num_processes} / {tensor_parallel} = "
+            f"{data_parallel}."
+        )
     values = (parameters - whole) / tensor_parallel + whole
     return memory_of_rank(
         strategy,
         values * weight_bytes,
-        shards=num_processes // (tensor_parallel * replicas),
-        processes=num_processes // tensor_parallel,
+        shards=data_parallel // replicas,
+        processes=data_parallel,
         optimizer=optimizer,
         master_bytes=values * 4 if master_weights else 0,
         layer=largest_layer / tensor_parallel,
-        activations=activations * (1 - _SHARED_ACTIVATIONS + _SHARED_ACTIVATIONS / tensor_parallel),
+        activations=activations * (1 - _SHARDED_ACTIVATIONS + _SHARDED_ACTIVATIONS / tensor_parallel),
     )
 
 
 def memory_of_rank(
     strategy: str,
-    own: float,
+    unsharded: float,
     *,
     shards: int,
     processes: int,
@@ -156,34 +160,32 @@ def memory_of_rank(
     gathered_share: float = 1,
     activations: float = 0,
 ) -> TrainingMemory:
-    """Bytes on a process, from those that it would hold without sharding: the arithmetic of the estimate and of ``accel
-    plan``.
+    """Bytes on a process, computed from its weights without sharding; also used by ``accel plan``.
 
     Args:
         strategy: one of ``DIVISIONS``.
-        own: bytes of the weights that tensor parallelism leaves to this process.
-        shards: processes that divide them.
-        processes: processes that reduce gradients with one another.
+        unsharded: bytes of the weights that tensor parallelism leaves on this process.
+        shards: processes that shard them.
+        processes: processes that all-reduce gradients.
         optimizer: one of ``OPTIMIZER_COPIES``.
-        master_bytes: bytes of the same weights in float32, where the optimizer keeps such beside half-precision ones.
-        layer: bytes of the largest layer that is put together, of the weights that tensor parallelism leaves to this
-            process.
-        gathered_share: bytes of gathered weights for each byte of the weights themselves: a half where float32 weights
-            are gathered in half precision.
-        activations: what the forward keeps for the backward.
+        master_bytes: bytes of float32 master weights of a half-precision model.
+        layer: bytes of the largest gathered layer, after tensor parallelism.
+        gathered_share: bytes of gathered weights per byte of weights: 0.5 if float32 weights are gathered in half
+            precision.
+        activations: what the forward saves for the backward.
     """
     division, copies = DIVISIONS[strategy], OPTIMIZER_COPIES[optimizer]
-    state = master_bytes * (1 + copies) if master_bytes else own * copies
+    state = master_bytes * (1 + copies) if master_bytes else unsharded * copies
     gathered = {
         "nothing": 0.0,
-        "gradients": own if processes > 1 else 0.0,
+        "gradients": unsharded if processes > 1 else 0.0,
         "layers": 2 * layer * gathered_share + layer if shards > 1 else 0.0,
-        "model": own * gathered_share + layer if shards > 1 else 0.0,
+        "model": unsharded * gathered_share + layer if shards > 1 else 0.0,
     }
     return TrainingMemory(
         strategy=strategy,
-        weights=round(own / shards if division.weights else own),
-        gradients=round(own / shards if division.gradients else own),
+        weights=round(unsharded / shards if division.weights else unsharded),
+        gradients=round(unsharded / shards if division.gradients else unsharded),
         optimizer=round(state / shards if division.optimizer else state),
         buffers=round(gathered[division.gathers]),
         activations=round(activations),
@@ -193,8 +195,8 @@ def memory_of_rank(
 def estimate_training_usage(total: int, mixed_precision: str) -> dict[str, int]:
     """Bytes in use at each stage of a training step with Adam on one process, without activations.
 
-    In float32 the gradients equal the weights, and Adam holds two averages. In half precision by autocast the weights
-    stay in float32, and computing needs a half-precision copy of them beside the gradients:
+    In float32 the gradients equal the weights, and Adam holds two moments. Half precision by autocast keeps float32
+    weights, and the forward needs a half-precision copy of them in addition to the gradients:
     https://huggingface.co/docs/transformers/model_memory_anatomy
 
     Args:
@@ -207,36 +209,13 @@ def estimate_training_usage(total: int, mixed_precision: str) -> dict[str, int]:
     Raises:
         ConfigurationError: another precision.
     """
-    if mixed_precision == "float32":
-        stages = {"model": total, "gradients": total, "backward pass": 2 * total, "optimizer step": 4 * total}
-    elif mixed_precision in ("float16", "bfloat16"):
-        stages = {
-            "model": total,
-            "gradients": total + total // 2,
-            "backward pass": 2 * total,
-            "optimizer step": 2 * total,
-        }
-    else:
-        raise ConfigurationError(
-            f"mixed_precision={mixed_precision!r} is not one of float32, float16, bfloat16: models are not trained in "
-            "it."
-        )
+    if mixed_precision not in ("float32", "float16", "bfloat16"):
+        raise ConfigurationError(f"mixed_precision={mixed_precision!r} is not one of float32, float16, bfloat16.")
+    is_half = mixed_precision != "float32"
+    stages = {
+        "model": total,
+        "gradients": total + total // 2 if is_half else total,
+        "backward pass": 2 * total,
+        "optimizer step": 2 * total if is_half else 4 * total,
+    }
     return {**stages, "highest": max(stages.values())}
-
-
-def _check(strategy: str, optimizer: str, num_processes: int, tensor_parallel: int, replicas: int) -> None:
-    if strategy not in DIVISIONS:
-        raise ConfigurationError(f"strategy={strategy!r} is not one of {', '.join(DIVISIONS)}.")
-    if optimizer not in OPTIMIZER_COPIES:
-        raise ConfigurationError(f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_COPIES)}.")
-    if min(num_processes, tensor_parallel) < 1 or num_processes % tensor_parallel:
-        raise ConfigurationError(
-            f"{num_processes} process(es) cannot be shared by tensor parallelism of {tensor_parallel}: the degree "
-            "must divide their number."
-        )
-    if replicas < 1 or num_processes // tensor_parallel % replicas:
-        raise ConfigurationError(
-            f"{num_processes} process(es) with tensor parallelism of {tensor_parallel} cannot hold {replicas} copies "
-            "of the model: their "
-            f"number must divide {num_processes // tensor_parallel}."
-        )

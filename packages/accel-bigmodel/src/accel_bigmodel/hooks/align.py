@@ -1,10 +1,10 @@
-"""Bringing a module's weights and inputs to the device that it is computed on."""
+"""Moving a module's weights and inputs to the device that it runs on."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state.operations import find_device, send_to_device
 
+from .._torch_compat import buffers_of
 from ..offload.offload_autograd import without_weights
+from ..offload.prefetch import Prefetcher, WeightGroup
 from ..offload.store import PrefixedDataset
 from ..tensors import (
     Location,
@@ -22,30 +24,26 @@ from ..tensors import (
     named_module_tensors,
     owner_of,
     set_module_tensor_to_device,
+    tensor_table,
 )
 from .base import ModelHook
 
-if TYPE_CHECKING:
-    from ..offload.prefetch import ReadAhead
-
-
-# What has taken the place of a tensor in the first of the modules that share it, for the others to take it too.
-_SUCCESSORS: Any = WeakIdKeyDictionary()
+# The replacement of each tied tensor, so that all modules that share it get the same one.
+_REPLACEMENTS: Any = WeakIdKeyDictionary()
 
 
 class AlignDevicesHook(ModelHook):
-    """Puts inputs where a module's weights are; and offloaded weights there for the time of a forward.
+    """Moves inputs to the device of a module's weights, and offloaded weights there for the duration of a forward.
 
     Args:
-        execution_device: where the module is computed. None: inputs and weights stay where they are.
-        offload: the weights are kept elsewhere; the module has them only during its forward.
-        io_same_device: outputs go to the device that the inputs came from.
-        weights_map: where offloaded weights are found, by name. None: they are kept in memory.
-        offload_buffers: buffers are offloaded too. Those that a state dict leaves out never are.
-        place_submodules: what is said of the module's own weights holds for those of its submodules too.
-        skip_keys: names of keyword arguments, or of items of an output, that stay where they are.
-        tied_params_map: for each address of a shared weight, the copies that lie on devices now: one is used where
-            there is one.
+        execution_device: where the module runs. None: inputs and weights stay where they are.
+        offload: the module has its weights only during its forward.
+        io_same_device: move outputs to the device of the inputs.
+        weights_map: offloaded weights by name. None: they are kept in host memory.
+        offload_buffers: offload buffers too, except those that a state dict leaves out.
+        place_submodules: apply to the weights of submodules too.
+        skip_keys: names of keyword arguments, or of items of an output, that are not moved.
+        tied_params_map: present copies of tied weights by data pointer and device, which are reused.
     """
 
     def __init__(
@@ -69,85 +67,79 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        self.read_ahead: ReadAhead | None = None
         self.only: frozenset[str] | None = None
-        """The names that the hook is about, where others are placed elsewhere."""
+        """The names that the hook handles, if other hooks place the rest."""
         self.moves_inputs = True
-        self._slots: list[_Slot] = []
-        self._saving: Any = None
+        self.slots: list[_Slot] = []
+        """The places of the offloaded weights."""
+        self.prefetcher: Prefetcher | None = None
+        self._prefetch_index = 0
+        self._autograd_context: Any = None
 
     def __repr__(self) -> str:
         return (
             f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
-            f"io_same_device={self.io_same_device}, "
-            f"offload_buffers={self.offload_buffers}, place_submodules={self.place_submodules}, "
-            f"skip_keys={self.skip_keys!r})"
+            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
+            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
         )
 
     @property
     def device(self) -> torch.device | None:
-        """The execution device, as torch knows it."""
+        """The execution device as a torch device."""
         return None if self.execution_device is None else as_device(self.execution_device)
 
-    # -- coming and going --------------------------------------------------------------------------------------------
-
     def init_hook(self, module: nn.Module) -> nn.Module:
-        if self.execution_device is not None and as_device(self.execution_device).type == "meta":
+        device = self.device
+        if device is not None and device.type == "meta":
             self.tied_params_map = None
         elif self.offload:
             self._offload(module)
-        elif self.execution_device is not None:
+        elif device is not None:
             for name, _ in list(named_module_tensors(module, recurse=self.place_submodules)):
-                set_module_tensor_to_device(module, name, self.execution_device, tied_params_map=self.tied_params_map)
+                set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map)
         return module
 
     def _offload(self, module: nn.Module) -> None:
-        tensors = self._tensors(module)
+        recurse = self.place_submodules
+        # Tied tensors under each of their names, because each slot is filled and emptied.
+        tensors: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=recurse, remove_duplicate=False))
+        buffers = dict(module.named_buffers(recurse=recurse, remove_duplicate=False))
+        kept = get_non_persistent_buffers(module, recurse, fqns=True) if self.offload_buffers else set(buffers)
+        tensors.update(buffers)
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
-        offloaded = self._names(module)
+        handled = [name for name in tensors if self.only is None or name in self.only]
+        offloaded = [name for name in handled if name not in kept]
         if self.weights_map is None:
             self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
-        for name in tensors:
-            is_mine = self.only is None or name in self.only
-            if is_mine and name not in offloaded and self.execution_device is not None:
-                set_module_tensor_to_device(module, name, self.execution_device)
-        self._slots = [_Slot(module, name, tensors[name]) for name in offloaded]
-        for slot in self._slots:
-            slot.empty()
-
-    def _names(self, module: nn.Module) -> list[str]:
-        """Names of the tensors that are offloaded."""
-        kept = get_non_persistent_buffers(module, self.place_submodules, fqns=True)
-        tensors = self._tensors(module, self.offload_buffers)
-        return [name for name in tensors if name not in kept and (self.only is None or name in self.only)]
-
-    def _tensors(self, module: nn.Module, buffers: bool = True) -> dict[str, torch.Tensor]:
-        """What the hook may be about. A shared tensor is there under each of its names, because each has to be filled."""
-        recurse = self.place_submodules
-        found: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=recurse, remove_duplicate=False))
-        return {**found, **dict(module.named_buffers(recurse=recurse, remove_duplicate=False))} if buffers else found
+        if self.execution_device is not None:
+            for name in handled:
+                if name in kept:
+                    set_module_tensor_to_device(module, name, self.execution_device)
+        self.slots = [_Slot(module, name, tensors[name]) for name in offloaded]
+        for slot in self.slots:
+            slot.clear()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        if self.read_ahead is not None:
-            self.read_ahead.forget(self)
-        for slot in self._slots:
+        if self.prefetcher is not None:
+            self.prefetcher.cancel()
+            self.prefetcher = None
+        for slot in self.slots:
             device = self.original_devices[slot.name]
-            slot.empty()
+            slot.clear()
             if device.type != "meta":
-                slot.restore(self._weights()[slot.name], device)
-        self._slots = []
+                assert self.weights_map is not None
+                slot.restore(self.weights_map[slot.name], device)
+        self.slots = []
         return module
-
-    # -- a forward ---------------------------------------------------------------------------------------------------
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-        if self._slots:
-            values = self.onload(args=args)
+        if self.slots:
+            values = self.onload()
             if torch.is_grad_enabled():
-                self._saving = without_weights(values, self._read_again)
-                self._saving.__enter__()
+                self._autograd_context = without_weights(values, lambda name: self._read(name, self.device))
+                self._autograd_context.__enter__()
         device = self.device
         if device is None or not self.moves_inputs:
             return args, kwargs
@@ -160,119 +152,104 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def abort_forward(self, module: nn.Module) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.__exit__(None, None, None)
-        for slot in self._slots:
-            slot.empty()
+        context, self._autograd_context = self._autograd_context, None
+        if context is not None:
+            context.__exit__(None, None, None)
+        for slot in self.slots:
+            slot.clear()
 
-    def _read_again(self, name: str) -> torch.Tensor:
-        value, device = self._weights()[name], self.device
-        return value if device is None else self._on_device(value, device)
-
-    def onload(self, device: torch.device | None = None, args: tuple[Any, ...] = ()) -> dict[str, torch.Tensor]:
-        """Give the module its offloaded weights, on the execution device or another one, for a forward with these
-        arguments.
-        """
-        ahead = self.read_ahead if device is None else None
-        values = ahead.take(self, args) if ahead is not None else self.fetch(device)
-        for slot in self._slots:
-            slot.fill(values[slot.name], self._weights())
+    def onload(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+        """Put the offloaded weights into the module, on ``device`` or the execution device, and return them."""
+        if self.prefetcher is not None and device is None:
+            values = self.prefetcher.take(self._prefetch_index, self.device)
+        else:
+            values = {slot.name: self._read(slot.name, device or self.device) for slot in self.slots}
+        assert self.weights_map is not None or not self.slots
+        for slot in self.slots:
+            slot.fill(values[slot.name], self.weights_map or {})
         return values
 
-    def fetch(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
-        """The offloaded weights, on the execution device or another one."""
-        device, weights = device or self.device, self._weights()
-        found = {}
-        for slot in self._slots:
-            value = weights[slot.name]
-            found[slot.name] = value if device is None else self._on_device(value, device)
-        return found
-
-    def _on_device(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        copies = (self.tied_params_map or {}).get(value.data_ptr(), {})
-        shared = copies.get(device)
-        return shared.detach() if shared is not None else value.to(device)
-
-    def _weights(self) -> Mapping[str, torch.Tensor]:
+    def _read(self, name: str, device: torch.device | None) -> torch.Tensor:
         assert self.weights_map is not None
-        return self.weights_map
+        value = self.weights_map[name]
+        if device is None:
+            return value
+        tied = (self.tied_params_map or {}).get(value.data_ptr(), {}).get(device)
+        return value.to(device) if tied is None else tied.detach()
 
     def source(self) -> tuple[Any, list[str]]:
         """The mapping that holds the offloaded weights, and their names in it."""
-        names, weights = [slot.name for slot in self._slots], self.weights_map
+        names, weights = [slot.name for slot in self.slots], self.weights_map
         while isinstance(weights, PrefixedDataset):
             names, weights = [f"{weights.prefix}{name}" for name in names], weights.dataset
         return weights, names
 
-    @property
-    def slots(self) -> list[_Slot]:
-        """The places of the offloaded weights."""
-        return self._slots
+    def weight_group(self, module: nn.Module) -> WeightGroup:
+        """The description of the hook's offloaded weights for a :class:`Prefetcher`."""
+        source, names = self.source()
+        nbytes = sum(slot.placeholder.nbytes for slot in self.slots)
+        is_lookup_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        return WeightGroup([slot.name for slot in self.slots], source, names, nbytes, self.device, is_lookup_table)
+
+    def prefetch_with(self, prefetcher: Prefetcher, index: int) -> None:
+        """Take the weights from a prefetcher, where they are the group ``index``."""
+        self.prefetcher, self._prefetch_index = prefetcher, index
 
 
 class _Slot:
-    """The place of one offloaded tensor in a module.
+    """The place of an offloaded tensor in a module; between forwards it holds a placeholder on the meta device.
 
     Args:
         module: the module that has the hook.
         name: the tensor's name from there on.
-        tensor: what is there now; on the meta device it stays the one that is there between forwards, so that shared
-            ones stay shared.
+        tensor: its present value.
     """
 
     def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         self.name = name
         self.owner, self.key = owner_of(module, name)
-        self.is_buffer = self.key in self.owner._buffers
-        self.table: dict[str, Any] = self.owner._buffers if self.is_buffer else self.owner._parameters
-        self.resting = self._replaced(tensor, lambda: set_module_tensor_to_device(self.owner, self.key, "meta"))
-        self.is_plain = type(self.resting) in {nn.Parameter, torch.Tensor}
+        self.table = tensor_table(self.owner, self.key)
+        self.is_buffer = self.table is buffers_of(self.owner)
+        self.placeholder = self._replace(tensor, lambda: set_module_tensor_to_device(self.owner, self.key, "meta"))
+        self.is_plain = type(self.placeholder) in {nn.Parameter, torch.Tensor}
 
-    def _replaced(self, old: torch.Tensor, replace: Callable[[], None]) -> torch.Tensor:
-        """What takes the place of a tensor; the same for all slots that shared the old one."""
-        known = _SUCCESSORS.get(old)
-        found: torch.Tensor | None = known() if known is not None else None
-        if found is None:
+    def _replace(self, old: torch.Tensor, replace: Callable[[], None]) -> torch.Tensor:
+        known = _REPLACEMENTS.get(old)
+        new: torch.Tensor | None = known() if known is not None else None
+        if new is None:
             replace()
-            found = self.table[self.key]
-            _SUCCESSORS[old] = weakref.ref(found)
-        self.table[self.key] = found
-        return found
+            new = self.table[self.key]
+            _REPLACEMENTS[old] = weakref.ref(new)
+        self.table[self.key] = new
+        return new
 
     def restore(self, value: torch.Tensor, device: torch.device) -> None:
-        """Put values in place to stay."""
-        self._replaced(
-            self.resting,
-            lambda: set_module_tensor_to_device(self.owner, self.key, device, value=value, dtype=value.dtype),
-        )
+        """Put values in permanently."""
 
-    def empty(self) -> None:
-        """Let go of the values."""
-        self.table[self.key] = self.resting
+        def replace() -> None:
+            set_module_tensor_to_device(self.owner, self.key, device, value=value, dtype=value.dtype)
+
+        self._replace(self.placeholder, replace)
+
+    def clear(self) -> None:
+        """Release the values."""
+        self.table[self.key] = self.placeholder
 
     def fill(self, value: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
-        """Put values in place."""
+        """Put values in for a forward."""
         if self.is_buffer:
             self.table[self.key] = value
         elif self.is_plain:
             self.table[self.key] = nn.Parameter(value, requires_grad=False)
         else:
-            scales = self.name.replace("weight", "SCB")
-            statistics = (
-                weights[scales] if value.dtype == torch.int8 and scales != self.name and scales in weights else None
-            )
+            scales = self.name.removesuffix("weight") + "SCB"
+            has_scales = value.dtype == torch.int8 and self.name.endswith("weight") and scales in weights
             set_module_tensor_to_device(
                 self.owner,
                 self.key,
                 value.device,
                 value=value,
                 dtype=value.dtype,
-                fp16_statistics=statistics,
+                fp16_statistics=weights[scales] if has_scales else None,
                 clear_cache=False,
             )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.resting.numel() * self.resting.element_size()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..offload.parent_read_params import borrows, called_modules, lends, lent_tensors
+from .._torch_compat import parameters_of
+from ..offload.parent_read_params import called_children, is_param_container, own_tensors, reads_child_params
+from ..offload.prefetch import Prefetcher
 from ..offload.store import PrefixedDataset
 from ..tensors import Location, TiedParamsMap, as_device, named_module_tensors, set_module_tensor_to_device
 from .align import AlignDevicesHook
@@ -23,26 +25,24 @@ def attach_execution_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedParamsMap | None = None,
 ) -> None:
-    """Let the inputs of a module and of all its submodules be sent to a device, where they have no hook yet.
+    """Send the inputs of a module and of its submodules to a device, unless they have a hook already.
 
-    Modules without any weights are left alone, as they compute wherever their inputs are.
+    Modules without weights get no hook, because they run wherever their inputs are.
 
     Args:
         module: the module.
         execution_device: the device.
         skip_keys: as in :class:`AlignDevicesHook`.
-        preload_module_classes: classes whose submodules get no hooks: they are loaded as a whole.
+        preload_module_classes: classes whose submodules get no hooks, because they are loaded as a whole.
         tied_params_map: as in :class:`AlignDevicesHook`.
     """
     has_tensors = next(iter(module.state_dict(keep_vars=True)), None) is not None
-    if has_tensors and not hasattr(module, "_hf_hook") and not lends(module):
-        add_hook_to_module(
-            module, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
-        )
-    if borrows(module, preload_module_classes):
-        return
-    for child in module.children():
-        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+    if has_tensors and not hasattr(module, "_hf_hook") and not is_param_container(module):
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if not reads_child_params(module, preload_module_classes):
+        for child in module.children():
+            attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
 
 
 def attach_align_device_hook(
@@ -56,42 +56,43 @@ def attach_align_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedParamsMap | None = None,
 ) -> None:
-    """Give an :class:`AlignDevicesHook` to each module inside a module that holds tensors directly.
+    """Add an :class:`AlignDevicesHook` to each module inside a module that holds tensors directly.
 
     Args:
         module: the module.
-        execution_device: where modules are computed.
-        offload: their weights are kept in ``weights_map``.
-        weights_map: where offloaded weights are found, by full name.
-        offload_buffers: buffers are offloaded too.
+        execution_device: where its modules run.
+        offload: offload the weights.
+        weights_map: offloaded weights by full name.
+        offload_buffers: offload buffers too.
         module_name: full name of ``module``.
         skip_keys: as in :class:`AlignDevicesHook`.
-        preload_module_classes: classes that are loaded as a whole, for modules that use weights of their submodules
+        preload_module_classes: classes that are loaded as a whole, because their modules use weights of submodules
             without calling them. torch's attention and encoder layers always are.
         tied_params_map: as in :class:`AlignDevicesHook`.
     """
-    as_a_whole = offload and borrows(module, preload_module_classes)
-    own = [name for name, _ in named_module_tensors(module)]
-    read_here = own if as_a_whole or not offload else list(lent_tensors(module))
+    load_as_whole = offload and reads_child_params(module, preload_module_classes)
+    direct = [name for name, _ in named_module_tensors(module)]
+    read_here = direct if load_as_whole or not offload else list(own_tensors(module))
     offloaded = {slot.name for hook in align_hooks(module) if hook.offload for slot in hook.slots}
-    if offload and (offloaded & set(read_here) or (as_a_whole and offloaded)):
-        return  # the model has this module under another name too
-    if as_a_whole or read_here:
+    if offload and (offloaded & set(read_here) or (load_as_whole and offloaded)):
+        return  # the model holds this module under another name too
+    if load_as_whole or read_here:
         prefix = f"{module_name}." if module_name else ""
+        reads_containers = len(read_here) > len(direct)
         hook = AlignDevicesHook(
             execution_device=execution_device,
             offload=offload,
             weights_map=PrefixedDataset(weights_map, prefix) if weights_map is not None else None,
             offload_buffers=offload_buffers,
-            place_submodules=as_a_whole or len(read_here) > len(own),
+            place_submodules=load_as_whole or reads_containers,
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
-        hook.only = frozenset(read_here) if len(read_here) > len(own) else None
+        hook.only = frozenset(read_here) if reads_containers else None
         add_hook_to_module(module, hook, append=True)
-    if as_a_whole:
+    if load_as_whole:
         return
-    for name, child in called_modules(module) if offload else module.named_children():
+    for name, child in called_children(module) if offload else module.named_children():
         attach_align_device_hook(
             child,
             execution_device,
@@ -116,138 +117,109 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedParamsMap | None = None,
 ) -> None:
-    """Give the blocks of a model their devices: each one's weights stay there, or visit it for each forward.
+    """Place the blocks of a model: the weights of each stay on its device, or visit it for each forward.
 
     Args:
         module: the model.
         execution_device: the device of each block by full name, or one for all.
-        offload: whether each block is offloaded, by full name, or one for all.
-        weights_map: where offloaded weights are found, by full name.
-        offload_buffers: buffers are offloaded too.
+        offload: whether each block is offloaded, by full name, or one value for all.
+        weights_map: offloaded weights by full name.
+        offload_buffers: offload buffers too.
         module_name: full name of ``module``.
         skip_keys: as in :class:`AlignDevicesHook`.
         preload_module_classes: as in :func:`attach_align_device_hook`.
         tied_params_map: as in :class:`AlignDevicesHook`.
     """
-    settings = _Settings(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
+    hook_options: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    attach_options = {**hook_options, "preload_module_classes": preload_module_classes}
+
+    def attach(block: nn.Module, name: str, device: Location | None, offload: bool) -> None:
+        same_device = name == ""
+        if offload:
+            attach_align_device_hook(block, device, True, weights_map, offload_buffers, name, **attach_options)
+        if not offload or not hasattr(block, "_hf_hook"):
+            hook = AlignDevicesHook(device, io_same_device=same_device, place_submodules=not offload, **hook_options)
+            add_hook_to_module(block, hook, append=True)
+        if device is not None:
+            attach_execution_device_hook(block, device, **attach_options)
+
     if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
         names = execution_device if isinstance(execution_device, Mapping) else offload
         assert isinstance(names, Mapping)
         for name, block in list(module.named_modules(prefix=module_name)):
             if name in names:
-                own_device = execution_device[name] if isinstance(execution_device, Mapping) else execution_device
-                own_offload = offload.get(name, False) if isinstance(offload, Mapping) else offload
-                settings.attach(block, name, own_device, own_offload)
+                device = execution_device[name] if isinstance(execution_device, Mapping) else execution_device
+                is_offloaded = offload.get(name, False) if isinstance(offload, Mapping) else offload
+                attach(block, name, device, is_offloaded)
     elif offload:
-        settings.attach(module, module_name, execution_device, True)
+        attach(module, module_name, execution_device, True)
     else:
-        add_hook_to_module(
-            module, settings.hook(execution_device, io_same_device=True, place_submodules=True), append=True
-        )
+        hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **hook_options)
+        add_hook_to_module(module, hook, append=True)
     if module_name == "" and not any(hook.io_same_device for hook in align_hooks(module)):
-        add_hook_to_module(module, settings.hook(None, io_same_device=True), append=True)
+        add_hook_to_module(module, AlignDevicesHook(io_same_device=True, **hook_options), append=True)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What is the same for all blocks."""
-
-    weights_map: Mapping[str, torch.Tensor] | None
-    offload_buffers: bool
-    skip_keys: str | Sequence[str] | None
-    preload_module_classes: Sequence[str] | None
-    tied_params_map: TiedParamsMap | None
-
-    def hook(
-        self, device: Location | None, io_same_device: bool = False, place_submodules: bool = False
-    ) -> AlignDevicesHook:
-        """A hook that moves inputs, and weights once."""
-        return AlignDevicesHook(
-            device,
-            io_same_device=io_same_device,
-            place_submodules=place_submodules,
-            skip_keys=self.skip_keys,
-            tied_params_map=self.tied_params_map,
-        )
-
-    def attach(self, block: nn.Module, name: str, device: Location | None, offload: bool) -> None:
-        """The hooks of one block."""
-        if offload:
-            attach_align_device_hook(
-                block,
-                device,
-                True,
-                self.weights_map,
-                self.offload_buffers,
-                name,
-                self.skip_keys,
-                self.preload_module_classes,
-                self.tied_params_map,
-            )
-            if not hasattr(block, "_hf_hook"):
-                add_hook_to_module(block, self.hook(device, io_same_device=name == ""))
-        else:
-            add_hook_to_module(block, self.hook(device, io_same_device=name == "", place_submodules=True), append=True)
-        if device is not None:
-            attach_execution_device_hook(
-                block, device, self.skip_keys, self.preload_module_classes, self.tied_params_map
-            )
+def attach_prefetcher(model: nn.Module) -> None:
+    """Let one thread fetch the weights for all hooks of a model that offload weights."""
+    hooks = [
+        (hook, module) for module in model.modules() for hook in align_hooks(module) if hook.offload and hook.slots
+    ]
+    if hooks:
+        prefetcher = Prefetcher([hook.weight_group(module) for hook, module in hooks])
+        for index, (hook, _) in enumerate(hooks):
+            hook.prefetch_with(prefetcher, index)
 
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
     """The hooks of a module that move its weights or inputs; several where they were appended to each other."""
-    pending, found = [getattr(module, "_hf_hook", None)], []
+    pending, hooks = [getattr(module, "_hf_hook", None)], []
     while pending:
         hook = pending.pop(0)
         if isinstance(hook, AlignDevicesHook):
-            found.append(hook)
-        pending = [*(hook.hooks if isinstance(hook, SequentialHook) else ()), *pending]
-    return found
+            hooks.append(hook)
+        elif isinstance(hook, SequentialHook):
+            pending = [*hook.hooks, *pending]
+    return hooks
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether a module itself has weights that are there only during its forward."""
+    """Whether the module itself, without its submodules, has weights only during its forward."""
     return any(hook.offload for hook in align_hooks(module))
+
+
+def has_offloaded_weights(model: nn.Module) -> bool:
+    """Whether a model or any of its submodules has weights only during its forward."""
+    return any(has_offloaded_params(module) for module in model.modules())
 
 
 @contextlib.contextmanager
 def align_module_device(module: nn.Module, execution_device: Location | None = None) -> Iterator[None]:
-    """In this context the weights that a module holds directly are on a device, to be looked at or computed with.
+    """Bring the weights that a module holds directly to a device for the duration of the context.
 
-    Offloaded ones are there for the time of the context; values written into them are lost with it. Others are moved
-    and moved back.
+    Offloaded weights are loaded; values written into them are lost at the end. Others are moved and moved back.
 
     Args:
         module: the module.
-        execution_device: the device. None: offloaded weights come to the one where the module is computed, others stay.
+        execution_device: the device. None: load offloaded weights to the module's execution device, move no others.
     """
+    device = None if execution_device is None else as_device(execution_device)
     offloading = [hook for hook in align_hooks(module) if hook.offload]
-    if offloading:
-        try:
-            for hook in offloading:
-                hook.onload(None if execution_device is None else as_device(execution_device))
-            yield
-        finally:
-            for hook in offloading:
-                hook.abort_forward(module)
-    elif execution_device is not None:
-        with _moved(module, execution_device):
-            yield
-    else:
-        yield
-
-
-@contextlib.contextmanager
-def _moved(module: nn.Module, device: Location) -> Iterator[None]:
-    held = dict(module.named_parameters(recurse=False))
-    places = {name: parameter.device for name, parameter in held.items()}
+    parameters = dict(module.named_parameters(recurse=False)) if device is not None and not offloading else {}
+    devices = {name: parameter.device for name, parameter in parameters.items()}
     try:
-        for name in held:
+        for hook in offloading:
+            hook.onload(device)
+        for name in parameters:
+            assert device is not None
             set_module_tensor_to_device(module, name, device)
         yield
     finally:
-        for name, place in places.items():
-            if module._parameters[name] is not None and module._parameters[name].device.type == "meta":  # type: ignore[union-attr]
-                module._parameters[name] = held[name]
+        for hook in offloading:
+            hook.abort_forward(module)
+        for name, original in devices.items():
+            current = parameters_of(module)[name]
+            if current is not None and current.device.type == "meta":
+                parameters_of(module)[name] = parameters[name]
             else:
-                set_module_tensor_to_device(module, name, place)
+                set_module_tensor_to_device(module, name, original)

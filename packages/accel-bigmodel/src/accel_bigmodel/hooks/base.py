@@ -1,4 +1,4 @@
-"""Hooks around a module's forward, and how they get there and away again."""
+"""Hooks around a module's forward, and how they are added and removed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.fx import GraphModule
 
 
 class ModelHook:
-    """What happens before and after the forward of a module, and when the hook comes and goes.
+    """Callbacks before and after a module's forward, and when the hook is added or removed.
 
-    Every method may be left out by a subclass; the base class changes nothing.
+    The base class changes nothing; subclasses override what they need.
 
     Attributes:
-        no_grad: run the forward without recording it for gradients.
+        no_grad: run the forward under ``torch.no_grad``.
     """
 
     no_grad = False
@@ -26,11 +26,11 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called before each forward with its arguments; returns those that the forward gets."""
+        """Called before each forward with its arguments; returns the arguments to use."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called after each forward with its result; returns the one that the caller gets."""
+        """Called after each forward with its output; returns the output to use."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -42,7 +42,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one: each gets what the one before it returned. They are removed in the reverse order.
+    """Several hooks as one: each receives the result of the previous one. They are removed in reverse order.
 
     Args:
         *hooks: the hooks, in order.
@@ -53,7 +53,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:  # type: ignore[override]
-        """Whether one of the hooks says so."""
+        """Whether any of the hooks sets it."""
         return any(hook.no_grad for hook in self.hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -81,13 +81,8 @@ class SequentialHook(ModelHook):
             hook.abort_forward(module)
 
 
-class OwnForward:
-    """The forward that a module's class gives it. An object, because a bound method is pickled by a name that may not
-    be its own.
-
-    Args:
-        module: the module.
-    """
+class _ClassForward:
+    """The forward of a module's class. An object, since a bound method is pickled by name and would find the hook."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -100,38 +95,30 @@ class OwnForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-class HookedForward:
-    """Stands in for a module's forward while it has a hook. An object, so that the module can be copied and pickled
-    with it.
-
-    Args:
-        module: the module; it keeps its hook in ``_hf_hook`` and its own forward in ``_old_forward``.
-    """
+class _HookedForward:
+    """Replaces the forward of a module with a hook. An object, so that the module can be copied and pickled."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     @property
     def __signature__(self) -> inspect.Signature:
-        # Libraries look at the names of a forward's arguments.
+        # Libraries inspect the names of a forward's arguments.
         return inspect.signature(self.module._old_forward)  # type: ignore[arg-type]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module
-        return run_with_hook(module, module._hf_hook, module._old_forward, args, kwargs)  # type: ignore[arg-type]
+        return _run_with_hook(self.module, *args, **kwargs)
 
 
-def run_with_hook(
-    module: nn.Module, hook: ModelHook, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """One forward with its hook."""
+def _run_with_hook(module: Any, *args: Any, **kwargs: Any) -> Any:
+    hook: ModelHook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     try:
         if hook.no_grad:
             with torch.no_grad():
-                output = forward(*args, **kwargs)
+                output = module._old_forward(*args, **kwargs)
         else:
-            output = forward(*args, **kwargs)
+            output = module._old_forward(*args, **kwargs)
     except BaseException:
         hook.abort_forward(module)
         raise
@@ -139,72 +126,60 @@ def run_with_hook(
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Let a hook act around a module's forward. The module is changed, and returned as the hook's ``init_hook`` returns
-    it.
+    """Run a hook around a module's forward.
 
     Args:
-        module: the module.
+        module: the module; it is changed.
         hook: the hook.
-        append: keep the hook that the module has, and let the new one act after it. Otherwise the new one takes its
-            place; the old one is not asked to undo what it did (:func:`remove_hook_from_module` does that).
+        append: keep the module's present hook and run the new one after it. Otherwise the new hook replaces it, without
+            undoing its changes (:func:`remove_hook_from_module` does).
+
+    Returns:
+        What the hook's ``init_hook`` returned: the module, unless the hook replaces it.
     """
     old_hook = getattr(module, "_hf_hook", None)
     if append and old_hook is not None:
         remove_hook_from_module(module)
         hook = SequentialHook(old_hook, hook)
     if not hasattr(module, "_old_forward"):
-        module._old_forward = _own_forward(module)
+        is_replaced = isinstance(module, GraphModule) or "forward" in module.__dict__
+        module._old_forward = module.forward if is_replaced else _ClassForward(module)
     module = hook.init_hook(module)
     module._hf_hook = hook  # type: ignore[assignment]
     if isinstance(module, GraphModule):
-        # It writes its forward into a class of its own whenever it is recompiled, and calls that one.
-        module.__class__.forward = _forward_of_class
+        # Each GraphModule has its own class, whose forward it calls.
+        module.__class__.forward = _run_with_hook
     else:
-        module.forward = HookedForward(module)
+        module.forward = _HookedForward(module)
     return module
 
 
-def _own_forward(module: nn.Module) -> Any:
-    if isinstance(module, GraphModule):
-        return module.forward
-    # What somebody else has set on the module goes before its class's.
-    return module.__dict__["forward"] if "forward" in module.__dict__ else OwnForward(module)
-
-
-def _forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return run_with_hook(module, module._hf_hook, module._old_forward, args, kwargs)  # type: ignore[arg-type]
-
-
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take a module's hook away: what it did is undone, and the module's own forward is back.
+    """Remove a module's hook, undo its changes and restore the original forward.
 
     Args:
-        module: the module; nothing happens where it has no hook.
-        recurse: those of all its submodules too.
+        module: the module; without a hook nothing happens.
+        recurse: remove the hooks of all submodules too.
     """
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         module = hook.detach_hook(module)
         delattr(module, "_hf_hook")
     if hasattr(module, "_old_forward"):
-        _restore_forward(module)
+        old_forward: Any = module._old_forward
+        delattr(module, "_old_forward")
+        if isinstance(module, GraphModule):
+            module.__class__.forward = old_forward.__func__
+        else:
+            module.__dict__.pop("forward", None)
+            if not isinstance(old_forward, _ClassForward):
+                module.forward = old_forward
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse)
     return module
 
 
-def _restore_forward(module: nn.Module) -> None:
-    own: Any = module._old_forward
-    delattr(module, "_old_forward")
-    if isinstance(module, GraphModule):
-        module.__class__.forward = own.__func__
-        return
-    module.__dict__.pop("forward", None)
-    if not isinstance(own, OwnForward):
-        module.forward = own
-
-
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks of a module and all its submodules away, and what a dispatch has noted on the module."""
+    """Remove the hooks of a module and all its submodules."""
     remove_hook_from_module(module, recurse=True)

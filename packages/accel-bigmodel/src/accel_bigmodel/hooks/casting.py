@@ -1,4 +1,4 @@
-"""Keeping weights in a small type, and computing in a larger one."""
+"""Storing weights in a small dtype and computing in a larger one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_state.errors import ConfigurationError
 
 from .base import ModelHook, add_hook_to_module
 
-# The layers with large weights and simple arithmetic; others are small, or lose too much.
+# Layers whose weights are large and tolerate rounding; others are small or lose too much accuracy.
 _CAST_LAYERS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     nn.Linear,
@@ -21,11 +21,11 @@ _CAST_LAYERS = (
 
 
 class LayerwiseCastingHook(ModelHook):
-    """A layer whose weights are kept in one type and computed with in another.
+    """Stores a layer's weights in one dtype and computes with them in another.
 
     Args:
-        storage_dtype: of the weights between forwards.
-        compute_dtype: of the weights during a forward.
+        storage_dtype: dtype of the weights between forwards.
+        compute_dtype: dtype of the weights during a forward.
         non_blocking: let the conversions overlap with other work.
     """
 
@@ -57,23 +57,23 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: Sequence[type[nn.Module]] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keep the weights of all linear and convolution layers of a model in a small type, such as 8-bit floating point.
+    """Store the weights of all linear and convolution layers of a model in a small dtype, such as an 8-bit float.
 
     Args:
         module: the model.
-        storage_dtype: of the weights between forwards.
-        compute_dtype: of the weights during a forward.
-        skip_modules_pattern: regular expressions; modules whose full names one of them is found in stay as they are.
-        skip_modules_classes: classes whose modules stay as they are.
+        storage_dtype: dtype of the weights between forwards.
+        compute_dtype: dtype of the weights during a forward.
+        skip_modules_pattern: regular expressions, searched in full names; matching modules are left unchanged.
+        skip_modules_classes: classes whose modules are left unchanged.
         non_blocking: let the conversions overlap with other work.
 
     Raises:
-        ConfigurationError: a type that holds no fractions.
+        ConfigurationError: a dtype that is not floating point.
     """
     for dtype in (storage_dtype, compute_dtype):
         if not dtype.is_floating_point:
             raise ConfigurationError(
-                f"{dtype} cannot hold weights: storage_dtype and compute_dtype are floating point types"
+                f"{dtype} cannot hold weights: storage_dtype and compute_dtype must be floating point"
             )
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else tuple(skip_modules_pattern or ())
     skipped = tuple(skip_modules_classes or ())

@@ -1,4 +1,4 @@
-"""Whole models that take turns on a device."""
+"""Models that take turns on a device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class CpuOffload(ModelHook):
     """Keeps a model on the CPU until it is called, then moves it to its device, where it stays.
 
     Args:
-        execution_device: where the model is computed. None: this machine's accelerator, or the CPU where there is none.
-        prev_module_hook: of the model that is moved back to the CPU just before.
+        execution_device: where the model runs. None: this machine's accelerator, or the CPU without one.
+        prev_module_hook: the hook of a model to move back to the CPU first.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class CpuOffload(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = as_device(self.execution_device)
-        if self.prev_module_hook is not None and isinstance(self.prev_module_hook, UserCpuOffloadHook):
+        if isinstance(self.prev_module_hook, UserCpuOffloadHook):
             self.prev_module_hook.offload()
             clear_device_cache()
         module.to(device)
@@ -40,7 +40,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """What the user holds of a model with a :class:`CpuOffload` hook.
+    """A handle to offload a model that has a :class:`CpuOffload` hook, or to remove the hook.
 
     Args:
         model: the model.
@@ -52,30 +52,29 @@ class UserCpuOffloadHook:
         self.hook = hook
 
     def offload(self) -> None:
-        """Move the model back to the CPU; it comes to its device again when it is called."""
+        """Move the model back to the CPU until its next call."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hook away; the model stays where it is."""
+        """Remove the hook; the model stays where it is."""
         remove_hook_from_module(self.model)
 
 
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Location | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model on the CPU until it is called; then it stays on its device until it is told, or the next model of a
-    chain is called.
+    """Keep a model on the CPU until it is called, then on its device until offloaded or until the next model runs.
 
-    For pipelines of several models, one of which runs many times in a row: faster than :func:`cpu_offload`, and needs
-    room for one whole model.
+    For pipelines of several models that run many times in a row: faster than :func:`cpu_offload`, but the device must
+    hold one whole model.
 
     Args:
         model: the model.
-        execution_device: where it is computed. None: this machine's accelerator, or the CPU where there is none.
-        prev_module_hook: what this function returned for the model before this one in the pipeline.
+        execution_device: where the model runs. None: this machine's accelerator, or the CPU without one.
+        prev_module_hook: the handle of the previous model in the pipeline, which is offloaded when this model runs.
 
     Returns:
-        The model, and the hook, whose ``offload()`` moves the model back to the CPU.
+        The model, and the handle whose ``offload()`` moves the model back to the CPU.
     """
     hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
     add_hook_to_module(model, hook, append=True)

@@ -1,1 +1,1 @@
-"""Weights that live on the CPU or on disk until a forward needs them."""
+"""Weights that stay in host memory or on the disk until a forward needs them."""

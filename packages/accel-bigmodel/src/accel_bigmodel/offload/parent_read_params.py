@@ -1,4 +1,4 @@
-"""Weights that are read by a module around the one that holds them: a hook on the holder would never act."""
+"""Parameters read by a parent of their owner: the owning module's hook never fires because a parent reads them."""
 
 from __future__ import annotations
 
@@ -6,77 +6,54 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from ..hooks.base import HookedForward
+from .._torch_compat import buffers_of, children_of, parameters_of
 
-# These compute with weights of their parts in fused kernels, without calling the parts.
-_BORROWERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-
-
-def borrows(module: object, classes: Collection[str] | None = None) -> bool:
-    """Whether a module uses weights of its submodules without calling them: torch's attention, and classes that are
-    named.
-
-    Args:
-        module: a module; anything else does not.
-        classes: names of further classes.
-    """
-    return isinstance(module, _BORROWERS) or type(module).__name__ in (classes or ())
+# Their fused kernels use parameters of submodules without calling the submodules.
+_FUSED_MODULES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
-def lends(module: object) -> bool:
-    """Whether a module has no forward and yet holds tensors, as ``nn.ParameterList`` does: whoever is around it reads
-    them.
-    """
-    return isinstance(module, nn.Module) and not _is_called(module) and next(lent_tensors(module), None) is not None
+def reads_child_params(module: object, classes: Collection[str] | None = None) -> bool:
+    """Whether a module uses parameters of submodules without calling them: torch's attention, and named classes."""
+    return isinstance(module, _FUSED_MODULES) or type(module).__name__ in (classes or ())
 
 
-def lent_tensors(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Names of the tensors of a module itself, and of what has no forward inside of it.
-
-    Args:
-        module: where to look.
-        path: what names begin with.
-    """
-    for table in (module._parameters, module._buffers):
-        yield from (path + key for key, tensor in table.items() if tensor is not None)
-    for key, child in module._modules.items():
-        if child is not None and not _is_called(child):
-            yield from lent_tensors(child, f"{path}{key}.")
+def is_param_container(module: object) -> bool:
+    """Whether a module holds tensors but has no forward, like ``nn.ParameterList``: its parent reads them."""
+    return isinstance(module, nn.Module) and not _has_forward(module) and next(own_tensors(module), None) is not None
 
 
-def called_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The nearest modules inside of a module that have a forward, with their names.
+def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names of the tensors that a module reads itself: its own, and those of submodules without a forward."""
+    for table in (parameters_of(module), buffers_of(module)):
+        yield from (prefix + key for key, tensor in table.items() if tensor is not None)
+    for key, child in children_of(module).items():
+        if child is not None and not _has_forward(child):
+            yield from own_tensors(child, f"{prefix}{key}.")
 
-    Args:
-        module: where to look.
-        path: what names begin with.
-    """
+
+def called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The nearest modules inside a module that have a forward, with their names."""
     for key, child in module.named_children():
-        if _is_called(child):
-            yield path + key, child
+        if _has_forward(child):
+            yield prefix + key, child
         else:
-            yield from called_modules(child, f"{path}{key}.")
+            yield from called_children(child, f"{prefix}{key}.")
 
 
-def reader_of(model: nn.Module, tensor: str, classes: Collection[str] | None = None) -> str:
-    """The name of the module in whose forward a tensor is read.
-
-    Args:
-        model: the model.
-        tensor: full name of the tensor.
-        classes: as in :func:`borrows`.
-    """
+def reading_module(model: nn.Module, tensor: str, classes: Collection[str] | None = None) -> str:
+    """The name of the module in whose forward a tensor is read; ``classes`` as in :func:`reads_child_params`."""
     reader, module = "", model
     path = tensor.split(".")[:-1]
     for depth, key in enumerate(path, 1):
-        if borrows(module, classes):
+        if reads_child_params(module, classes):
             break
-        module = module._modules[key]  # type: ignore[assignment]
-        if _is_called(module):
+        module = children_of(module)[key]
+        if _has_forward(module):
             reader = ".".join(path[:depth])
     return reader
 
 
-def _is_called(module: nn.Module) -> bool:
-    own = module.__dict__.get("forward")
-    return type(module).forward is not nn.Module.forward or not (own is None or isinstance(own, HookedForward))
+def _has_forward(module: nn.Module) -> bool:
+    # A hook replaces the forward of the instance, whether the class has one or not.
+    replaced = "forward" in module.__dict__ and "_hf_hook" not in module.__dict__
+    return replaced or type(module).forward is not nn.Module.forward

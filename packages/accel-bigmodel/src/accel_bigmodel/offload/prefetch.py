@@ -1,266 +1,168 @@
-"""Fetching the next offloaded weights while the present ones are computed with."""
+"""Fetching the next offloaded weights while the current ones are computed with."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
-import queue
-import threading
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from accel_state import devices
 
-from ..hooks.align import AlignDevicesHook
-from ..hooks.attach import align_hooks
-from .alignment import HALF, aligned, indifferent, is_product, single_row
-from .host_buffer_pool import BufferPool
 from .store import OffloadedWeightsLoader
 
 _PAGE = 4096
-_Values = dict[str, torch.Tensor]
-# ... and what to wait for before they are used on an accelerator: an event of its stream.
-_Fetched = tuple[_Values, Any]
+# The weights by name, and the stream event to wait for before using them on an accelerator.
+_Fetched = tuple[dict[str, torch.Tensor], Any]
 
 
-class ReadAhead:
-    """Fetches weights for the hooks of a model, in the order in which they will be asked for.
+@dataclass
+class WeightGroup:
+    """The offloaded weights that one hook needs for a forward.
 
-    The order is that of the last forward; before the first one, that of the model. Beside the weights in use it holds
-    at most one more hook's, and further ones as long as they fit into ``window`` bytes together. Who asks out of order
-    is served at once.
-
-    Args:
-        hooks: the hooks with offloaded weights, in the order of the model.
-        modules: their modules.
-        window: bytes. None: the largest weights of one hook.
+    Attributes:
+        names: names of the weights, from the hook's module on.
+        source: the mapping that holds them.
+        source_names: their names in it.
+        nbytes: their size.
+        device: where they are needed. None: where they are.
+        is_lookup_table: few of their rows are used, so mapped pages are not read in advance.
     """
 
-    def __init__(
-        self, hooks: Sequence[AlignDevicesHook], modules: Sequence[nn.Module], window: int | None = None
-    ) -> None:
-        self._sizes = [sum(slot.nbytes for slot in hook.slots) for hook in hooks]
-        largest = max(self._sizes, default=0)
-        self.window = largest if window is None else window
-        self.pool = BufferPool(2 * largest)
-        self._sources = [hook.source() for hook in hooks]
-        self._names = [[slot.name for slot in hook.slots] for hook in hooks]
-        self._hooks = list(hooks)
-        # A lookup in a table touches few of its rows: of a mapped table only those are read.
-        self._sparse = [isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in modules]
-        self._modules = list(modules)
-        types = [{slot.resting.dtype for slot in hook.slots} for hook in hooks]
-        self._indifferent = [
-            all(indifferent(module, dtype) for dtype in own) for module, own in zip(modules, types, strict=True)
-        ]
-        self._halves = [own <= HALF for own in types]
-        self._rows_are_single = False
-        self._ranks = {id(hook): rank for rank, hook in enumerate(hooks)}
-        self._next = [*range(1, len(hooks)), -1]
+    names: list[str]
+    source: Mapping[str, torch.Tensor]
+    source_names: list[str]
+    nbytes: int
+    device: torch.device | None
+    is_lookup_table: bool
+
+
+class Prefetcher:
+    """Fetches the weights of a model's hooks in a thread, in the order in which they will be needed.
+
+    The order is that of the last forward; before the first one, that of the model. Besides the weights in use it holds
+    at most one more group, or as many as fit into the size of the largest group. Requests out of order are served at
+    once.
+
+    Args:
+        groups: the weights of each hook, in the order of the model.
+    """
+
+    def __init__(self, groups: Sequence[WeightGroup]) -> None:
+        self._groups = list(groups)
+        self._window = max((group.nbytes for group in groups), default=0)
+        self._next = [*range(1, len(groups)), -1]
+        self._reset()
+        _PREFETCHERS.add(self)
+
+    def _reset(self) -> None:
         self._last = -1
         self._ready: dict[int, Future[_Fetched]] = {}
-        self._worker: _Worker | None = None
+        self._executor: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, Any] = {}
-        for hook in hooks:
-            hook.read_ahead = self
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is under way stays with the original.
-        return {**self.__dict__, "_ready": {}, "_worker": None, "_streams": {}, "_last": -1, "_ranks": {}}
+        return {"_groups": self._groups, "_window": self._window, "_next": self._next}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._reset()
+        _PREFETCHERS.add(self)
 
-    def take(self, hook: AlignDevicesHook, args: tuple[Any, ...] = ()) -> _Values:
-        """The weights of a hook, on its execution device; those that come next are on their way when this returns.
-
-        Args:
-            hook: the hook.
-            args: the arguments of the forward that needs them.
-        """
-        if self._worker is not None and not self._worker.is_here():
-            self._begin_anew()
-        rank = self._rank(hook)
-        if is_product(self._modules[rank]):
-            self._rows_are_single = single_row(args)
-        future = self._ready.pop(rank, None)
+    def take(self, index: int, device: torch.device | None) -> dict[str, torch.Tensor]:
+        """The weights of a group, on ``device``; starts fetching the groups that come next."""
+        group = self._groups[index]
+        if group.device != device:
+            group.device = device
+            self._ready.pop(index, None)
+        future = self._ready.pop(index, None)
         if future is None:
-            self._ready.clear()  # the order was another one: let go of what was fetched for it
-            fetched = self._fetch(rank)
+            self.cancel()  # what was fetched follows another order
+            values, arrival = self._fetch(index)
         else:
-            fetched = future.result()
-        self._learn(rank)
-        self._fetch_next(rank)
-        values = self._arrived(fetched, hook)
-        return values if self._may_lie_anywhere(rank) else {name: aligned(value) for name, value in values.items()}
-
-    def _begin_anew(self) -> None:
-        """Let go of what the thread was doing: it stayed with the process that this one was forked from."""
-        # The pool first: the thread may have held its lock, which what comes back to it would wait for.
-        self.pool = BufferPool(self.pool.largest_reserve)
-        self._ready.clear()
-        self._worker = None
-
-    def _may_lie_anywhere(self, rank: int) -> bool:
-        """Whether a forward gives the same results wherever its weights are mapped."""
-        module = self._modules[rank]
-        if self._rows_are_single and is_product(module):
-            return self._halves[rank]
-        return self._indifferent[rank]
-
-    def forget(self, hook: AlignDevicesHook) -> None:
-        """Let go of what was fetched: the hook goes away."""
-        self._ready.clear()
-        hook.read_ahead = None
-
-    def _rank(self, hook: AlignDevicesHook) -> int:
-        if not self._ranks:  # a copy
-            self._ranks = {id(hook): rank for rank, hook in enumerate(self._hooks)}
-        return self._ranks[id(hook)]
-
-    def _learn(self, rank: int) -> None:
-        # The first hook of a forward follows the last one of the forward before; fetching it early would keep memory in
-        # between.
-        if self._last >= 0 and rank > 0:
-            self._next[self._last] = rank
-        self._last = rank
-
-    def _fetch_next(self, rank: int) -> None:
-        bytes_ahead, ahead = 0, self._next[rank]
-        seen = {rank}
-        while ahead >= 0 and ahead not in seen:
-            seen.add(ahead)
-            bytes_ahead += self._sizes[ahead]
-            if bytes_ahead > self.window and len(seen) > 2:
-                return
-            if ahead not in self._ready:
-                self._ready[ahead] = self._submit(ahead)
-            ahead = self._next[ahead]
-
-    def _submit(self, rank: int) -> Future[_Fetched]:
-        if self._worker is None:
-            self._worker = _Worker()
-            weakref.finalize(self, self._worker.stop)
-        return self._worker.submit(functools.partial(_fetch_for, weakref.ref(self), rank))
-
-    # -- in the thread -----------------------------------------------------------------------------------------------
-
-    def _fetch(self, rank: int) -> _Fetched:
-        (source, full_names), device = self._sources[rank], self._hooks[rank].device
-        values = {
-            name: self._read(source, full, rank) for name, full in zip(self._names[rank], full_names, strict=True)
-        }
-        if device is None or device.type == "cpu":
-            return values, None
-        return self._send(values, device)
-
-    def _read(self, source: Any, name: str, rank: int) -> torch.Tensor:
-        if not isinstance(source, OffloadedWeightsLoader):
-            value: torch.Tensor = source[name]
-            return value
-        if self._sparse[rank]:
-            return source.read(name)
-        source.ask_for(name)
-        device = self._hooks[rank].device
-        may_lie_anywhere = self._may_lie_anywhere(rank) or (device is not None and device.type != "cpu")
-        value = source.read(name, None if may_lie_anywhere else self.pool)
-        if name not in source.state_dict:
-            _touch(value)
-        return value
-
-    def _send(self, values: _Values, device: torch.device) -> _Fetched:
-        """Start the copies to an accelerator on a stream of their own, where it has streams."""
-        kind = devices.get(device.type) if device.type in devices.names() else None
-        if kind is None or not hasattr(kind.module, "Stream"):
-            return {name: value.to(device) for name, value in values.items()}, None
-        if device not in self._streams:
-            self._streams[device] = kind.module.Stream(device=device)
-        with kind.module.stream(self._streams[device]):
-            sent = {name: _pinned(value).to(device, non_blocking=True) for name, value in values.items()}
-            arrival = kind.module.Event()
-            arrival.record(self._streams[device])
-        return sent, arrival
-
-    def _arrived(self, fetched: _Fetched, hook: AlignDevicesHook) -> _Values:
-        """Let the computation wait for the copies, and the allocator know that it uses them."""
-        values, arrival = fetched
-        device = hook.device
-        if arrival is None or device is None:
-            return values
-        present = devices.get(device.type).module.current_stream(device)
-        present.wait_event(arrival)
-        for value in values.values():
-            value.record_stream(present)
+            values, arrival = future.result()
+        # The step from the last group to the first is not learned: fetching it would keep memory between forwards.
+        if self._last >= 0 and index > 0:
+            self._next[self._last] = index
+        self._last = index
+        self._fetch_next(index)
+        if arrival is not None and device is not None:
+            stream = devices.get(device.type).module.current_stream(device)
+            stream.wait_event(arrival)
+            for value in values.values():
+                value.record_stream(stream)
         return values
 
+    def cancel(self) -> None:
+        """Release what was fetched ahead."""
+        self._ready.clear()
 
-def _fetch_for(owner: weakref.ref[ReadAhead], rank: int) -> _Fetched:
-    read_ahead = owner()
-    return ({}, None) if read_ahead is None else read_ahead._fetch(rank)
+    def _fetch_next(self, current: int) -> None:
+        nbytes, index = 0, self._next[current]
+        visited = {current}
+        while index >= 0 and index not in visited:
+            visited.add(index)
+            nbytes += self._groups[index].nbytes
+            if nbytes > self._window and len(visited) > 2:
+                return
+            if index not in self._ready:
+                if self._executor is None:
+                    self._executor = ThreadPoolExecutor(1, thread_name_prefix="accel-prefetch")
+                # A weak reference, so that the thread ends when the model is released.
+                self._ready[index] = self._executor.submit(_fetch_for, weakref.ref(self), index)
+            index = self._next[index]
+
+    def _fetch(self, index: int) -> _Fetched:
+        group = self._groups[index]
+        values = {}
+        for name, source_name in zip(group.names, group.source_names, strict=True):
+            values[name] = _read(group.source, source_name, group.is_lookup_table)
+        if group.device is None or group.device.type == "cpu":
+            return values, None
+        device_type = devices.get(group.device.type) if group.device.type in devices.names() else None
+        if device_type is None or not hasattr(device_type.module, "Stream"):
+            return {name: value.to(group.device) for name, value in values.items()}, None
+        if group.device not in self._streams:
+            self._streams[group.device] = device_type.module.Stream(device=group.device)
+        with device_type.module.stream(self._streams[group.device]):
+            sent = {name: _pinned(value).to(group.device, non_blocking=True) for name, value in values.items()}
+            arrival = device_type.module.Event()
+            arrival.record(self._streams[group.device])
+        return sent, arrival
 
 
-def _touch(value: torch.Tensor) -> None:
-    """Have the system read what is mapped, by reading a byte of each page."""
+_PREFETCHERS: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
+
+
+def _reset_after_fork() -> None:
+    """Forget the threads, which exist only in the parent process."""
+    for prefetcher in _PREFETCHERS:
+        prefetcher._reset()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+def _fetch_for(owner: weakref.ref[Prefetcher], index: int) -> _Fetched:
+    prefetcher = owner()
+    return ({}, None) if prefetcher is None else prefetcher._fetch(index)
+
+
+def _read(source: Mapping[str, torch.Tensor], name: str, is_lookup_table: bool) -> torch.Tensor:
+    if is_lookup_table or not isinstance(source, OffloadedWeightsLoader) or name in source.state_dict:
+        return source[name]
+    source.read_ahead(name)
+    value = source[name]
     if value.is_contiguous() and value.numel():
+        # Reading a byte of each page here makes the disk work before the forward does.
         value.detach().reshape(-1).view(torch.uint8)[::_PAGE].sum()
+    return value
 
 
 def _pinned(value: torch.Tensor) -> torch.Tensor:
-    """The values in memory that devices copy from on their own."""
-    if value.device.type != "cpu" or value.is_pinned():
-        return value
-    return value.contiguous().pin_memory()
-
-
-class _Worker:
-    """A thread that works through a queue until it is told to stop. It holds no reference to who uses it."""
-
-    _numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[_Fetched], Callable[[], _Fetched]] | None] = queue.SimpleQueue()
-        self._process = os.getpid()
-        name = f"accel-read-ahead-{next(self._numbers)}"
-        # A daemon: a program that ends does not wait for weights that nobody will use.
-        threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True).start()
-
-    def is_here(self) -> bool:
-        """Whether the thread is there; a forked process has the object and not the thread."""
-        return self._process == os.getpid()
-
-    def submit(self, task: Callable[[], _Fetched]) -> Future[_Fetched]:
-        """Put a task in the queue."""
-        future: Future[_Fetched] = Future()
-        self._queue.put((future, task))
-        return future
-
-    def stop(self) -> None:
-        """Let the thread end when its queue is empty."""
-        self._queue.put(None)
-
-
-def _work(tasks: queue.SimpleQueue[tuple[Future[_Fetched], Callable[[], _Fetched]] | None]) -> None:
-    while (item := tasks.get()) is not None:
-        future, task = item
-        try:
-            future.set_result(task())
-        except BaseException as error:
-            future.set_exception(error)
-        # Else the last weights stay in memory until the next task comes.
-        del item, future, task
-
-
-def add_read_ahead(model: nn.Module) -> ReadAhead | None:
-    """Give all hooks of a model that offload weights one reader that works ahead of them."""
-    found: list[tuple[AlignDevicesHook, nn.Module]] = []
-    for module in model.modules():
-        found += [(hook, module) for hook in align_hooks(module) if hook.offload and hook.slots]
-    if not found:
-        return None
-    return ReadAhead([hook for hook, _ in found], [module for _, module in found])
+    return value if value.device.type != "cpu" or value.is_pinned() else value.contiguous().pin_memory()

@@ -1,0 +1,25 @@
+"""The private names of torch that the package uses exist and mean what we think they mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from accel_bigmodel import _torch_compat as compat
+
+
+def test_tables_of_a_module() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module.register_buffer("table", torch.ones(1), persistent=False)
+    assert compat.children_of(module)["0"] is module[0]
+    assert compat.parameters_of(module[0])["weight"] is module[0].weight
+    assert compat.buffers_of(module)["table"] is module.table
+    assert compat.non_persistent_buffers(module) == {"table"}
+    compat.parameters_of(module[0])["weight"] = replacement = nn.Parameter(torch.zeros(2))
+    assert module[0].weight is replacement
+
+
+def test_fake_tensors_and_storages() -> None:
+    with compat.FakeTensorMode():
+        tensor = torch.ones(2, 3)
+    assert compat.storage_key(tensor) == compat.storage_key(tensor[0]) != compat.storage_key(torch.ones(1))
