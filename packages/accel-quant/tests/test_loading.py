@@ -122,8 +122,8 @@ def test_a_copy_of_an_offloaded_model_works_by_itself(build, tokens, tmp_path) -
     layer = copy.deepcopy(model.blocks[0].up)
     x = torch.randn(2, 64, dtype=torch.float16)
     with torch.no_grad():
-        state = model.blocks[0].up._stored.store.read()
-        assert layer._stored is not model.blocks[0].up._stored and set(state) == {"weight", "SCB", "weight_format"}
+        state = model.blocks[0].up._offload.store.read()
+        assert layer._offload is not model.blocks[0].up._offload and set(state) == {"weight", "SCB", "weight_format"}
         assert layer.weight is None and x.shape == (2, 64)
 
 
@@ -281,7 +281,7 @@ def test_gradients_flow_through_frozen_layers_to_an_adapter(build, tokens) -> No
     [
         ({"device_map": {"embed": "cpu"}}, "blocks"),
         ({"device_map": "best"}, "device_map='best' is not one of auto, balanced"),
-        ({"device_map": DISK}, "puts blocks.0, head on the disk, and nothing says where. Give offload_folder"),
+        ({"device_map": DISK}, "puts blocks.0, head on the disk: give offload_folder"),
     ],
 )
 def test_a_device_map_that_cannot_be_followed_changes_nothing(kwargs, message, build, tokens) -> None:
@@ -317,7 +317,7 @@ def test_a_model_whose_layers_are_all_skipped_is_refused(build) -> None:
 def test_weights_that_are_no_numbers_to_compute_with_are_refused(build) -> None:
     model = build()
     model.blocks[0].up.weight = nn.Parameter(torch.ones(128, 64, dtype=torch.int32), requires_grad=False)
-    with pytest.raises(ConfigurationError, match="blocks.0.up has the type torch.int32"):
+    with pytest.raises(ConfigurationError, match="blocks.0.up has the dtype torch.int32"):
         load_and_quantize_model(model, BnbQuantizationConfig(load_in_8bit=True))
 
 
@@ -329,7 +329,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(build, tmp_path) -> None
             {name: value for name, value in state.items() if name != "blocks.0.up.weight"},
             "missing \\(1\\): blocks.0.up.weight",
         ),
-        ({**state, "blocks.0.up.weight": torch.zeros(128, 64, dtype=torch.uint8)}, "quantized in another way"),
+        ({**state, "blocks.0.up.weight": torch.zeros(128, 64, dtype=torch.uint8)}, "quantized with another method"),
     ):
         save_file(broken, tmp_path / "model.safetensors")
         model = empty(build)
@@ -354,19 +354,19 @@ def test_a_checkpoint_quantized_in_another_way_is_refused(build, tmp_path) -> No
 
     eight = save(load_and_quantize_model(build(), config(load_in_8bit=True)), tmp_path / "8")
     four = save(load_and_quantize_model(build(), config(load_in_4bit=True)), tmp_path / "4")
-    with pytest.raises(ConfigurationError, match="quantized in another way"):
+    with pytest.raises(ConfigurationError, match="quantized with another method"):
         load_and_quantize_model(empty(build), config(load_in_4bit=True), eight)
-    with pytest.raises(ConfigurationError, match=r"quantized|misshapen|not one that load_in_8bit saves"):
+    with pytest.raises(ConfigurationError, match=r"quantized|misshapen|not saved with load_in_8bit"):
         load_and_quantize_model(empty(build), config(load_in_8bit=True), four)
     with pytest.raises(
-        ConfigurationError, match="quantized with bnb_4bit_quant_type='fp4', and the configuration says 'nf4'"
+        ConfigurationError, match="quantized with bnb_4bit_quant_type='fp4', but the configuration says 'nf4'"
     ):
         load_and_quantize_model(empty(build), config(load_in_4bit=True, bnb_4bit_quant_type="nf4"), four)
-    with pytest.raises(ConfigurationError, match="bnb_4bit_use_double_quant=False, and the configuration says True"):
+    with pytest.raises(ConfigurationError, match="bnb_4bit_use_double_quant=False, but the configuration says True"):
         load_and_quantize_model(empty(build), config(load_in_4bit=True, bnb_4bit_use_double_quant=True), four)
     with pytest.raises(
         ConfigurationError,
-        match="holds blocks.0.up.weight quantized, and the configuration leaves blocks.0.up as it is",
+        match="holds blocks.0.up.weight quantized, but the configuration does not quantize blocks.0.up",
     ):
         load_and_quantize_model(empty(build), config(load_in_8bit=True, skip_modules=["head", "blocks.0"]), eight)
 
@@ -375,7 +375,7 @@ def test_a_4bit_checkpoint_without_its_description_is_refused(build, tmp_path) -
     model = load_and_quantize_model(build(), BnbQuantizationConfig(load_in_4bit=True))
     state = {name: value.clone() for name, value in model.state_dict().items() if "bitsandbytes__" not in name}
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigurationError, match="lacks the tensors that describe a weight in 4 bits"):
+    with pytest.raises(ConfigurationError, match="lacks the tensors that describe a 4-bit weight"):
         load_and_quantize_model(empty(build), BnbQuantizationConfig(load_in_4bit=True), tmp_path)
 
 

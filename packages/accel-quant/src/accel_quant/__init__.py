@@ -1,4 +1,4 @@
-"""Run a PyTorch model in 8 or 4 bits."""
+"""Run a PyTorch model quantized to 8 or 4 bits."""
 
 from accel_state._lazy import attach
 

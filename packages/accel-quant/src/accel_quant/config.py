@@ -1,8 +1,8 @@
-"""What to quantize, and how."""
+"""Configuration of bitsandbytes quantization."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -11,32 +11,30 @@ from accel_state.enums import CustomDtype
 from accel_state.errors import ConfigurationError
 
 _QUANT_TYPES = ("fp4", "nf4")
-_SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _FOR_8BIT = ("llm_int8_threshold",)
 _FOR_4BIT = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 
 
 @dataclass
 class BnbQuantizationConfig:
-    """How bitsandbytes quantizes the linear layers of a model: in 8 bits (LLM.int8(), arXiv:2208.07339) or 4 (QLoRA,
-    arXiv:2305.14314).
+    """How bitsandbytes quantizes linear layers: LLM.int8() (arXiv:2208.07339) or 4-bit QLoRA (arXiv:2305.14314).
 
     Attributes:
-        load_in_8bit: weights in 8 bits, with a scale for each row.
-        llm_int8_threshold: in 8 bits, columns of the input in which a value is larger than this are computed in half
-            precision. 0 computes all in 8 bits.
-        load_in_4bit: weights in 4 bits, with a scale for each 64 values.
-        bnb_4bit_quant_type: "fp4", or "nf4", whose 16 values suit weights that are normally distributed.
-        bnb_4bit_use_double_quant: quantize the scales too: 0.4 bits less for each weight.
-        bnb_4bit_compute_dtype: the type to compute in: "fp32", "fp16", "bf16", or a torch type. Becomes a
+        load_in_8bit: 8-bit weights, with a scale for each row.
+        llm_int8_threshold: 8 bits: input columns with a larger magnitude are computed in half precision. 0: none.
+        load_in_4bit: 4-bit weights, with a scale for each 64 values.
+        bnb_4bit_quant_type: "fp4", or "nf4", whose 16 values suit normally distributed weights.
+        bnb_4bit_use_double_quant: quantize the scales too, which saves 0.4 bits per weight.
+        bnb_4bit_compute_dtype: the dtype to compute in: "fp32", "fp16", "bf16" or a torch dtype. Becomes a
             ``torch.dtype``.
-        torch_dtype: the type of everything that is not quantized. None is float16.
-        skip_modules: modules that are not quantized, by name or a part of it ("lm_head"). None takes the output layer
-            and layers that share their weight.
-        keep_in_fp32_modules: modules that are not quantized and kept in float32, by name or a part of it.
+        torch_dtype: the dtype of everything that is not quantized. None: float16.
+        skip_modules: names, or parts of names, of modules to leave unquantized ("lm_head"). None: the output layer and
+            layers tied to it.
+        keep_in_fp32_modules: names, or parts of names, of modules to leave unquantized and in float32.
 
     Raises:
-        ConfigurationError: a value that is not allowed, or options that do not go together.
+        ConfigurationError: an invalid value, or options that exclude each other.
     """
 
     load_in_8bit: bool = False
@@ -51,76 +49,60 @@ class BnbQuantizationConfig:
 
     def __post_init__(self) -> None:
         for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
-            _check_flag(name, getattr(self, name))
-        self._check_bits()
-        self._check_values()
-        self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
-        self.torch_dtype = torch.float16 if self.torch_dtype is None else _dtype("torch_dtype", self.torch_dtype)
-        for name in ("skip_modules", "keep_in_fp32_modules"):
-            _check_names(name, getattr(self, name))
-
-    @property
-    def quantizer(self) -> str:
-        """The registered name of what quantizes a layer."""
-        return "bnb_8bit" if self.load_in_8bit else "bnb_4bit"
-
-    @property
-    def target_dtype(self) -> torch.dtype | CustomDtype:
-        """The type of quantized weights."""
-        return torch.int8 if self.load_in_8bit else CustomDtype.INT4
-
-    def _check_bits(self) -> None:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} must be True or False.")
         if self.load_in_8bit == self.load_in_4bit:
             raise ConfigurationError(
                 f"load_in_8bit={self.load_in_8bit} and load_in_4bit={self.load_in_4bit}: set exactly one of them to "
                 "True."
             )
-        idle = _FOR_4BIT if self.load_in_8bit else _FOR_8BIT
-        given = [f"{name}={getattr(self, name)!r}" for name in idle if not _is_default(self, name)]
-        if given:
-            bits, other = (8, 4) if self.load_in_8bit else (4, 8)
-            raise ConfigurationError(
-                f"{', '.join(given)} has no effect with load_in_{bits}bit. Leave it out, or set load_in_{other}bit."
-            )
-
-    def _check_values(self) -> None:
         threshold = self.llm_int8_threshold
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold >= 0:
             raise ConfigurationError(
-                f"llm_int8_threshold={threshold!r} must be a number, 0 or more (the paper takes 6.0, 0 switches it "
-                "off)."
+                f"llm_int8_threshold={threshold!r} must be a number >= 0 (6.0 in the paper; 0 disables it)."
             )
         if self.bnb_4bit_quant_type not in _QUANT_TYPES:
             raise ConfigurationError(
                 f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not one of {', '.join(_QUANT_TYPES)}."
             )
+        for name in ("skip_modules", "keep_in_fp32_modules"):
+            names = getattr(self, name)
+            if names is not None and not (isinstance(names, (list, tuple)) and all(map(_is_name, names))):
+                raise ConfigurationError(f"{name}={names!r} must be a list of module names, such as ['lm_head'].")
+        self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
+        self.torch_dtype = torch.float16 if self.torch_dtype is None else _dtype("torch_dtype", self.torch_dtype)
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        defaults = {field.name: field.default for field in fields(self)} | {"bnb_4bit_compute_dtype": torch.float16}
+        unused = _FOR_4BIT if self.load_in_8bit else _FOR_8BIT
+        given = [f"{name}={getattr(self, name)!r}" for name in unused if getattr(self, name) != defaults[name]]
+        if given:
+            bits, other = (8, 4) if self.load_in_8bit else (4, 8)
+            raise ConfigurationError(
+                f"{', '.join(given)} has no effect with load_in_{bits}bit. Remove it, or set load_in_{other}bit."
+            )
+
+    @property
+    def quantizer(self) -> str:
+        """The registered name of the quantizer."""
+        return "bnb_8bit" if self.load_in_8bit else "bnb_4bit"
+
+    @property
+    def target_dtype(self) -> torch.dtype | CustomDtype:
+        """The dtype of quantized weights."""
+        return torch.int8 if self.load_in_8bit else CustomDtype.INT4
 
 
-def _is_default(config: BnbQuantizationConfig, name: str) -> bool:
-    default = next(field.default for field in fields(config) if field.name == name)
-    value: Any = getattr(config, name)
-    return default is not MISSING and bool(
-        value == default or (name == "bnb_4bit_compute_dtype" and value == torch.float16)
-    )
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{name}={value!r} must be True or False.")
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name != ""
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:
-    dtype = _SHORT.get(value, getattr(torch, value.removeprefix("torch."), None)) if isinstance(value, str) else value
+    dtype = _DTYPES.get(value, getattr(torch, value.removeprefix("torch."), None)) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise ConfigurationError(
-            f"{name}={value!r} is not a type to compute in. Give 'fp32', 'fp16', 'bf16' or a torch type such as "
+            f"{name}={value!r} is not a dtype to compute in. Give 'fp32', 'fp16', 'bf16' or a torch dtype such as "
             "torch.bfloat16."
         )
     return dtype
-
-
-def _check_names(name: str, value: Any) -> None:
-    if value is not None and not (
-        isinstance(value, (list, tuple)) and all(isinstance(item, str) and item for item in value)
-    ):
-        raise ConfigurationError(f"{name}={value!r} must be a list of names of modules, such as ['lm_head'].")

@@ -1,4 +1,4 @@
-"""Which layers are quantized, and putting quantized ones in their place."""
+"""Selecting the layers to quantize, and replacing them by quantized ones."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from torch import nn
 from accel_bigmodel.tied_params import find_tied_parameters
 from accel_state.errors import ConfigurationError
 
-from .bnb_import import bitsandbytes_nn
 from .config import BnbQuantizationConfig
-from .quantizers.base import Quantizer
+from .quantizers.base import Quantizer, bitsandbytes_nn
 from .quantizers.registry import QUANTIZERS
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Names of the modules that are better not quantized: those that share a weight, and the output layer.
+    """Names of the modules that lose most when quantized: those with tied weights, and the output layer.
 
-    The output layer is the last child, if it is a linear layer, or if the model is one of transformers with a head on
-    top of its base.
+    The output layer is the last child, if it is a linear layer or the head of a transformers model.
     """
     names = {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
     children = list(model.named_children())
@@ -34,39 +32,48 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     return sorted(name for name in names if name)
 
 
-def layers_to_quantize(model: nn.Module, skip: Iterable[str]) -> dict[str, nn.Linear]:
-    """The linear layers of a model that no name in ``skip`` excludes, by name.
+def layers_to_quantize(model: nn.Module, skip: Iterable[str], prefix: str = "") -> dict[str, nn.Linear]:
+    """The linear layers of a model by name, except those in ``skip``.
 
     Args:
         model: the model.
-        skip: names of modules, or parts of names.
+        skip: names of modules, or parts of names, counted from ``prefix``.
+        prefix: the name of ``model`` in a larger model.
+
+    Raises:
+        ConfigurationError: no layer is left.
     """
-    skip = list(skip)
-    return {
+    skipped = list(skip)
+    layers = {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and not any(is_inside(name, part) for part in skip)
+        if type(module) is nn.Linear and not any(contains_name(f"{prefix}.{name}", part) for part in skipped)
     }
+    if not layers:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no torch.nn.Linear layer to quantize: it has none, or skip_modules and "
+            "keep_in_fp32_modules name them all."
+        )
+    return layers
 
 
-def is_inside(name: str, part: str) -> bool:
-    """Whether ``part`` is a module's name, or some whole parts of it: "lm_head" and "h.0" are in "model.h.0.lm_head"."""
+def contains_name(name: str, part: str) -> bool:
+    """Whether ``part`` consists of complete components of a name: "model.h.0.lm_head" contains "lm_head" and "h.0"."""
     return f".{part}." in f".{name}."
 
 
 def check_names(model: nn.Module, option: str, names: Sequence[str] | None) -> None:
-    """Refuse names that no module has: a misspelled one would quantize what should not be.
+    """Refuse unknown module names, which are usually misspelled.
 
     Raises:
-        ConfigurationError: naming them.
+        ConfigurationError: listing them.
     """
     modules = [name for name, _ in model.named_modules()]
-    unknown = [part for part in names or () if not any(is_inside(name, part) for name in modules)]
+    unknown = [part for part in names or () if not any(contains_name(name, part) for name in modules)]
     if unknown:
         raise ConfigurationError(
             f"{option}={list(names or ())!r}: {type(model).__name__} has no module named "
-            f"{', '.join(map(repr, unknown))}. Its modules "
-            f"are {', '.join(modules[1:9])}, ...; print(model) shows all of them."
+            f"{', '.join(map(repr, unknown))}. Its modules are {', '.join(modules[1:9])}, ...; print(model) shows all."
         )
 
 
@@ -76,14 +83,13 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Put layers of bitsandbytes in place of linear ones. Their weights are quantized when they are moved to a device
-    (``model.to``).
+    """Replace linear layers by those of bitsandbytes. Moving the model to a device (``model.to``) quantizes them.
 
     Args:
         model: the model, on the CPU or the meta device; it is changed.
         bnb_quantization_config: how to quantize.
-        modules_to_not_convert: names of modules to leave as they are, or parts of names.
-        current_key_name: parts of the name of ``model`` in a larger one, which the names above count from.
+        modules_to_not_convert: names of modules to leave unchanged, or parts of names.
+        current_key_name: components of the name of ``model`` in a larger model, where those names begin.
 
     Returns:
         The model.
@@ -92,44 +98,22 @@ def replace_with_bnb_layers(
         ConfigurationError: the model has no linear layer to quantize.
     """
     quantizer = QUANTIZERS.load(bnb_quantization_config.quantizer)(bnb_quantization_config)
-    prefix = ".".join(current_key_name or ())
-    skip = modules_to_not_convert or ()
-    found = {
-        name: linear
-        for name, linear in layers_to_quantize(model, ()).items()
-        if not any(is_inside(f"{prefix}.{name}" if prefix else name, part) for part in skip)
-    }
-    check_found(model, found)
-    for name, linear in found.items():
-        layer = put_layer(model, name, linear, quantizer)
+    layers = layers_to_quantize(model, modules_to_not_convert or (), ".".join(current_key_name or ()))
+    for name, linear in layers.items():
+        layer = replace_layer(model, name, linear, quantizer)
         parameter: Any = layer.weight
-        layer._parameters["weight"] = type(parameter)(linear.weight.detach(), **_settings(parameter))
+        settings = {key: value for key, value in vars(parameter).items() if key in _PARAMETER_SETTINGS}
+        layer.weight = type(parameter)(linear.weight.detach(), requires_grad=False, **settings)
     return model
 
 
-def _settings(parameter: Any) -> dict[str, Any]:
-    names = ("has_fp16_weights", "compress_statistics", "quant_type", "quant_storage", "module")
-    return {"requires_grad": False, **{name: getattr(parameter, name) for name in names if hasattr(parameter, name)}}
+_PARAMETER_SETTINGS = ("has_fp16_weights", "compress_statistics", "quant_type", "quant_storage", "module")
 
 
-def check_found(model: nn.Module, found: dict[str, nn.Linear]) -> None:
-    """Refuse a model without a linear layer that may be quantized.
-
-    Raises:
-        ConfigurationError: it has none.
-    """
-    if not found:
-        raise ConfigurationError(
-            f"{type(model).__name__} has no torch.nn.Linear layer that may be quantized: it has none, or skip_modules "
-            "and "
-            "keep_in_fp32_modules name them all."
-        )
-
-
-def put_layer(model: nn.Module, name: str, linear: nn.Linear, quantizer: Quantizer) -> nn.Linear:
-    """Replace a linear layer of the model by an empty quantized one, which takes its bias over."""
+def replace_layer(model: nn.Module, name: str, linear: nn.Linear, quantizer: Quantizer) -> nn.Linear:
+    """Replace a linear layer of the model by a quantized one with the same bias and without a weight."""
     layer = quantizer.layer(linear)
-    layer._parameters["bias"] = linear._parameters["bias"]
+    layer.bias = linear.bias
     layer.train(linear.training)
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent) if parent else model, child, layer)
@@ -137,10 +121,10 @@ def put_layer(model: nn.Module, name: str, linear: nn.Linear, quantizer: Quantiz
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Whether some layer is one of bitsandbytes in 4 bits."""
+    """Whether the model has 4-bit layers of bitsandbytes."""
     return any(isinstance(module, bitsandbytes_nn().Linear4bit) for module in model.modules())
 
 
 def is_float(tensor: torch.Tensor) -> bool:
-    """Whether the tensor holds floating point values in a type to compute in."""
+    """Whether the tensor has a floating point dtype to compute in."""
     return tensor.is_floating_point() and tensor.element_size() >= 2

@@ -1,100 +1,92 @@
-"""Quantized layers whose weights are kept elsewhere, and are there only while the layer computes."""
+"""Quantized layers that have their weights only while they compute."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
+from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
+
+from ._torch_compat import save_to_state_dict
 from .quantizers.base import Quantizer
 
 
 class FileStore:
-    """Tensors in a safetensors file, mapped when they are read.
+    """Tensors of a safetensors file, mapped when they are read.
 
     Args:
-        path: the file.
-        names: for each name in the layer's state dict, the name in the file.
+        file: the file.
+        names: the name in the file for each name in the layer's state dict.
     """
 
-    def __init__(self, path: Path, names: Mapping[str, str]) -> None:
-        self.path, self.names = path, dict(names)
+    def __init__(self, file: SafetensorsFile, names: Mapping[str, str]) -> None:
+        self.file, self.names = file, dict(names)
 
     def read(self) -> dict[str, torch.Tensor]:
         """All tensors, by their names in the layer."""
-        with safe_open(self.path, framework="pt") as file:
-            return {name: file.get_tensor(source) for name, source in self.names.items()}
+        tensors = self.file.tensors(self.names.values())
+        return {name: tensors[source] for name, source in self.names.items()}
 
 
 class MemoryStore:
-    """Tensors in the memory of the host."""
+    """Tensors in host memory, by their names in the layer."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = {name: tensor.to("cpu") for name, tensor in tensors.items()}
+        self._tensors = dict(tensors)
 
     def read(self) -> dict[str, torch.Tensor]:
         """All tensors, by their names in the layer."""
         return dict(self._tensors)
 
 
-def keep_elsewhere(
-    layer: nn.Linear, quantizer: Quantizer, store: FileStore | MemoryStore, device: torch.device
-) -> None:
-    """Take the weight out of a quantized layer; from now on it is read for each forward.
-
-    Args:
-        layer: the layer, whose class becomes a subclass of its own one.
-        quantizer: what made it.
-        store: where the weight and what belongs to it are.
-        device: where the layer computes.
-    """
-    quantizer.release(layer)
-    layer.__dict__["_stored"] = _Stored(quantizer, store, device)
-    layer.__class__ = _stored_class(type(layer))
-
-
-class _Stored:
-    """What a layer needs to get its weight. Threads that call one model take turns at a layer."""
+class _Offload:
+    """How a layer gets its weight. Threads that share a model use a layer one after the other."""
 
     def __init__(self, quantizer: Quantizer, store: FileStore | MemoryStore, device: torch.device) -> None:
         self.quantizer, self.store, self.device = quantizer, store, device
         self.lock = threading.Lock()
         self.in_state_dict = True
 
-    def __deepcopy__(self, memo: Any) -> _Stored:
-        return _Stored(self.quantizer, self.store, self.device)
+    def __deepcopy__(self, memo: Any) -> _Offload:
+        return _Offload(self.quantizer, self.store, self.device)
 
 
-class StoredLayer:
-    """What is added to the class of a layer whose weight is kept elsewhere."""
+class OffloadedLayer:
+    """Combined with the class of a quantized layer whose weight is offloaded."""
 
-    _stored: _Stored
+    _offload: _Offload
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Read the weight, compute, and let go of it."""
-        stored, layer = self._stored, self
-        with stored.lock:
-            stored.quantizer.restore(layer, stored.store.read(), stored.device)  # type: ignore[arg-type]
+        """Load the weight, compute, and release the weight."""
+        offload, layer = self._offload, self
+        with offload.lock:
+            offload.quantizer.restore(layer, offload.store.read(), offload.device)  # type: ignore[arg-type]
             try:
-                return super().forward(x.to(stored.device))  # type: ignore[misc]
+                return super().forward(x.to(offload.device))  # type: ignore[misc]
             finally:
-                stored.quantizer.release(layer)  # type: ignore[arg-type]
+                offload.quantizer.release(layer)  # type: ignore[arg-type]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)  # type: ignore[arg-type]
-        if self._stored.in_state_dict:
-            destination.update({prefix + name: tensor for name, tensor in self._stored.store.read().items()})
+        save_to_state_dict(self, destination, prefix, keep_vars)  # type: ignore[arg-type]
+        if self._offload.in_state_dict:
+            destination.update({prefix + name: tensor for name, tensor in self._offload.store.read().items()})
 
 
 _CLASSES: dict[type[nn.Linear], type[nn.Linear]] = {}
 
 
-def _stored_class(base: type[nn.Linear]) -> type[nn.Linear]:
-    if base not in _CLASSES:
-        _CLASSES[base] = type(f"Stored{base.__name__}", (StoredLayer, base), {})
-    return _CLASSES[base]
+def offload_layer(layer: nn.Linear, quantizer: Quantizer, store: FileStore | MemoryStore, device: torch.device) -> None:
+    """Release the weight of a quantized layer; each forward reads it from ``store`` to ``device``.
+
+    The class of the layer becomes a subclass of its class.
+    """
+    quantizer.release(layer)
+    layer.__dict__["_offload"] = _Offload(quantizer, store, device)
+    layer_class = type(layer)
+    if layer_class not in _CLASSES:
+        _CLASSES[layer_class] = type(f"Offloaded{layer_class.__name__}", (OffloadedLayer, layer_class), {})
+    layer.__class__ = _CLASSES[layer_class]

@@ -1,1 +1,1 @@
-"""How a linear layer is quantized, one file for each way."""
+"""Quantization methods."""

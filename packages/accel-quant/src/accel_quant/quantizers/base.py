@@ -1,4 +1,4 @@
-"""What a quantizer is."""
+"""The interface of a quantization method."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import torch
 from torch import nn
 
 from accel_state.enums import CustomDtype
+from accel_state.errors import require
 
 
 class Quantizer(ABC):
-    """Turns linear layers into quantized ones, and their weights into tensors that can be saved and offloaded.
+    """Quantizes linear layers, and converts their weights to tensors that can be saved and offloaded.
 
-    Other packages add their own through the entry point group ``accel.quantizers``; a configuration names one by its
+    Other packages add methods through the entry point group ``accel.quantizers``. A configuration names one in its
     attribute ``quantizer``, and has the attributes ``torch_dtype``, ``skip_modules`` and ``keep_in_fp32_modules``.
 
     Args:
         config: the configuration.
 
     Attributes:
-        dtype: what a quantized weight takes, for device maps.
+        dtype: the dtype of a quantized weight, for the sizes in device maps.
         layer_class: the class of quantized layers.
     """
 
@@ -38,28 +39,37 @@ class Quantizer(ABC):
 
     @abstractmethod
     def layer(self, linear: nn.Linear) -> nn.Linear:
-        """A layer of the shape of ``linear``, on the meta device, without a bias."""
+        """A layer with the shape of ``linear``, on the meta device and without a bias."""
 
     @abstractmethod
     def quantize(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
-        """Give the layer a weight, which is quantized on the device."""
+        """Quantize a weight on the device, and put it into the layer."""
 
     @abstractmethod
     def companions(self, name: str, names: Mapping[str, Any]) -> list[str]:
-        """Which entries of a checkpoint belong to the quantized weight ``name``; none where it is not quantized."""
+        """The checkpoint entries that belong to the quantized weight ``name``; none if it is not quantized."""
 
-    @abstractmethod
     def tensors(self, layer: nn.Linear) -> dict[str, torch.Tensor]:
-        """The quantized weight and what belongs to it, under the names that they have in a state dict of the layer."""
+        """The quantized weight and its companions, named as in a state dict of the layer."""
+        return {key: value.detach() for key, value in layer.state_dict().items() if key != "bias"}
 
     @abstractmethod
     def restore(self, layer: nn.Linear, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        """Give the layer what :meth:`tensors` returned, on the device.
+        """Put the result of :meth:`tensors` into the layer, on the device.
 
         Raises:
-            ConfigurationError: the tensors are of another way to quantize.
+            ConfigurationError: the tensors come from another quantization method.
         """
 
     @abstractmethod
     def release(self, layer: nn.Linear) -> None:
-        """Take the weight out of the layer."""
+        """Remove the weight from the layer."""
+
+
+def bitsandbytes_nn() -> Any:
+    """``bitsandbytes.nn``.
+
+    Raises:
+        MissingDependencyError: bitsandbytes is not installed.
+    """
+    return require("bitsandbytes", purpose="BnbQuantizationConfig", install="bitsandbytes").nn

@@ -1,4 +1,4 @@
-"""bitsandbytes in 8 bits."""
+"""8-bit quantization of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
-from ..bnb_import import bitsandbytes_nn
-from .base import Quantizer
+from .base import Quantizer, bitsandbytes_nn
 
 
 class Bnb8Bit(Quantizer):
@@ -34,29 +33,24 @@ class Bnb8Bit(Quantizer):
         )
 
     def quantize(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
-        if weight.device.type != "cpu":
-            weight = weight.cpu()  # bitsandbytes quantizes a weight when it leaves the CPU
-        parameter = bitsandbytes_nn().Int8Params(weight.detach(), requires_grad=False, has_fp16_weights=False)
-        layer._parameters["weight"] = parameter.to(device)
+        # bitsandbytes quantizes a weight when it is moved from the CPU.
+        parameter = bitsandbytes_nn().Int8Params(weight.detach().cpu(), requires_grad=False, has_fp16_weights=False)
+        layer.weight = parameter.to(device)
 
     def companions(self, name: str, names: Mapping[str, Any]) -> list[str]:
         prefix = name.removesuffix("weight")
         return [prefix + part for part in ("SCB", "weight_format") if prefix + part in names]
 
-    def tensors(self, layer: nn.Linear) -> dict[str, torch.Tensor]:
-        return {key: value.detach() for key, value in layer.state_dict().items() if key != "bias"}
-
     def restore(self, layer: nn.Linear, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         weight, scales = tensors["weight"], tensors.get("SCB")
         if weight.dtype != torch.int8 or scales is None:
             raise ConfigurationError(
-                f"a weight of type {weight.dtype} is not one that load_in_8bit saves (int8, with its scales SCB "
-                "beside it)."
+                f"a weight of dtype {weight.dtype} was not saved with load_in_8bit (int8, with its scales as SCB). "
+                "Load it with the configuration that it was saved with."
             )
         parameter = bitsandbytes_nn().Int8Params(weight.to(device), requires_grad=False, has_fp16_weights=False)
         parameter.CB, parameter.SCB = parameter.data, scales.to(device=device, dtype=torch.float32)
-        layer._parameters["weight"] = parameter
+        layer.weight = parameter
 
     def release(self, layer: Any) -> None:
-        layer._parameters["weight"] = None
-        layer.state.CB = layer.state.SCB = None
+        layer.weight = layer.state.CB = layer.state.SCB = None

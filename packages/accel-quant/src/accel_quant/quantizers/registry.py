@@ -1,4 +1,4 @@
-"""Every way to quantize; other packages add theirs through the entry point group ``accel.quantizers``."""
+"""Registered quantization methods; the entry point group ``accel.quantizers`` adds others."""
 
 from __future__ import annotations
 
