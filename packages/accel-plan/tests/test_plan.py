@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_bigmodel.estimate import measure_activations
 from accel_bigmodel.estimate.activations import example_inputs
 from accel_launch.config.read import load_settings
+from accel_plan._torch_compat import FakeTensorMode
 from accel_plan.command import COMMAND
 from accel_plan.models import build_model, model_config
-from accel_plan.plan import Request, plan
+from accel_plan.plan import PlanRequest, make_plan
 from accel_plan.record import axis_of, coordinates_of, sent_bytes
 from accel_plan.report import as_text
 from accel_state.errors import ConfigurationError
@@ -79,23 +78,12 @@ def documented() -> list[tuple[str, str]]:
     return [(command.replace("\\\n", " "), output) for command, output in blocks if "error:" not in output]
 
 
-def slowness() -> float:
-    """How many times slower this machine is just now than one for which the figures of time are meant; at least 1."""
-    begin = time.process_time()
-    sum(number * number for number in range(2_000_000))
-    return max(1.0, (time.process_time() - begin) / 0.1)
-
-
 @pytest.mark.parametrize("number", range(7))
 def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> None:
     command, output = documented()[number]
     config = re.search(r"```yaml\n(distributed_type: FSDP.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     (tmp_path / "fsdp2.yaml").write_text(config[1])
-    begin = time.process_time()
     assert COMMAND.run(command.replace("fsdp2.yaml", str(tmp_path / "fsdp2.yaml"), 1).split()) == 0
-    # The pipeline takes 30 s, and a processor whose caches others use longer; a loop like that of slowness() does not
-    # notice them.
-    assert time.process_time() - begin < 180 * slowness()
     assert capsys.readouterr().out == output
 
 
@@ -138,7 +126,7 @@ def test_the_figures_of_the_guide_follow_from_the_shapes(number) -> None:
             "all-reduce", 4 * own, copies
         )
     rank = int((re.search(r"--rank (\d+)", command) or (0, "0"))[1])
-    assert f"data rank {rank // tp} of {ranks // tp};" in output
+    assert f"data: data rank {rank // tp} of {ranks // tp};" in output
 
 
 def test_the_figures_of_the_pipeline_follow_from_the_shapes() -> None:
@@ -173,7 +161,7 @@ def test_the_figures_of_the_pipeline_follow_from_the_shapes() -> None:
     assert figure(output, r"all-reduce\s+tp\s+8 ranks\s+400 calls") == sent_bytes("all-reduce", 400 * passed, tp)
     held = [int(number.replace(",", "")) for number in re.findall(r"blocks \d+ to \d+\s+([\d,]+)  ", output)]
     assert held == [4 * own([*stage, every[-3]]), *6 * [4 * own(stage)], 4 * own([*stage, *every[-2:]])]
-    assert "data rank 34 of 64; of the first 512 samples (unshuffled) 272, 273" in output
+    assert "data rank 34 of 64; samples 272, 273" in output
 
 
 @pytest.mark.parametrize(
@@ -191,7 +179,7 @@ def test_the_figures_of_the_pipeline_follow_from_the_shapes() -> None:
 def test_three_blocks_say_what_all_of_them_do(tmp_path, options) -> None:
     model = small(tmp_path, num_hidden_layers=5)
     quick, whole = (
-        plan(Request(settings_of(**options), model, rank=3, batch_size=2, seq_length=16, all_blocks=every))
+        make_plan(PlanRequest(settings_of(**options), model, rank=3, batch_size=2, seq_length=16, all_blocks=every))
         for every in (False, True)
     )
     assert quick == whole
@@ -200,7 +188,7 @@ def test_three_blocks_say_what_all_of_them_do(tmp_path, options) -> None:
 def test_ranks_that_share_layers_or_sequences_share_samples(tmp_path) -> None:
     model = small(tmp_path, num_attention_heads=8)
     settings = settings_of(**mesh(dp_shard=2, cp=2, tp=2))
-    plans = [plan(Request(settings, model, rank=rank, batch_size=2, seq_length=32)) for rank in (0, 3, 5)]
+    plans = [make_plan(PlanRequest(settings, model, rank=rank, batch_size=2, seq_length=32)) for rank in (0, 3, 5)]
     assert [one.batch.samples for one in plans] == [(0, 1), (0, 1), (2, 3)]
     assert [one.coordinates["cp"] for one in plans] == [(0, 2), (1, 2), (0, 2)]
     assert {(one.batch.ranks, one.batch.global_size, one.local_length) for one in plans} == {(2, 4, 16)}
@@ -218,7 +206,7 @@ def test_sequences_shared_by_heads_are_exchanged_around_attention(tmp_path) -> N
     direction of a block.
     """
     model = small(tmp_path, num_attention_heads=8)
-    found = plan(Request(settings_of(**mesh(dp_shard=2, sp=2)), model, rank=1, batch_size=2, seq_length=32))
+    found = make_plan(PlanRequest(settings_of(**mesh(dp_shard=2, sp=2)), model, rank=1, batch_size=2, seq_length=32))
     exchanged = next(one for one in found.collectives if one.kind == "all-to-all")
     hidden, keys = 2 * 16 * 48 * 4, 2 * 16 * 4 * 6 * 4
     assert (exchanged.axis, exchanged.calls, exchanged.payload) == ("sp", 2 * 8, 2 * 2 * (2 * hidden + 2 * keys))
@@ -229,7 +217,9 @@ def test_sequences_shared_by_heads_are_exchanged_around_attention(tmp_path) -> N
 def test_activations_are_about_what_autograd_keeps(tmp_path, precision) -> None:
     """The estimate counts tensors that autograd saves, the plan memory that is alive, outputs included."""
     model = small(tmp_path, hidden_size=96, intermediate_size=256, num_hidden_layers=3)
-    found = plan(Request(settings_of(num_processes=1, mixed_precision=precision), model, batch_size=2, seq_length=64))
+    found = make_plan(
+        PlanRequest(settings_of(num_processes=1, mixed_precision=precision), model, batch_size=2, seq_length=64)
+    )
     built = build_model(model_config(model))
     with FakeTensorMode(allow_non_fake_inputs=True):
         built.to_empty(device="cpu")
@@ -265,14 +255,14 @@ def test_tied_weights_are_held_and_sent_once(tmp_path, kind) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": kind, "vocab_size": 128, "intermediate_size": 64, **sizes[kind]})
     )
-    found = plan(Request(settings_of(num_processes=4), str(tmp_path), rank=1, seq_length=16))
+    found = make_plan(PlanRequest(settings_of(num_processes=4), str(tmp_path), rank=1, seq_length=16))
     assert found.memory.weights == found.memory.gradients == 4 * found.parameters
     assert next(one.payload for one in found.collectives if one.kind == "all-reduce") == 4 * found.parameters
 
 
 def test_what_is_offloaded_is_said(tmp_path) -> None:
-    found = plan(
-        Request(settings_of(**FSDP2, num_processes=2, fsdp_offload_params=True), small(tmp_path), seq_length=16)
+    found = make_plan(
+        PlanRequest(settings_of(**FSDP2, num_processes=2, fsdp_offload_params=True), small(tmp_path), seq_length=16)
     )
     text = as_text(found)
     assert found.offloaded == ("weights", "gradients", "optimizer")
@@ -283,7 +273,9 @@ def test_what_is_offloaded_is_said(tmp_path) -> None:
 def test_accumulation_reduces_once_and_gathers_with_every_micro_batch(tmp_path) -> None:
     model = small(tmp_path)
     one, four = (
-        plan(Request(settings_of(**FSDP2, num_processes=4, gradient_accumulation_steps=steps), model, seq_length=16))
+        make_plan(
+            PlanRequest(settings_of(**FSDP2, num_processes=4, gradient_accumulation_steps=steps), model, seq_length=16)
+        )
         for steps in (1, 4)
     )
     calls = [{each.kind: (each.calls, each.payload) for each in found.collectives} for found in (one, four)]
@@ -300,7 +292,7 @@ def test_deepspeed_by_arithmetic(tmp_path, stage) -> None:
         "mixed_precision": "bf16",
         "gradient_accumulation_steps": 2,
     }
-    found = plan(Request(settings_of(**options), small(tmp_path), seq_length=16))
+    found = make_plan(PlanRequest(settings_of(**options), small(tmp_path), seq_length=16))
     values = found.parameters
     weights, gradients, optimizer = (2 * values, 2 * values, 12 * values)
     memory = found.memory
@@ -338,7 +330,7 @@ def test_deepspeed_by_arithmetic(tmp_path, stage) -> None:
         (
             {**FSDP2, "num_processes": 8},
             {"batch_size": 4, "split_batches": True},
-            "4 samples cannot be shared by 8 ranks.*multiples of 8",
+            "4 samples cannot be divided over 8 data-parallel ranks.*multiples of 8",
         ),
         ({**FSDP2, "num_processes": 8}, {"rank": 8}, r"--rank 8: with 8 process\(es\), ranks go from 0 to 7"),
         (
@@ -349,9 +341,9 @@ def test_deepspeed_by_arithmetic(tmp_path, stage) -> None:
         (
             {**FSDP2, "num_processes": 9, "num_machines": 2},
             {},
-            "num_processes=9 cannot be spread evenly over num_machines=2",
+            "num_processes=9 is not divisible by num_machines=2",
         ),
-        (FSDP2, {}, "no number of processes in the configuration. Give --num_processes"),
+        (FSDP2, {}, "does not set the number of processes. Set --num_processes"),
         ({**FSDP2, "num_processes": 8, "mixed_precision": "fp8"}, {}, "Plan with --mixed_precision bf16"),
         (
             {"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD", "num_processes": 8},
@@ -373,7 +365,7 @@ def test_deepspeed_by_arithmetic(tmp_path, stage) -> None:
 )
 def test_what_cannot_train_is_refused(tmp_path, options, asked, message) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        plan(Request(settings_of(**options), small(tmp_path), **{"seq_length": 16, **asked}))
+        make_plan(PlanRequest(settings_of(**options), small(tmp_path), **{"seq_length": 16, **asked}))
 
 
 @pytest.mark.parametrize(
@@ -381,19 +373,19 @@ def test_what_cannot_train_is_refused(tmp_path, options, asked, message) -> None
     [
         (
             "llama-3-9b",
-            "neither a file or folder of this machine nor a shape known by name. Allowed: llama-3-8b, llama-3-70b",
+            "not found. Allowed: llama-3-8b, llama-3-70b",
         ),
-        ("{folder}", "there is no config.json in it"),
-        ("{folder}/list.json", "is no configuration of a model of Transformers: it holds a list"),
-        ("{folder}/bare.json", "there is no model_type in it"),
-        ("{folder}/odd.json", "is no configuration of a model of Transformers"),
+        ("{folder}", "it has no config.json"),
+        ("{folder}/list.json", "is not a Transformers model configuration: it contains a list"),
+        ("{folder}/bare.json", "model_type is missing"),
+        ("{folder}/odd.json", "is not a Transformers model configuration"),
     ],
 )
 def test_models_that_are_none_are_refused(tmp_path, model, message) -> None:
     for name, content in (("list", "[]"), ("bare", "{}"), ("odd", '{"model_type": "no-such-model"}')):
         (tmp_path / f"{name}.json").write_text(content)
     with pytest.raises(ConfigurationError, match=message):
-        plan(Request(settings_of(num_processes=2), model.format(folder=tmp_path)))
+        make_plan(PlanRequest(settings_of(num_processes=2), model.format(folder=tmp_path)))
 
 
 def test_the_command_reads_the_file_and_prints_json(tmp_path, capsys) -> None:
@@ -408,8 +400,8 @@ def test_the_command_reads_the_file_and_prints_json(tmp_path, capsys) -> None:
     assert found["memory"]["optimizer"] == 0 and found["memory"]["weights"] == 4 * found["parameters"]
     assert {one["kind"] for one in found["collectives"]} == {"all-reduce", "broadcast"}
     for wrong, message in (
-        (["--rank", "x"], "--rank x is no whole number from 0"),
-        (["--batch_size", "0"], "--batch_size 0 is no whole"),
+        (["--rank", "x"], "--rank x: must be an integer of at least 0"),
+        (["--batch_size", "0"], "--batch_size 0: must be an integer of at least 1"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             COMMAND.run([str(file), "--model", "llama-3-8b", *wrong])
@@ -424,9 +416,9 @@ def test_bytes_of_collectives_and_names_of_axes() -> None:
     }
     assert sent == {"all-gather": 700, "reduce-scatter": 700, "all-to-all": 700, "all-reduce": 1400, "broadcast": 800}
     assert sent_bytes("all-reduce", 800, 1) == 0
-    layout = [("dp_replicate", 4), ("dp_shard", 128), ("tp", 8)]
-    assert coordinates_of(1234, layout) == {"dp_replicate": 1, "dp_shard": 26, "tp": 2}
-    assert axis_of(range(1232, 1240), layout) == "tp"
-    assert axis_of(range(2, 1024, 8), layout) == "dp_shard"
-    assert axis_of(range(2, 4096, 8), layout) == "dp_replicate+dp_shard"
-    assert axis_of([5], layout) == "one rank"
+    axes = {"dp_replicate": 4, "dp_shard": 128, "tp": 8}
+    assert coordinates_of(1234, axes) == {"dp_replicate": 1, "dp_shard": 26, "tp": 2}
+    assert axis_of(range(1232, 1240), axes) == "tp"
+    assert axis_of(range(2, 1024, 8), axes) == "dp_shard"
+    assert axis_of(range(2, 4096, 8), axes) == "dp_replicate+dp_shard"
+    assert axis_of([5], axes) == "one rank"

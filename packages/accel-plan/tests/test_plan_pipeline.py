@@ -19,12 +19,13 @@ from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig
 from accel.parallel.pipeline import PipelineParallelConfig
 from accel_launch.config.read import load_settings
+from accel_plan._torch_compat import local_tensor, storage_id
 from accel_plan.command import COMMAND
 from accel_plan.models import build_model, model_config
-from accel_plan.plan import RankPlan, Request, plan
-from accel_plan.record import POINT_TO_POINT, Recorder, local, storages_in, stored
+from accel_plan.plan import PlanRequest, RankPlan, make_plan
+from accel_plan.record import POINT_TO_POINT, Recorder, module_storages, storage_bytes
 from accel_plan.report import as_text
-from accel_plan.stages import whole_memory
+from accel_plan.stages import gathered_storages
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
@@ -82,7 +83,9 @@ def planned(
         **named,
     }
     settings = load_settings(options, environ={"HF_HOME": "nowhere"})
-    return plan(Request(settings, model, rank=rank, **{"batch_size": BATCH, "seq_length": LENGTH, **pipeline, **asked}))
+    return make_plan(
+        PlanRequest(settings, model, rank=rank, **{"batch_size": BATCH, "seq_length": LENGTH, **pipeline, **asked})
+    )
 
 
 class Counter:
@@ -104,11 +107,11 @@ class Counter:
 
         def backward_one_chunk(own: Any, *args: Any, **kwargs: Any) -> Any:
             tensors = [item.grad for item in self.model.parameters() if item.grad is not None] + held(self.optimizer)
-            apart = {*storages_in(self.model), *self.whole()} | {
-                local(tensor).untyped_storage()._cdata for tensor in tensors
+            apart = {*module_storages(self.model), *self.whole()} | {
+                storage_id(local_tensor(tensor)) for tensor in tensors
             }
             self.bytes = max(
-                self.bytes, sum(size for key, size in self.recorder.storages().items() if key not in apart)
+                self.bytes, sum(size for key, size in self.recorder.live_storages().items() if key not in apart)
             )
             self.now -= 1
             result = backward(own, *args, **kwargs)
@@ -119,7 +122,7 @@ class Counter:
         return self
 
     def whole(self) -> set[int]:
-        sizes = {storage._cdata: storage.nbytes() for storage in whole_memory(self.model)}
+        sizes = gathered_storages(self.model)
         self.gathered = max(self.gathered, sum(sizes.values()))
         return set(sizes)
 
@@ -151,20 +154,20 @@ def train(case: Case, path: str) -> dict[str, Any]:
     model.init_weights()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 300
-    with Recorder([("rank", accelerator.num_processes)]) as alive:
+    with Recorder({"rank": accelerator.num_processes}) as alive:
         for _ in range(2):
             optimizer.zero_grad()
             with (
-                Recorder([("rank", accelerator.num_processes)]) as recorder,
+                Recorder({"rank": accelerator.num_processes}) as recorder,
                 Counter(model, optimizer, alive) as counter,
             ):
                 accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
             optimizer.step()
     found = {
-        "weights": stored(model.parameters()),
-        "gradients": stored(item.grad for item in model.parameters() if item.grad is not None),
-        "optimizer": stored(held(optimizer)),
-        "sent": sums(recorder.collectives),
+        "weights": storage_bytes(model.parameters()),
+        "gradients": storage_bytes(item.grad for item in model.parameters() if item.grad is not None),
+        "optimizer": storage_bytes(held(optimizer)),
+        "sent": sums(recorder.traffic),
         "in flight": counter.most,
         "activations": counter.bytes,
         "gathered": counter.gathered,
@@ -246,7 +249,7 @@ def test_accumulation_sends_with_every_micro_batch(tmp_path) -> None:
         settings = load_settings(
             {**FSDP2, **named, "gradient_accumulation_steps": steps}, environ={"HF_HOME": "nowhere"}
         )
-        plans = plan(Request(settings, model, rank=1, batch_size=BATCH, seq_length=LENGTH))
+        plans = make_plan(PlanRequest(settings, model, rank=1, batch_size=BATCH, seq_length=LENGTH))
         found.append({one.kind: (one.calls, one.payload) for one in plans.collectives})
     assert found[1] == {kind: (3 * calls, 3 * payload) for kind, (calls, payload) in found[0].items()}
 
@@ -270,9 +273,9 @@ def test_the_command_takes_the_settings_of_a_pipeline(tmp_path, capsys) -> None:
     assert (found["schedule"], found["micro_batches"], found["blocks"]) == ("interleaved1f1b", 8, 6)
     assert [stage["stages"] for stage in found["stages"]] == [[0, 2, 4], [1, 3, 5]]
     assert [stage["blocks"] for stage in found["stages"]] == [[[0, 0], [2, 2], [4, 4]], [[1, 1], [3, 3], [5, 5]]]
-    with pytest.raises(ConfigurationError, match="--pp_num_microbatches x is no whole number from 1"):
+    with pytest.raises(ConfigurationError, match="--pp_num_microbatches x: must be an integer of at least 1"):
         COMMAND.run([str(file), *options, "--pp_num_microbatches", "x"])
-    with pytest.raises(ConfigurationError, match="--pp_schedule: there is no pipeline"):
+    with pytest.raises(ConfigurationError, match="--pp_schedule requires a pipeline"):
         COMMAND.run([str(file), *options[:8], "--pp_schedule", "gpipe"])
 
 
@@ -284,7 +287,7 @@ def test_the_text_names_the_fullest_rank(tmp_path) -> None:
         in lines
     )
     assert found.pipeline is not None
-    marked = [line for line in lines if line.endswith("the fullest")]
+    marked = [line for line in lines if line.endswith("  largest")]
     assert len(marked) == 1 and marked[0].startswith(f"  rank {found.pipeline.fullest} ")
 
 
@@ -298,11 +301,11 @@ def test_the_text_names_the_fullest_rank(tmp_path) -> None:
         (
             {"pp": 4},
             {"num_microbatches": 2},
-            r"num_microbatches=2: 1f1b needs at least as many as there are ranks in the pipeline \(4\)",
+            r"--pp_num_microbatches=2: 1f1b needs at least as many as there are ranks in the pipeline \(4\)",
         ),
-        ({"pp": 2}, {"batch_size": 3}, "num_microbatches=2: a batch of 3 samples on a rank cannot be divided so"),
-        ({"pp": 2}, {"schedule": "zb"}, "schedule='zb' is not one of gpipe, 1f1b, interleaved1f1b"),
-        ({"pp": 2}, {"stages_per_rank": 2}, "stages_per_rank=2 does not go with schedule='1f1b'"),
+        ({"pp": 2}, {"batch_size": 3}, "--pp_num_microbatches=2: a batch of 3 samples on a rank cannot be divided so"),
+        ({"pp": 2}, {"schedule": "zb"}, "--pp_schedule='zb' is not one of gpipe, 1f1b, interleaved1f1b"),
+        ({"pp": 2}, {"stages_per_rank": 2}, "--pp_stages_per_rank=2 does not go with --pp_schedule='1f1b'"),
     ],
 )
 def test_what_a_pipeline_refuses_the_plan_refuses(tmp_path, sizes, asked, message) -> None:
@@ -321,7 +324,7 @@ def test_deepspeed_and_a_mesh_are_refused_as_by_the_accelerator(tmp_path, monkey
     }
     settings = load_settings(named, environ={"HF_HOME": "nowhere"})
     with pytest.raises(ConfigurationError, match=message):
-        plan(Request(settings, folder_of(tmp_path)))
+        make_plan(PlanRequest(settings, folder_of(tmp_path)))
     for name, value in settings.environment().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=message):

@@ -19,8 +19,8 @@ from accel.parallel.config import ParallelismConfig
 from accel_bigmodel.estimate.command import run as estimate
 from accel_launch.config.read import load_settings
 from accel_plan.models import build_model, model_config
-from accel_plan.plan import Request, plan
-from accel_plan.record import Recorder, stored
+from accel_plan.plan import PlanRequest, make_plan
+from accel_plan.record import Recorder, storage_bytes
 from accel_state.testing import run_world
 
 pytestmark = [
@@ -91,7 +91,7 @@ def _step(accelerator: Accelerator, path: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 300
-    with Recorder([("rank", accelerator.num_processes)]) as recorder:
+    with Recorder({"rank": accelerator.num_processes}) as recorder:
         accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
     optimizer.step()
     states = [
@@ -101,12 +101,12 @@ def _step(accelerator: Accelerator, path: str) -> dict[str, Any]:
         if isinstance(value, torch.Tensor)
     ]
     sent = {}
-    for one in recorder.collectives:
+    for one in recorder.traffic:
         sent[one.kind] = sent.get(one.kind, 0) + one.payload
     return {
-        "weights": stored(model.parameters()),
-        "gradients": stored(item.grad for item in model.parameters() if item.grad is not None),
-        "optimizer": stored(states),
+        "weights": storage_bytes(model.parameters()),
+        "gradients": storage_bytes(item.grad for item in model.parameters() if item.grad is not None),
+        "optimizer": storage_bytes(states),
         "sent": sent,
     }
 
@@ -125,7 +125,7 @@ def model(tmp_path_factory) -> Path:
     [(2, ["ddp", "full_shard", "shard_grad_op", "no_shard", "fsdp2"]), (4, ["full_shard", "fsdp2", "tp x fsdp2"])],
 )
 def test_what_ranks_hold_and_send_is_what_was_said(model, capsys, world, names) -> None:
-    """Parameters, gradients and optimizer state within 10% of the estimate; the plan's bytes are those of the real run."""
+    """Parameters, gradients and optimizer state are within 10% of the estimate; the plan's bytes equal those of a run."""
     ranks = run_world(measured, world, str(model), names, timeout=250)
     for name in names:
         options, strategy, _ = RUNS[name]
@@ -150,7 +150,10 @@ def test_what_ranks_hold_and_send_is_what_was_said(model, capsys, world, names) 
             else {}
         )
         settings = load_settings({"num_processes": str(world), **options, **mesh}, environ={"HF_HOME": str(model)})
-        planned, real = plan(Request(settings, str(model), rank=1, batch_size=BATCH, seq_length=LENGTH)), ranks[1][name]
+        planned, real = (
+            make_plan(PlanRequest(settings, str(model), rank=1, batch_size=BATCH, seq_length=LENGTH)),
+            ranks[1][name],
+        )
         assert (planned.memory.weights, planned.memory.gradients) == (real["weights"], real["gradients"]), name
         # Adam counts its steps too, in four bytes for each parameter.
         assert planned.memory.optimizer == pytest.approx(real["optimizer"], rel=0.02), name

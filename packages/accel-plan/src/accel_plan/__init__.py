@@ -1,3 +1,3 @@
-"""Memory, communication and data of one rank of a configuration, worked out in a single process."""
+"""Memory, communication and data of one rank of a training configuration, computed in a single process."""
 
 __version__ = "1.0.0"

@@ -1,4 +1,4 @@
-"""``accel plan``: what a configuration means for a rank of many, without a cluster."""
+"""``accel plan``: what one rank of a configuration holds, sends and reads, computed without a cluster."""
 
 from __future__ import annotations
 
@@ -12,70 +12,65 @@ from accel_launch.parser import ConfigParser, parse_options
 from accel_state.errors import ConfigurationError
 from accel_state.options import load_groups
 
-_OWN = (
-    "model",
-    "rank",
-    "batch_size",
-    "seq_length",
-    "optimizer",
-    "split_batches",
-    "all_blocks",
-    "trust_remote_code",
-    "json",
-    "config",
-)
-_OF_PIPELINES = ("pp_schedule", "pp_num_microbatches", "pp_stages_per_rank")
-# What a plan has no use for, or calls something else.
+# Options of accel launch that have no effect on a plan, or have another meaning here.
 _LEFT_OUT = ("config_file", "json", "module", "no_python", "quiet", "dry_run")
 _EPILOG = """\
-Options of accel launch may be given too, and win over the file: --mixed_precision, --num_machines, --fsdp_..., --parallelism_config_... .
-Model, wrapping and step are the real ones, on torch's fake process group and tensors without memory.
+Options of accel launch override the file: --mixed_precision, --num_machines, --fsdp_..., --parallelism_config_... .
+The model, the wrapping and the step are real; they run on torch's fake process group and tensors without memory.
 """
+# name: smallest number (None for text), metavar, help.
+_VALUES: dict[str, tuple[int | None, str, str]] = {
+    "rank": (0, "R", "the rank to show (default: 0)"),
+    "batch_size": (1, "N", "batch size of the loader (default: 1)"),
+    "seq_length": (1, "N", "tokens per sample (default: 2048, or the model's maximum if it is smaller)"),
+    "pp_schedule": (None, "NAME", "pipeline schedule: 1f1b (default), gpipe or interleaved1f1b"),
+    "pp_num_microbatches": (
+        1,
+        "N",
+        "micro batches that a pipeline splits each rank's batch into (default: the pipeline size)",
+    ),
+    "pp_stages_per_rank": (1, "N", "pipeline stages per rank (default: 1, or 2 with interleaved1f1b)"),
+}
+_SWITCHES = {
+    "split_batches": "divide the loader's batch over the ranks",
+    "all_blocks": "trace all of the model's equal blocks rather than extrapolating from two and three",
+    "trust_remote_code": "run Python code from the model's repository; read it first",
+    "json": "print JSON",
+}
 
 
 def run(argv: list[str]) -> int:
-    """Check a configuration, and print what a rank of it holds, sends and reads.
+    """Check a configuration, and print the plan of one rank.
 
     Returns:
         0.
 
     Raises:
-        ConfigurationError: the configuration cannot train the model on so many processes.
+        ConfigurationError: the configuration cannot train the model on these ranks.
     """
     options = parse_options(argv, _parser())
-    own = {name: options.pop(name) for name in (*_OWN, *_OF_PIPELINES) if name in options}
-    settings = load_settings({**options, "config_file": own["config"]})
-    from .plan import Request, plan
+    names = ("config", "model", "optimizer", *_VALUES, *_SWITCHES)
+    given = {name: options.pop(name) for name in names if name in options}
+    settings = load_settings({**options, "config_file": given.pop("config")})
+    from .plan import PlanRequest, make_plan
     from .report import as_text
 
-    _, parts, stages = _OF_PIPELINES
-    found = plan(
-        Request(
-            settings=settings,
-            model=own["model"],
-            rank=_number("rank", own.get("rank", 0), 0),
-            batch_size=_number("batch_size", own.get("batch_size", 1), 1),
-            seq_length=_number("seq_length", own["seq_length"], 1) if "seq_length" in own else None,
-            optimizer=own.get("optimizer", "adamw"),
-            split_batches="split_batches" in own,
-            all_blocks="all_blocks" in own,
-            trust_remote_code="trust_remote_code" in own,
-            schedule=own.get("pp_schedule"),
-            num_microbatches=_number(parts, own[parts], 1) if parts in own else None,
-            stages_per_rank=_number(stages, own[stages], 1) if stages in own else None,
-        )
-    )
-    print(json.dumps(found.as_dict(), indent=2) if "json" in own else as_text(found))
+    as_json = given.pop("json", False)
+    for name, (minimum, _, _) in _VALUES.items():
+        if name in given and minimum is not None:
+            given[name] = _parse_number(name, given[name], minimum)
+    plan = make_plan(PlanRequest(settings, **{name.removeprefix("pp_"): value for name, value in given.items()}))
+    print(json.dumps(plan.as_dict(), indent=2) if as_json else as_text(plan))
     return 0
 
 
-def _number(name: str, text: Any, least: int) -> int:
+def _parse_number(name: str, text: str, minimum: int) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = least - 1
-    if value < least:
-        raise ConfigurationError(f"--{name} {text} is no whole number from {least}.")
+        value = minimum - 1
+    if value < minimum:
+        raise ConfigurationError(f"--{name} {text}: must be an integer of at least {minimum}.")
     return value
 
 
@@ -83,55 +78,34 @@ def _parser() -> ConfigParser:
     parser = ConfigParser(
         prog="accel plan",
         usage="accel plan CONFIG --model MODEL --num_processes N [options]",
-        description="Check a configuration for thousands of ranks, in one process, and print what one of them holds, "
-        "sends and reads.",
+        description="Check a configuration for thousands of ranks in one process, and print the memory, communication "
+        "and data of one of them.",
         epilog=_EPILOG,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    missing = argparse.SUPPRESS
-    parser.add_argument("config", metavar="CONFIG", help="a configuration file of accel launch (.yaml, .yml or .json)")
+    parser.add_argument("config", metavar="CONFIG", help="configuration file of accel launch (.yaml, .yml or .json)")
     parser.add_argument(
         "--model",
         required=True,
-        help="llama-3-8b, llama-3-70b, a config.json, a folder that has one, or a name on the Hub",
+        help="llama-3-8b, llama-3-70b, a config.json, a directory that contains one, or a repository on the Hub",
     )
-    parser.add_argument("--rank", default=missing, metavar="R", help="the rank to show (default: 0)")
+    optimizers = ["adamw", "adam", "sgd", "sgd_momentum"]
     parser.add_argument(
-        "--batch_size", "--batch-size", default=missing, metavar="N", help="samples in a loader's batch (default: 1)"
+        "--optimizer", choices=optimizers, default=argparse.SUPPRESS, help="the optimizer (default: adamw)"
     )
-    length = "tokens in a sample (default: 2048, or as many as the model takes)"
-    parser.add_argument("--seq_length", "--seq-length", default=missing, metavar="N", help=length)
-    names = ["adamw", "adam", "sgd", "sgd_momentum"]
-    parser.add_argument("--optimizer", choices=names, default=missing, help="what keeps its state (default: adamw)")
-    for name, metavar, words in zip(
-        _OF_PIPELINES,
-        ("NAME", "N", "N"),
-        (
-            "of a pipeline: 1f1b (default), gpipe or interleaved1f1b",
-            "parts that a pipeline divides each rank's batch into (default: the number of its ranks)",
-            "stages on each rank of a pipeline (default: 1, or 2 with interleaved1f1b)",
-        ),
-        strict=True,
-    ):
-        parser.add_argument(
-            *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), default=missing, metavar=metavar, help=words
-        )
-    for flag, words in (
-        ("--split_batches", "the loader's batch is that of all ranks together"),
-        (
-            "--all_blocks",
-            "take every one of many equal blocks; otherwise what two and three of them need says what the others do",
-        ),
-        ("--trust_remote_code", "run Python code that comes with the model; read it first"),
-        ("--json", "print JSON"),
-    ):
-        parser.add_argument(
-            *dict.fromkeys((flag, f"--{flag[2:].replace('_', '-')}")), action="store_true", default=missing, help=words
-        )
+    for name, (_, metavar, text) in _VALUES.items():
+        _add_argument(parser, name, metavar=metavar, help=text)
+    for name, text in _SWITCHES.items():
+        _add_argument(parser, name, action="store_true", help=text)
     for group in load_groups():
         group.add_to_parser(parser, leave_out=_LEFT_OUT)
     return parser
 
 
-COMMAND = Command("check a configuration for thousands of ranks, and show what each holds and sends", run)
+def _add_argument(parser: ConfigParser, name: str, **settings: Any) -> None:
+    spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+    parser.add_argument(*spellings, default=argparse.SUPPRESS, **settings)
+
+
+COMMAND = Command("check a configuration for thousands of ranks, and show one rank's memory and communication", run)

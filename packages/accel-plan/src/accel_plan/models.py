@@ -1,4 +1,4 @@
-"""The model of a plan: from a name, a folder or a ``config.json``, without memory for its weights."""
+"""The model of a plan: from a name, a directory or a ``config.json``, on the meta device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LLAMA_3: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-# Public dimensions: Llama Team, The Llama 3 Herd of Models, arXiv:2407.21783, table 3.
+# Dimensions: Llama Team, The Llama 3 Herd of Models, arXiv:2407.21783, table 3.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-3-8b": {
         **_LLAMA_3,
@@ -36,18 +36,18 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 28672,
     },
 }
-"""Shapes that are known by name, as the content of a ``config.json``."""
+"""Built-in models, as the content of a ``config.json``."""
 
 
 def model_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model of Transformers.
+    """The Transformers configuration of a model.
 
     Args:
-        name: one of :data:`SHAPES`, a ``config.json``, a folder that has one, or a repository on the Hub.
-        trust_remote_code: run model code that comes with the model.
+        name: a key of :data:`SHAPES`, a ``config.json``, a directory that contains one, or a repository on the Hub.
+        trust_remote_code: run model code from the model's repository.
 
     Raises:
-        ConfigurationError: there is no such model, or it is not one of Transformers.
+        ConfigurationError: there is no such model, or it is not a Transformers model.
         MissingDependencyError: transformers is not installed.
     """
     transformers = require("transformers", purpose=f"the model {name}", install="transformers")
@@ -58,16 +58,14 @@ def model_config(name: str, trust_remote_code: bool = False) -> Any:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, not an object")
+            raise ValueError(f"it contains a {type(content).__name__}, not an object")
         if "auto_map" in content and "model_type" in content:
             return transformers.AutoConfig.from_pretrained(str(path.parent), trust_remote_code=trust_remote_code)
         return transformers.AutoConfig.for_model(content.pop("model_type"), **content)
     except KeyError:
-        raise ConfigurationError(
-            f"{path}: there is no model_type in it, so it is no configuration of a model of Transformers."
-        ) from None
+        raise ConfigurationError(f"{path} is not a Transformers model configuration: model_type is missing.") from None
     except (ValueError, TypeError, OSError) as error:
-        raise ConfigurationError(f"{path} is no configuration of a model of Transformers: {_one_line(error)}") from None
+        raise ConfigurationError(f"{path} is not a Transformers model configuration: {_one_line(error)}") from None
 
 
 def _config_path(name: str) -> Path:
@@ -78,21 +76,19 @@ def _config_path(name: str) -> Path:
         from accel_bigmodel.estimate.sources import config_path
 
         found = config_path(name)
-        if found is not None:
-            return found
-        raise ConfigurationError(
-            f"--model {name}: there is no config.json in it. Give a folder or repository that has one."
-        )
+        if found is None:
+            raise ConfigurationError(
+                f"--model {name}: it has no config.json. Give a directory or repository that has one."
+            )
+        return found
     raise ConfigurationError(
-        f"--model {name}: neither a file or folder of this machine nor a shape known by name. Allowed: "
-        f"{', '.join(SHAPES)}, a config.json, "
-        "a folder that has one, or a repository on the Hub (owner/name)."
+        f"--model {name}: not found. Allowed: {', '.join(SHAPES)}, a config.json, a directory that contains one, or a "
+        "repository on the Hub (owner/name)."
     )
 
 
 def build_model(config: Any, trust_remote_code: bool = False) -> Any:
-    """The model of a configuration on the meta device, of the class that its ``architectures`` name, ready to be
-    trained.
+    """Build the model of a configuration on the meta device, in training mode, with its first ``architectures`` class.
 
     Raises:
         ConfigurationError: Transformers cannot build it.
@@ -101,11 +97,12 @@ def build_model(config: Any, trust_remote_code: bool = False) -> Any:
     import transformers
 
     config.use_cache = False
-    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    architectures = getattr(config, "architectures", None) or [""]
+    named = getattr(transformers, architectures[0], None) if architectures[0] else None
     try:
         with torch.device("meta"):
-            if named and named[0] is not None:
-                model = named[0]._from_config(config)
+            if named is not None:
+                model = named._from_config(config)
             elif type(config) in transformers.AutoModelForCausalLM._model_mapping:
                 model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
             else:

@@ -1,4 +1,4 @@
-"""The ranks of one pipeline: what each holds, from traces of some of them."""
+"""Plans the ranks of one pipeline, from traces of some of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
 from .models import build_model
-from .stages import Passed
-from .trace import TRACED_BLOCKS, Batch, Measured, Task, extended, trace, with_blocks
+from .stages import TensorSpec
+from .trace import TRACED_BLOCKS, RankBatch, RankTrace, TraceTask, extrapolate, trace, with_blocks
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class StagePlan:
     """A rank of the pipeline, with its stage or stages.
 
     Attributes:
-        rank: among all ranks.
-        stages: their numbers.
-        blocks: for each, the numbers of its first and its last block.
+        rank: the global rank.
+        stages: the indices of its stages.
+        blocks: the indices of the first and the last block of each.
         parameters: bytes of parameters on the rank.
-        total: bytes that it holds, activations included.
+        total: bytes that it holds, including activations.
     """
 
     rank: int
@@ -36,14 +36,14 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How the pipeline of the rank works.
+    """The pipeline of the requested rank.
 
     Attributes:
         schedule: its name.
-        micro_batches: parts that the rank's batch is divided into.
-        in_flight: forward passes of micro batches whose backward pass is still to come, on the rank, at most.
-        blocks: of the whole model.
-        stages: every rank of the pipeline, the first stage's first.
+        micro_batches: number of parts of the rank's batch.
+        in_flight: largest number of micro batches between forward and backward on the rank.
+        blocks: number of blocks of the full model.
+        stages: every rank of the pipeline, in stage order.
         fullest: the rank that holds most.
     """
 
@@ -56,134 +56,134 @@ class PipelinePlan:
 
 
 @dataclass(frozen=True)
-class Traced:
-    """The ranks of one pipeline.
+class TracedPipeline:
+    """The traces of the ranks of one pipeline.
 
     Attributes:
-        own: the place in the pipeline of the rank that was asked for.
-        ranks: every rank of the pipeline.
-        numbers: the stages of each.
-        ranges: the blocks of each stage.
-        measured: what each rank holds and sends.
+        position: the pipeline rank of the requested rank.
+        ranks: the global ranks, in stage order.
+        stages: the indices of the stages of each rank.
+        blocks: the blocks of each stage.
+        traces: what each rank holds and sends.
     """
 
-    own: int
+    position: int
     ranks: tuple[int, ...]
-    numbers: tuple[tuple[int, ...], ...]
-    ranges: tuple[range, ...]
-    measured: tuple[Measured, ...]
+    stages: tuple[tuple[int, ...], ...]
+    blocks: tuple[range, ...]
+    traces: tuple[RankTrace, ...]
 
     def plan(self, settings: PipelineParallelConfig, samples: int, totals: list[int]) -> PipelinePlan:
-        """With the bytes that each rank holds, what there is to say of the pipeline."""
-        stages = []
-        for rank, numbers, measured, total in zip(self.ranks, self.numbers, self.measured, totals, strict=True):
-            blocks = tuple((self.ranges[number][0], self.ranges[number][-1]) for number in numbers)
-            stages.append(StagePlan(rank, numbers, blocks, measured.weights, total))
-        kept = self.measured[self.own].stages
+        """The plan of the pipeline, given the bytes that each rank holds."""
+        plans = []
+        for rank, stages, traced, total in zip(self.ranks, self.stages, self.traces, totals, strict=True):
+            blocks = tuple((self.blocks[stage][0], self.blocks[stage][-1]) for stage in stages)
+            plans.append(StagePlan(rank, stages, blocks, traced.weights, total))
+        memory = self.traces[self.position].stages
         return PipelinePlan(
             schedule=settings.schedule,
             micro_batches=settings.check_batch(samples, len(self.ranks)),
-            in_flight=0 if kept is None else len(kept.alive),
-            blocks=sum(map(len, self.ranges)),
-            stages=tuple(stages),
-            fullest=max(stages, key=lambda stage: stage.total).rank,
+            in_flight=0 if memory is None else len(memory.activations),
+            blocks=sum(map(len, self.blocks)),
+            stages=tuple(plans),
+            fullest=max(plans, key=lambda plan: plan.total).rank,
         )
 
 
-def pipeline_of(settings: Resolution, **given: Any) -> PipelineParallelConfig | None:
-    """How the pipeline works; None without one.
+def pipeline_settings(settings: Resolution, **options: Any) -> PipelineParallelConfig | None:
+    """The settings of the pipeline; None without one.
 
     Args:
-        settings: every option of the launcher, resolved.
-        **given: settings of a pipeline; None where it has its default.
+        settings: the resolved launcher options.
+        **options: arguments of PipelineParallelConfig; None selects its default.
 
     Raises:
-        ConfigurationError: a setting of a pipeline where there is none, or values that contradict each other.
+        ConfigurationError: an option without a pipeline, or options that contradict each other.
     """
-    named = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     if settings["use_parallelism_config"] and settings["parallelism_config_pp_size"] > 1:
-        return PipelineParallelConfig(**named)
-    if named:
+        return PipelineParallelConfig(**given)
+    if given:
         raise ConfigurationError(
-            f"--pp_{next(iter(named))}: there is no pipeline. Give --use_parallelism_config and "
-            "--parallelism_config_pp_size 2 or more, or "
-            "leave the option out."
+            f"--pp_{next(iter(given))} requires a pipeline. Add --use_parallelism_config and "
+            "--parallelism_config_pp_size 2 or more, or remove the option."
         )
     return None
 
 
-def trace_pipeline(task: Task, settings: PipelineParallelConfig, whole: bool = False) -> tuple[Traced, Batch]:
-    """Trace the ranks of a pipeline that differ, and say what the others hold.
+def trace_pipeline(
+    task: TraceTask, settings: PipelineParallelConfig, all_blocks: bool = False
+) -> tuple[TracedPipeline, RankBatch]:
+    """Trace the ranks of a pipeline.
 
-    The first stage, the last one and those in between differ, and have different numbers of blocks; all numbers of a
-    rank grow by the same amount with every further block, so stages of two and three blocks say what one of ten needs.
-    Interleaved stages are all traced.
+    Only the first stage, the last one, the requested one and one in between are traced, with two and three blocks:
+    all figures of a rank grow by the same amount with each block. Interleaved stages are traced on all ranks.
 
     Args:
         task: what to trace.
-        settings: how the pipeline works.
-        whole: take every block.
+        settings: the settings of the pipeline.
+        all_blocks: trace all blocks of all ranks.
     """
-    size = dict(task.layout)["pp"]
-    stride, count = task.world_size // size, size * (settings.stages_per_rank or 1)
+    size = task.axes["pp"]
+    stride, stage_count = task.world_size // size, size * (settings.stages_per_rank or 1)
     model = build_model(task.config, task.trust_remote_code)
-    ranges = plan_cut(model, count).ranges
-    values = sum(item.numel() for item in model.parameters())
+    blocks = plan_cut(model, stage_count).ranges
+    values = sum(parameter.numel() for parameter in model.parameters())
     del model
-    ranks = tuple(task.rank % stride + place * stride for place in range(size))
-    found = None if whole else _by_few(task, settings, ranks, ranges, values)
-    if found is None:
-        found = {}
-        for place, rank in enumerate(ranks):
-            found[place] = trace(replace(task, rank=rank, incoming=_passed(found)))
-    numbers = tuple(tuple(range(place, count, size)) for place in range(size))
-    own = task.rank // stride
-    return Traced(own, ranks, numbers, ranges, tuple(found[place][0] for place in range(size))), found[own][1]
+    position = task.rank // stride
+    ranks = tuple(task.rank % stride + index * stride for index in range(size))
+    traced = None if all_blocks else _trace_few_blocks(task, settings, ranks, blocks, values)
+    if traced is None:
+        traced = {}
+        for index, rank in enumerate(ranks):
+            traced[index] = trace(replace(task, rank=rank, received=_first_output(traced)))
+    stages = tuple(tuple(range(index, stage_count, size)) for index in range(size))
+    traces = tuple(traced[index][0] for index in range(size))
+    return TracedPipeline(position, ranks, stages, blocks, traces), traced[position][1]
 
 
-def _passed(found: dict[int, tuple[Measured, Batch]]) -> Passed | None:
-    first = found.get(0)
-    return None if first is None or first[0].stages is None else first[0].stages.passed
+def _first_output(traced: dict[int, tuple[RankTrace, RankBatch]]) -> TensorSpec | None:
+    stages = traced[0][0].stages if 0 in traced else None
+    return None if stages is None else stages.output
 
 
-def _by_few(
-    task: Task, settings: PipelineParallelConfig, ranks: tuple[int, ...], ranges: tuple[range, ...], values: int
-) -> dict[int, tuple[Measured, Batch]] | None:
-    """The same, from stages of few blocks; None where these do not say what more of them need."""
-    size, count, blocks = len(ranks), len(ranges), sum(map(len, ranges))
-    per_rank = count // size
-    if (
-        max(map(len, ranges)) <= TRACED_BLOCKS
-        or (per_rank > 1 and blocks % count)
-        or not hasattr(task.config, "num_hidden_layers")
-    ):
+def _trace_few_blocks(
+    task: TraceTask,
+    settings: PipelineParallelConfig,
+    ranks: tuple[int, ...],
+    blocks: tuple[range, ...],
+    values: int,
+) -> dict[int, tuple[RankTrace, RankBatch]] | None:
+    """Traces by pipeline rank, extrapolated from stages of few blocks; None if that does not give ``values``."""
+    size, stage_count, block_count = len(ranks), len(blocks), sum(map(len, blocks))
+    interleaved = stage_count > size
+    if max(map(len, blocks)) <= TRACED_BLOCKS or not hasattr(task.config, "num_hidden_layers"):
         return None
-    own = ranks.index(task.rank)
-    places = sorted({0, 1, own, size - 1}) if per_rank == 1 else list(range(size))
-    pairs: dict[int, list[tuple[Measured, Batch]]] = {}
-    for number in (TRACED_BLOCKS - 1, TRACED_BLOCKS):
-        config = with_blocks(task.config, number * count)
-        traced: dict[int, tuple[Measured, Batch]] = {}
-        for place in places:
-            traced[place] = trace(replace(task, config=config, rank=ranks[place], incoming=_passed(traced)))
-            pairs.setdefault(place, []).append(traced[place])
-    few, more = (pair[0].values for pair in pairs[0])
-    if more + (blocks - TRACED_BLOCKS * count) * (more - few) // count != values:
+    if interleaved and block_count % stage_count:
         return None
-    found = {}
-    for place in range(size):
-        pair = pairs[place] if place in pairs else pairs[1]
-        (first, batch), (second, _) = pair
-        measured = extended(first, second, len(ranges[place]) - TRACED_BLOCKS)
-        measured = replace(measured, values=values, trained=values * second.trained // second.values)
-        found[place] = (measured if place in pairs else _earlier_back(measured, settings, size - place)), batch
-    return found
-
-
-def _earlier_back(measured: Measured, settings: PipelineParallelConfig, stages: int) -> Measured:
-    """A rank further back in the pipeline, with so many stages from its own to the last: with 1F1B that many are in
-    flight there.
-    """
-    assert measured.stages is not None
-    alive = measured.stages.alive[:stages] if settings.schedule == "1f1b" else measured.stages.alive
-    return replace(measured, activations=max(alive), stages=replace(measured.stages, alive=alive))
+    positions = sorted({0, 1, ranks.index(task.rank), size - 1})
+    if interleaved:
+        positions = list(range(size))
+    smaller: dict[int, tuple[RankTrace, RankBatch]] = {}
+    larger: dict[int, tuple[RankTrace, RankBatch]] = {}
+    for number, traced in ((TRACED_BLOCKS - 1, smaller), (TRACED_BLOCKS, larger)):
+        config = with_blocks(task.config, number * stage_count)
+        for position in positions:
+            received = _first_output(traced)
+            traced[position] = trace(replace(task, config=config, rank=ranks[position], received=received))
+    few, more = smaller[0][0].values, larger[0][0].values
+    if more + (block_count - TRACED_BLOCKS * stage_count) * (more - few) // stage_count != values:
+        return None
+    results = {}
+    for position in range(size):
+        source = position if position in larger else 1
+        result = extrapolate(smaller[source][0], larger[source][0], len(blocks[position]) - TRACED_BLOCKS)
+        trained = values * larger[source][0].trained // more
+        result = replace(result, values=values, trained=trained)
+        if position not in larger and settings.schedule == "1f1b" and result.stages is not None:
+            # A later stage has fewer micro batches in flight: as many as stages from its own to the last.
+            activations = result.stages.activations[: size - position]
+            stages = replace(result.stages, activations=activations)
+            result = replace(result, activations=max(activations), stages=stages)
+        results[position] = result, smaller[source][1]
+    return results

@@ -1,4 +1,4 @@
-"""What a step sends and keeps: every collective with its bytes and its axis, and the memory that is alive."""
+"""Records every collective of a step with its bytes and mesh axis, and the memory that is alive."""
 
 from __future__ import annotations
 
@@ -9,60 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-Layout = Sequence[tuple[str, int]]
-"""Names and sizes of the axes that ranks are laid out along, the innermost last."""
+from ._torch_compat import TorchDispatchMode, live_bytes, local_tensor, process_group_of, storage_id
 
-
-@dataclass(frozen=True)
-class Collective:
-    """Collectives of one kind over one axis, in one step of one rank.
-
-    Attributes:
-        kind: "all-gather", "reduce-scatter", "all-reduce", "broadcast" or "all-to-all"; or what goes from one rank to
-            one other: in a pipeline "activations" to the next stage, "gradients" of them to the one before, and "tied
-            gradients" between the ends.
-        axis: the axis of the mesh; several that were made one are joined by "+".
-        ranks: how many take part.
-        calls: how often.
-        payload: bytes of whole results or inputs, over all calls.
-        sent: bytes that this rank sends, over all calls, with :func:`sent_bytes`.
-    """
-
-    kind: str
-    axis: str
-    ranks: int
-    calls: int
-    payload: int
-    sent: int
-
-
-def sent_bytes(kind: str, payload: int, ranks: int) -> int:
-    """Bytes that one rank sends in a collective that works round a ring, the least that is possible for large messages.
-
-    With S the bytes of the whole and n ranks: an all-gather (S: the result) and a reduce-scatter (S: the input) send S
-    (n-1)/n each; an all-reduce is both, 2 S (n-1)/n; an all-to-all keeps its own part, S (n-1)/n; a broadcast passes
-    everything on once, S, and so does what goes to one other rank.
-    Source: Patarasu and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69 (2009).
-    """
-    if ranks == 1:
-        return 0
-    if kind == "broadcast" or kind in POINT_TO_POINT:
-        return payload
-    return (2 if kind == "all-reduce" else 1) * payload * (ranks - 1) // ranks
-
+Axes = Mapping[str, int]
+"""Sizes of the mesh axes by name, innermost last."""
 
 SEND = "send"
-"""From one rank to one other."""
-
 POINT_TO_POINT = (SEND, "activations", "gradients", "tied gradients")
-"""Kinds that two ranks take part in, of whatever is sent."""
+"""Kinds of traffic between two ranks."""
 
-# By the name of the operation: the kind, and which argument is the whole: -1 for the result.
-_OPERATIONS: Mapping[str, tuple[str, int]] = {
+# By operator: the kind, and the index of the argument with the full data; -1 for the result.
+_OPERATORS: Mapping[str, tuple[str, int]] = {
     "c10d::_allgather_base_": ("all-gather", 0),
     "c10d::allgather_": ("all-gather", 0),
     "c10d::allgather_into_tensor_coalesced_": ("all-gather", 0),
@@ -87,147 +46,161 @@ _OPERATIONS: Mapping[str, tuple[str, int]] = {
 }
 
 
-class Recorder(TorchDispatchMode):
-    """Notes every collective and every new memory of the operations in its block.
-
-    Args:
-        layout: how ranks are laid out.
+@dataclass(frozen=True)
+class Traffic:
+    """All communication of one kind over one axis, in one step of one rank.
 
     Attributes:
-        unmarked: the kind of what is sent to one other rank without :meth:`mark`.
+        kind: "all-gather", "reduce-scatter", "all-reduce", "broadcast" or "all-to-all"; or point to point: in a
+            pipeline "activations" (to the next stage), "gradients" (to the previous stage) and "tied gradients"
+            (between the first and the last).
+        axis: the mesh axis; axes that are flattened into one are joined by "+".
+        ranks: number of participating ranks.
+        calls: number of calls.
+        payload: bytes of the full results or inputs, over all calls.
+        sent: bytes that this rank sends, over all calls; see :func:`sent_bytes`.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    kind: str
+    axis: str
+    ranks: int
+    calls: int
+    payload: int
+    sent: int
+
+
+def sent_bytes(kind: str, payload: int, ranks: int) -> int:
+    """Bytes that one rank sends in a ring collective, the minimum for large messages.
+
+    With S the full bytes and n ranks: an all-gather (S: the result), a reduce-scatter (S: the input) and an all-to-all
+    (S: the input) send S (n-1)/n; an all-reduce 2 S (n-1)/n; a broadcast and a point-to-point message S.
+    Source: Patarasu and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69 (2009).
+    """
+    if ranks == 1:
+        return 0
+    if kind == "broadcast" or kind in POINT_TO_POINT:
+        return payload
+    return (2 if kind == "all-reduce" else 1) * payload * (ranks - 1) // ranks
+
+
+def add_traffic(parts: Iterable[tuple[int, Iterable[Traffic]]]) -> tuple[Traffic, ...]:
+    """The sum of several recordings, each multiplied by a factor."""
+    sums: dict[tuple[str, str, int], list[int]] = {}
+    for factor, recording in parts:
+        for item in recording:
+            entry = sums.setdefault((item.kind, item.axis, item.ranks), [0, 0, 0])
+            for index, value in enumerate((item.calls, item.payload, item.sent)):
+                entry[index] += factor * value
+    return tuple(Traffic(*key, *values) for key, values in sorted(sums.items()))
+
+
+class Recorder(TorchDispatchMode):
+    """Records the collectives and the new storages of the operations in its block.
+
+    Args:
+        axes: the mesh.
+
+    Attributes:
+        default_kind: the kind of point-to-point messages whose tensor was not labelled with :meth:`label`.
+    """
+
+    def __init__(self, axes: Axes) -> None:
         super().__init__()
-        self.layout = layout
-        self.unmarked = SEND
-        self._marks: dict[int, str] = {}
-        self._sums: dict[tuple[str, str, int], list[int]] = {}
-        self._axes: dict[tuple[int, ...], str] = {}
-        # While such a reference is kept, no other memory gets the same key.
-        self._alive: dict[int, StorageWeakRef] = {}
-        self._older: dict[int, StorageWeakRef] = {}
+        self.axes = axes
+        self.default_kind = SEND
+        self._labels: dict[int, str] = {}
+        self._traffic: list[Traffic] = []
+        self._axis_names: dict[tuple[int, ...], str] = {}
+        # No other storage gets the same id while it is weakly referenced.
+        self._created: dict[int, StorageWeakRef] = {}
+        self._existing: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Memory that is read before it was made here was there before: results may be views of it.
-        for tensor in _tensors(args):
-            self._keep(self._older, tensor, self._alive)
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if name in _OPERATIONS:
-            self._note(*_OPERATIONS[name], args, kwargs or {}, result)
-        for tensor in _tensors(result):
-            self._keep(self._alive, tensor, self._older)
+        kwargs = kwargs or {}
+        # A storage that is read before it was seen existed before the block; results may be views of it.
+        for tensor in _tensors_in(args):
+            key = storage_id(tensor)
+            if key not in self._created and key not in self._existing:
+                self._existing[key] = StorageWeakRef(tensor.untyped_storage())
+        result = func(*args, **kwargs)
+        operator = func.name()
+        if operator in _OPERATORS:
+            self._record(*_OPERATORS[operator], args, kwargs, result)
+        for tensor in _tensors_in(result):
+            key = storage_id(tensor)
+            if key not in self._created and key not in self._existing:
+                self._created[key] = StorageWeakRef(tensor.untyped_storage())
         return result
 
-    @staticmethod
-    def _keep(kept: dict[int, StorageWeakRef], tensor: torch.Tensor, others: Mapping[int, StorageWeakRef]) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in kept and key not in others:
-            kept[key] = StorageWeakRef(storage)
-
-    def _note(self, kind: str, place: int, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        group = _group_of((*args, *kwargs.values()))
-        ranks = dist.get_process_group_ranks(group)
-        axis, number = self._axis_of(ranks), len(ranks)
-        if kind == SEND:
-            kind, number = self._marks.pop(_tensors(args[0])[0].untyped_storage()._cdata, self.unmarked), 2
-        payload = sum(tensor.nbytes for tensor in _tensors(result if place < 0 else args[place]))
-        entry = self._sums.setdefault((kind, axis, number), [0, 0, 0])
-        for index, value in enumerate((1, payload, sent_bytes(kind, payload, number))):
-            entry[index] += value
-
-    def _axis_of(self, ranks: list[int]) -> str:
+    def _record(self, kind: str, index: int, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        ranks = dist.get_process_group_ranks(process_group_of((*args, *kwargs.values())))
         key = (ranks[0], ranks[-1], len(ranks))
-        if key not in self._axes:
-            self._axes[key] = axis_of(ranks, self.layout)
-        return self._axes[key]
+        if key not in self._axis_names:
+            self._axis_names[key] = axis_of(ranks, self.axes)
+        count = len(ranks)
+        if kind == SEND:
+            kind, count = self._labels.pop(storage_id(_tensors_in(args[0])[0]), self.default_kind), 2
+        payload = sum(tensor.nbytes for tensor in _tensors_in(result if index < 0 else args[index]))
+        sent = sent_bytes(kind, payload, count)
+        self._traffic.append(Traffic(kind, self._axis_names[key], count, 1, payload, sent))
 
     @property
-    def collectives(self) -> list[Collective]:
-        """What has been sent, by kind and axis."""
-        return [Collective(kind, axis, ranks, *sums) for (kind, axis, ranks), sums in sorted(self._sums.items())]
+    def traffic(self) -> tuple[Traffic, ...]:
+        """The recorded communication by kind and axis."""
+        return add_traffic([(1, self._traffic)])
 
-    def mark(self, tensor: torch.Tensor, kind: str) -> None:
-        """Say what a tensor is that is about to be sent to one other rank."""
-        self._marks[local(tensor).untyped_storage()._cdata] = kind
+    def label(self, tensor: torch.Tensor, kind: str) -> None:
+        """Set the kind of the point-to-point message that will send this tensor."""
+        self._labels[storage_id(local_tensor(tensor))] = kind
 
-    def storages(self) -> dict[int, int]:
-        """Bytes by storage of the memory made in the block that is still there."""
-        found: dict[int, int] = {}
-        for key, reference in list(self._alive.items()):
-            if reference.expired():
-                del self._alive[key]
-                continue
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            found[key] = 0 if storage is None else storage.nbytes()
-        return found
+    def live_storages(self) -> dict[int, int]:
+        """Bytes by id of the storages that were created in the block and are still alive."""
+        self._created = {key: reference for key, reference in self._created.items() if not reference.expired()}
+        return {key: live_bytes(reference) for key, reference in self._created.items()}
 
-    def alive(self, model: nn.Module) -> int:
-        """Bytes of memory made in the block that are still there, without what stands in the model's modules."""
-        own = storages_in(model)
-        return sum(size for key, size in self.storages().items() if key not in own)
+    def live_bytes(self, model: nn.Module) -> int:
+        """Bytes created in the block that are still alive, without the tensors that the model's modules hold."""
+        held = module_storages(model)
+        return sum(size for key, size in self.live_storages().items() if key not in held)
 
 
-def axis_of(ranks: Sequence[int], layout: Layout) -> str:
-    """The axes along which ranks of a group differ, joined by "+"."""
-    coordinates = [coordinates_of(rank, layout) for rank in {ranks[0], ranks[-1], *ranks[:: max(len(ranks) // 64, 1)]}]
-    names = [name for name, size in layout if size > 1 and len({place[name] for place in coordinates}) > 1]
+def axis_of(ranks: Sequence[int], axes: Axes) -> str:
+    """The axes along which the ranks of a group differ, joined by "+"."""
+    sample = {ranks[0], ranks[-1], *ranks[:: max(len(ranks) // 64, 1)]}
+    coordinates = [coordinates_of(rank, axes) for rank in sample]
+    names = [name for name, size in axes.items() if size > 1 and len({item[name] for item in coordinates}) > 1]
     return "+".join(names) or "one rank"
 
 
-def coordinates_of(rank: int, layout: Layout) -> dict[str, int]:
-    """Where a rank is along each axis."""
-    found: dict[str, int] = {}
-    for name, size in reversed(layout):
-        rank, found[name] = divmod(rank, size)
-    return {name: found[name] for name, _ in layout}
+def coordinates_of(rank: int, axes: Axes) -> dict[str, int]:
+    """The coordinate of a rank on each axis."""
+    coordinates: dict[str, int] = {}
+    for name, size in reversed(list(axes.items())):
+        rank, coordinates[name] = divmod(rank, size)
+    return {name: coordinates[name] for name in axes}
 
 
-def storages_in(model: nn.Module) -> dict[int, int]:
-    """Bytes by storage of every tensor that stands in a module, be it a parameter or a view of one."""
-    found: dict[int, int] = {}
-    for module in model.modules():
-        parameters = list(module._parameters.values())
-        # Version 1 of FSDP keeps what it has gathered as attributes of its flat parameters.
-        gathered = [value for item in parameters if item is not None for value in vars(item).values()]
-        for tensor in _tensors([*parameters, *gathered, *module._buffers.values(), *vars(module).values()]):
-            storage = tensor.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return found
-
-
-def stored(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory of tensors on this rank, each memory counted once."""
+def module_storages(model: nn.Module) -> dict[int, int]:
+    """Bytes by storage id of every tensor that a module holds: parameters, buffers, and other attributes."""
     sizes: dict[int, int] = {}
-    for tensor in tensors:
-        storage = local(tensor).untyped_storage()
-        sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
+    for module in model.modules():
+        parameters = list(module.parameters(recurse=False))
+        # FSDP 1 keeps gathered parameters as attributes of its flat parameters.
+        attributes = [value for parameter in parameters for value in vars(parameter).values()]
+        for tensor in _tensors_in([*parameters, *attributes, *module.buffers(recurse=False), *vars(module).values()]):
+            sizes[storage_id(tensor)] = tensor.untyped_storage().nbytes()
+    return sizes
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that tensors take on this rank; a storage that several of them share counts once."""
+    local = [local_tensor(tensor) for tensor in tensors]
+    return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in local}.values())
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return [local(value)]
+        return [local_tensor(value)]
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
+        return [tensor for item in value for tensor in _tensors_in(item)]
     return []
-
-
-def _group_of(values: Iterable[Any]) -> Any:
-    """The process group among the arguments of a collective: as an object, or by its name."""
-    names = []
-    for value in values:
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return dist.ProcessGroup.unbox(value)
-        if isinstance(value, str):
-            names.append(value)
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    # The operation of a reduction is a word too; the group comes after it.
-    return resolve(names[-1])

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel sends, without what it does: its reducer works on memory, and a plan has none."""
+"""A stand-in for DistributedDataParallel, whose reducer needs real memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 
-class Replica(nn.Module):
-    """A model that broadcasts its buffers before, and all-reduces its gradients in, each pass that synchronises.
+class ReplicatedModel(nn.Module):
+    """Broadcasts buffers before the forward, and all-reduces gradients in the backward, of passes that synchronise.
 
-    It all-reduces parameter by parameter; DDP does so in buckets of many, which sends the same bytes in fewer calls.
+    It all-reduces each parameter separately; DDP uses buckets, which send the same bytes in fewer calls.
 
     Args:
         module: the model.
-        process_group: the ranks that have a copy each; all by default.
-        broadcast_buffers: send rank 0's buffers to the others before each forward.
-        **settings: further settings of DDP, which change no number of bytes.
+        process_group: the ranks that hold a copy each (default: all).
+        broadcast_buffers: send rank 0's buffers to the other ranks before each forward.
+        **settings: further settings of DDP, which do not change the number of bytes.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Replica(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without sending them."""
+        """Accumulate gradients without reducing them."""
         self.synchronises = False
         try:
             yield

@@ -1,4 +1,4 @@
-"""A plan as text."""
+"""Formats a plan as text."""
 
 from __future__ import annotations
 
@@ -6,50 +6,49 @@ from accel_state.humanize import convert_bytes
 
 from .pipelines import StagePlan
 from .plan import RankPlan
-from .record import POINT_TO_POINT, Collective
+from .record import POINT_TO_POINT, Traffic
 
 _SHOWN_SAMPLES = 8
 
 
 def as_text(plan: RankPlan) -> str:
-    """What a rank holds, sends and reads, for people."""
-    parts = [_head(plan), _memory(plan), _stages(plan), _sent(plan), _batch(plan)]
+    """The report of ``accel plan``."""
+    parts = [_head(plan), _memory(plan), _pipeline(plan), _traffic(plan), _data(plan)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def _head(plan: RankPlan) -> list[str]:
-    place = ", ".join(f"{name} {one} of {size}" for name, (one, size) in plan.coordinates.items())
+    coordinates = ", ".join(f"{name} {value} of {size}" for name, (value, size) in plan.coordinates.items())
     lines = [
         f"{plan.model}: {plan.parameters:,} parameters, {plan.strategy} on {plan.processes:,} processes, mixed "
-        "precision: "
-        f"{plan.mixed_precision}",
-        f"rank {plan.rank}: {place}",
+        f"precision: {plan.mixed_precision}",
+        f"rank {plan.rank}: {coordinates}",
     ]
-    if plan.pipeline is not None:
-        own = next(stage for stage in plan.pipeline.stages if stage.rank == plan.rank)
-        samples = len(plan.batch.samples) // plan.pipeline.micro_batches
+    pipeline = plan.pipeline
+    if pipeline is not None:
+        stage = next(stage for stage in pipeline.stages if stage.rank == plan.rank)
+        samples = len(plan.batch.samples) // pipeline.micro_batches
         lines.append(
-            f"pipeline: {_named(own)} of {plan.pipeline.blocks}; {plan.pipeline.schedule}, "
-            f"{plan.pipeline.micro_batches} micro batches of "
-            f"{samples} sample(s), at most {plan.pipeline.in_flight} in flight on this rank"
+            f"pipeline: {_stage_name(stage)} of {pipeline.blocks}; {pipeline.schedule}, {pipeline.micro_batches} "
+            f"micro batches of {samples} sample(s), at most {pipeline.in_flight} in flight on this rank"
         )
     return lines
 
 
-def _named(stage: StagePlan) -> str:
-    many = "s" if len(stage.stages) > 1 else ""
+def _stage_name(stage: StagePlan) -> str:
+    plural = "s" if len(stage.stages) > 1 else ""
     blocks = ", ".join(f"{first} to {last}" for first, last in stage.blocks)
-    return f"stage{many} {', '.join(map(str, stage.stages))}, blocks {blocks}"
+    return f"stage{plural} {', '.join(map(str, stage.stages))}, blocks {blocks}"
 
 
-def _stages(plan: RankPlan) -> list[str]:
+def _pipeline(plan: RankPlan) -> list[str]:
     if plan.pipeline is None:
         return []
-    lines = ["ranks of this pipeline, in bytes of parameters and in all:"]
-    width = max(len(_named(stage)) for stage in plan.pipeline.stages)
+    lines = ["ranks of this pipeline (bytes of parameters, total bytes):"]
+    width = max(len(_stage_name(stage)) for stage in plan.pipeline.stages)
     for stage in plan.pipeline.stages:
-        start = f"  {'rank ' + str(stage.rank):<11}{_named(stage):<{width}}"
-        note = "  the fullest" if stage.rank == plan.pipeline.fullest else ""
+        start = f"  {'rank ' + str(stage.rank):<11}{_stage_name(stage):<{width}}"
+        note = "  largest" if stage.rank == plan.pipeline.fullest else ""
         lines.append(f"{start}{stage.parameters:>20,}{stage.total:>20,}  {convert_bytes(stage.total):>10}{note}")
     return lines
 
@@ -57,22 +56,16 @@ def _stages(plan: RankPlan) -> list[str]:
 def _memory(plan: RankPlan) -> list[str]:
     memory = plan.memory
     tokens = f"{len(plan.batch.samples)} sample(s) of {plan.local_length:,} tokens"
-    rows = [
+    lines = ["memory (bytes):"]
+    for name, part, note in (
         ("parameters", "weights", ""),
         ("gradients", "gradients", ""),
         ("optimizer state", "optimizer", plan.optimizer),
         ("gathered or in flight", "buffers", ""),
         ("activations", "activations", tokens),
-    ]
-    lines = ["holds, in bytes:"]
-    for name, part, note in rows:
-        lines.append(
-            _row(
-                name,
-                getattr(memory, part),
-                ", ".join(filter(None, [note, "offloaded" if part in plan.offloaded else ""])),
-            )
-        )
+    ):
+        notes = [note, "offloaded" if part in plan.offloaded else ""]
+        lines.append(_row(name, getattr(memory, part), ", ".join(filter(None, notes))))
     lines.append(_row("total", memory.total, ""))
     if plan.offloaded:
         lines.append(_row("on the device", memory.total - sum(getattr(memory, part) for part in plan.offloaded), ""))
@@ -83,39 +76,39 @@ def _row(name: str, value: int, note: str) -> str:
     return f"  {name:<22}{value:>22,}  {convert_bytes(value):>10}  {note}".rstrip()
 
 
-def _sent(plan: RankPlan) -> list[str]:
+def _traffic(plan: RankPlan) -> list[str]:
     if not plan.collectives:
-        return ["sends nothing: there is no other rank"]
+        return ["communication: none, there is only one rank"]
     passes = f" of {plan.steps} micro batches" if plan.steps > 1 else ""
-    lines = [f"sends in an optimizer step{passes}, in bytes:"]
-    for one in plan.collectives:
-        start = f"  {one.kind:<15}{one.axis:<16}{one.ranks:>5} ranks {one.calls:>6} calls"
-        lines.append(f"{start} {one.sent:>20,}  {convert_bytes(one.sent):>10}  = {_formula(one)}")
-    total = sum(one.sent for one in plan.collectives)
+    lines = [f"sent per optimizer step{passes} (bytes):"]
+    for item in plan.collectives:
+        start = f"  {item.kind:<15}{item.axis:<16}{item.ranks:>5} ranks {item.calls:>6} calls"
+        lines.append(f"{start} {item.sent:>20,}  {convert_bytes(item.sent):>10}  = {_formula(item)}")
+    total = sum(item.sent for item in plan.collectives)
     lines.append(f"  {'total':<49}{total:>20,}  {convert_bytes(total):>10}")
     return lines
 
 
-def _formula(one: Collective) -> str:
-    if one.kind in POINT_TO_POINT and one.payload % one.calls == 0:
-        return f"{one.calls} x {one.payload // one.calls:,}"
-    if one.kind == "broadcast" or one.kind in POINT_TO_POINT:
-        return f"{one.payload:,}"
-    twice = "2 x " if one.kind == "all-reduce" else ""
-    return f"{twice}{one.payload:,} x {one.ranks - 1}/{one.ranks}"
+def _formula(item: Traffic) -> str:
+    if item.kind in POINT_TO_POINT and item.payload % item.calls == 0:
+        return f"{item.calls} x {item.payload // item.calls:,}"
+    if item.kind == "broadcast" or item.kind in POINT_TO_POINT:
+        return f"{item.payload:,}"
+    twice = "2 x " if item.kind == "all-reduce" else ""
+    return f"{twice}{item.payload:,} x {item.ranks - 1}/{item.ranks}"
 
 
-def _batch(plan: RankPlan) -> list[str]:
+def _data(plan: RankPlan) -> list[str]:
     batch = plan.batch
-    shown = ", ".join(map(str, batch.samples[:_SHOWN_SAMPLES])) + (
-        ", ..." if len(batch.samples) > _SHOWN_SAMPLES else ""
-    )
+    shown = [str(sample) for sample in batch.samples[:_SHOWN_SAMPLES]]
+    if len(batch.samples) > _SHOWN_SAMPLES:
+        shown.append("...")
     lines = [
-        f"reads: data rank {batch.rank} of {batch.ranks}; of the first {batch.global_size:,} samples (unshuffled) "
-        f"{shown}",
+        f"data: data rank {batch.rank} of {batch.ranks}; samples {', '.join(shown)} of the first {batch.global_size:,} "
+        "(unshuffled)"
     ]
     if plan.local_length != plan.seq_length:
         lines.append(f"  {plan.local_length:,} of each sample's {plan.seq_length:,} tokens")
     if plan.steps > 1:
-        lines.append(f"  {batch.global_size * plan.steps:,} samples in an optimizer step ({plan.steps} micro batches)")
+        lines.append(f"  {batch.global_size * plan.steps:,} samples per optimizer step ({plan.steps} micro batches)")
     return lines

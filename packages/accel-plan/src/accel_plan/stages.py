@@ -1,9 +1,8 @@
-"""Pipelines in a plan: torch's own schedule runs the stages of one rank, and what the other ranks would send has a
-shape and no values.
-"""
+"""Pipeline stages in a plan: torch's own schedule runs this rank's stages, and received tensors have no values."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,228 +16,182 @@ from torch.distributed.fsdp import FSDPModule
 
 from accel.parallel.pipeline import Pipeline
 
-from .record import Recorder, local, storages_in
+from ._torch_compat import fsdp2_units, fsdp2_unsharded_tensors, local_pipeline_stage, local_tensor, storage_id
+from .record import Recorder, module_storages
 
 
 @dataclass(frozen=True)
-class Passed:
-    """What a stage passes on, of one micro batch.
-
-    Attributes:
-        shape: of the tensor.
-        dtype: its type.
-    """
+class TensorSpec:
+    """The shape and dtype of the tensor that a stage sends for one micro batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What the stages of one rank keep while a schedule runs them, in bytes.
+class StageMemory:
+    """The memory of one rank's stages while a schedule runs them.
 
     Attributes:
-        alive: activations, at most, by the number of micro batches in flight, from 1.
-        gathered: whole parameters, and their whole gradients where these are divided after the last micro batch.
-        passed: what the first stage passes on; None on ranks that have another.
+        activations: peak bytes by the number of micro batches in flight, from 1.
+        gathered: peak bytes of gathered parameters and their unsharded gradients.
+        output: what the first stage sends; None on ranks without it.
     """
 
-    alive: tuple[int, ...]
+    activations: tuple[int, ...]
     gathered: int
-    passed: Passed | None
+    output: TensorSpec | None
 
 
 @dataclass
-class Watch:
-    """What is seen of the stages of one rank while a schedule runs them.
+class StageMonitor:
+    """Measures the stages of one rank while a schedule runs them.
 
     Attributes:
-        incoming: what a stage gets from the one before; the first stage needs none.
-        outgoing: what the first stage passes on; None on ranks that have another.
-        recorder: of the pass that is running.
-        model: the prepared model.
-        example: a micro batch, as the first stage and all stages get it.
-        flying: micro batches whose forward pass is done and whose backward pass is not, of all stages of the rank.
-        alive: bytes of activations before a backward pass, at most, by that number.
-        gathered: bytes of whole parameters and their whole gradients, at most.
+        received: what a stage receives from the previous one; not needed by the first stage.
+        output: what the first stage sends; None on ranks without it.
+        recorder: of the running pass.
+        model: the prepared model, during a pass.
+        example: a micro batch: the input of the first stage, and the inputs of all stages.
+        in_flight: micro batches of this rank's stages between their forward and their backward pass.
+        activations: peak bytes before a backward pass, by ``in_flight``.
+        gathered: peak bytes of gathered parameters and their unsharded gradients.
     """
 
-    incoming: Passed | None = None
-    outgoing: Passed | None = None
+    received: TensorSpec | None = None
+    output: TensorSpec | None = None
     recorder: Recorder | None = None
     model: nn.Module | None = None
     example: tuple[torch.Tensor, dict[str, torch.Tensor]] = None  # type: ignore[assignment]
-    flying: int = 0
-    alive: dict[int, int] = field(default_factory=dict)
+    in_flight: int = 0
+    activations: dict[int, int] = field(default_factory=dict)
     gathered: int = 0
 
-    def look(self, before: bool) -> None:
-        """Note what is in memory before or after a backward pass."""
+    def measure(self, before_backward: bool) -> None:
+        """Measure the memory before or after a backward pass."""
         if self.recorder is None or self.model is None:
             return
-        whole = {storage._cdata: storage.nbytes() for storage in whole_memory(self.model)}
-        self.gathered = max(self.gathered, sum(whole.values()))
-        if not before:
-            return
-        apart = {**storages_in(self.model), **whole}
-        apart.update(
-            {local(item.grad).untyped_storage()._cdata: 0 for item in self.model.parameters() if item.grad is not None}
-        )
-        activations = sum(size for key, size in self.recorder.storages().items() if key not in apart)
-        self.alive[self.flying] = max(self.alive.get(self.flying, 0), activations)
+        gathered = gathered_storages(self.model)
+        self.gathered = max(self.gathered, sum(gathered.values()))
+        if before_backward:
+            gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+            excluded = {*module_storages(self.model), *gathered}
+            excluded.update(storage_id(local_tensor(gradient)) for gradient in gradients)
+            live = sum(size for key, size in self.recorder.live_storages().items() if key not in excluded)
+            self.activations[self.in_flight] = max(self.activations.get(self.in_flight, 0), live)
+
+    def result(self) -> StageMemory:
+        """The peaks so far."""
+        numbers = range(1, max(self.activations, default=0) + 1)
+        return StageMemory(tuple(self.activations.get(number, 0) for number in numbers), self.gathered, self.output)
 
 
-_WATCH: ContextVar[Watch] = ContextVar("_WATCH")
+# The schedule creates the stages, so the monitor cannot be passed to them.
+_MONITOR: ContextVar[StageMonitor] = ContextVar("_MONITOR")
 
 
 @contextmanager
-def watching(incoming: Passed | None) -> Iterator[Watch]:
-    """A block in which the stages of this rank are watched."""
-    watch = Watch(incoming)
-    token = _WATCH.set(watch)
+def monitoring(received: TensorSpec | None) -> Iterator[StageMonitor]:
+    """A block in which this rank's stages are monitored."""
+    monitor = StageMonitor(received)
+    token = _MONITOR.set(monitor)
     try:
-        yield watch
+        yield monitor
     finally:
-        _WATCH.reset(token)
-
-
-def seen() -> Kept:
-    """What has been seen in the block of :func:`watching` so far."""
-    watch = _WATCH.get()
-    alive = tuple(watch.alive.get(number, 0) for number in range(1, max(watch.alive, default=0) + 1))
-    return Kept(alive, watch.gathered, watch.outgoing)
+        _MONITOR.reset(token)
 
 
 @contextmanager
-def one_pass(model: nn.Module, recorder: Recorder) -> Iterator[Watch]:
+def recording_pass(monitor: StageMonitor, model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """A block with one forward and backward pass of a pipeline."""
-    watch = _WATCH.get()
-    watch.recorder, watch.model, watch.flying = recorder, model, 0
-    recorder.unmarked = "tied gradients"
+    monitor.recorder, monitor.model, monitor.in_flight = recorder, model, 0
+    recorder.default_kind = "tied gradients"
     try:
-        yield watch
+        yield
     finally:
-        watch.recorder = watch.model = None
+        monitor.recorder = monitor.model = None
 
 
-def make_schedule(model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
-    """Have the schedule for such inputs made before a pass, since finding out the shapes takes a forward pass of its
-    own.
-    """
+def create_schedule(monitor: StageMonitor, model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
+    """Create the schedule before the pass is recorded, because that takes a forward pass to find the shapes."""
     pipeline: Pipeline = model.__dict__["_pipeline"]
     first, rest = pipeline._inputs((), {name: value for name, value in inputs.items() if name != "labels"})
     size = first.shape[0] // pipeline.settings.check_batch(first.shape[0], pipeline.size)
-    _WATCH.get().example = first[:size], {name: value[:size] for name, value in rest.items()}
+    monitor.example = first[:size], {name: value[:size] for name, value in rest.items()}
     pipeline._schedule(first, rest)
 
 
-class _Agreed:
-    """What the ranks of a pipeline agree on: shapes are known and need not be exchanged."""
+def monitored_stage_class() -> Any:
+    """A PipelineStage that measures memory around its backward passes and labels its messages."""
+    base: Any = local_pipeline_stage()
 
-    def item(self) -> int:
-        return 1
+    class MonitoredStage(base):  # type: ignore[misc]
+        def __init__(
+            self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device, group: Any = None
+        ) -> None:
+            monitor = _MONITOR.get()
+            received, batch = monitor.example
+            if stage_index > 0:
+                spec = monitor.received
+                assert spec is not None  # the rank with the first stage is traced first
+                received = torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=True)
+            with torch.no_grad():
+                output = submodule(received, **batch)
+            for module in submodule.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            if stage_index == 0:
+                monitor.received = monitor.output = TensorSpec(tuple(output.shape), output.dtype)
+            output = torch.empty_like(output, requires_grad=True)
+            super().__init__(
+                submodule, stage_index, num_stages, device, input_args=received, output_args=output, group=group
+            )
 
+        def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward_one_chunk(*args, **kwargs)
+            _MONITOR.get().in_flight += 1
+            return output
 
-class Watched:
-    """What makes torch's PipelineStage ask no other rank for shapes, and note what is alive before and after its
-    backward passes.
-    """
+        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            monitor = _MONITOR.get()
+            monitor.measure(before_backward=True)
+            result = super().backward_one_chunk(*args, **kwargs)
+            monitor.in_flight -= 1
+            monitor.measure(before_backward=False)
+            return result
 
-    def __init__(
-        self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device, group: Any = None
-    ) -> None:
-        watch = _WATCH.get()
-        first, batch = watch.example
-        incoming = first
-        if stage_index > 0:
-            assert watch.incoming is not None  # a rank that has the first stage is traced before
-            incoming = torch.empty(watch.incoming.shape, dtype=watch.incoming.dtype, device=device, requires_grad=True)
-        with torch.no_grad():
-            outgoing = submodule(incoming, **batch)
-        for module in submodule.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        if stage_index == 0:
-            watch.incoming = watch.outgoing = Passed(tuple(outgoing.shape), outgoing.dtype)
-        outgoing = torch.empty_like(outgoing, requires_grad=True)
-        stage: Any = super()
-        stage.__init__(
-            submodule, stage_index, num_stages, device, input_args=incoming, output_args=outgoing, group=group
-        )
+        def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+            return _label_messages(super().get_fwd_send_ops(fwd_chunk_id), "activations")
 
-    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
-        return _Agreed()
+        def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+            return _label_messages(super().get_bwd_send_ops(bwd_chunk_id), "gradients")
 
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
-        return _Agreed()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return []
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        stage: Any = super()
-        output = stage.forward_one_chunk(*args, **kwargs)
-        _WATCH.get().flying += 1
-        return output
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        watch = _WATCH.get()
-        stage: Any = super()
-        watch.look(before=True)
-        result = stage.backward_one_chunk(*args, **kwargs)
-        watch.flying -= 1
-        watch.look(before=False)
-        return result
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        stage: Any = super()
-        return _marked(stage.get_fwd_send_ops(fwd_chunk_id), "activations")
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        stage: Any = super()
-        return _marked(stage.get_bwd_send_ops(bwd_chunk_id), "gradients")
+    return MonitoredStage
 
 
-def _marked(ops: list[dist.P2POp], what: str) -> list[dist.P2POp]:
-    recorder = _WATCH.get().recorder
+def _label_messages(ops: list[dist.P2POp], kind: str) -> list[dist.P2POp]:
+    recorder = _MONITOR.get().recorder
     for op in ops:
         if recorder is not None:
-            recorder.mark(op.tensor, what)
+            recorder.label(op.tensor, kind)
     return ops
 
 
-def watched_stage() -> type:
-    """The PipelineStage of torch, watched. Importing it changes the environment, so it is imported where a plan is
-    made.
-    """
-    from torch.distributed.pipelining import PipelineStage
-
-    return type("WatchedStage", (Watched, PipelineStage), {})
+def broadcast_loss(pipeline: Pipeline, tensor: torch.Tensor | None) -> torch.Tensor:
+    """Broadcast the last rank's loss, assuming that it is a scalar rather than exchanging its shape."""
+    loss = torch.zeros((), device=pipeline.device) if tensor is None else tensor.contiguous()
+    dist.broadcast(loss, group_src=pipeline.size - 1, group=pipeline.group)
+    return loss
 
 
-def share_loss(pipeline: Pipeline, tensor: torch.Tensor | None) -> torch.Tensor:
-    """What the last rank has, on every rank, where it is a loss: nobody is asked for its shape."""
-    shared = torch.zeros((), device=pipeline.device) if tensor is None else tensor.contiguous()
-    dist.broadcast(shared, group_src=pipeline.size - 1, group=pipeline.group)
-    return shared
-
-
-def whole_memory(model: nn.Module) -> Iterator[torch.UntypedStorage]:
-    """The memory of parameters that fully_shard has gathered, and of gradients that it has not divided yet."""
-    # What fully_shard knows of a stage's outermost module is on the part, of which the prepared model has the modules
-    # only.
-    parts: dict[int, nn.Module] = model.__dict__["_pipeline"].parts
-    for module in (module for part in parts.values() for module in part.modules()):
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-            for holder in group.fsdp_params if group is not None else ():
-                whole = getattr(holder, "_unsharded_param", None)
-                for tensor in (
-                    whole,
-                    None if whole is None else whole.grad,
-                    getattr(holder, "unsharded_accumulated_grad", None),
-                ):
-                    if tensor is not None:
-                        yield local(tensor).untyped_storage()
+def gathered_storages(model: nn.Module) -> dict[int, int]:
+    """Bytes by storage id of the parameters that fully_shard has gathered, and of their unreduced gradients."""
+    sizes: dict[int, int] = {}
+    # The prepared model has the submodules of the stages, but not the outermost modules that fully_shard was called on.
+    for part in model.__dict__["_pipeline"].parts.values():
+        for module in part.modules():
+            units = fsdp2_units(module) if isinstance(module, FSDPModule) else []
+            for tensor in itertools.chain.from_iterable(map(fsdp2_unsharded_tensors, itertools.chain(*units))):
+                local = local_tensor(tensor)
+                sizes[storage_id(local)] = local.untyped_storage().nbytes()
+    return sizes

@@ -1,7 +1,8 @@
-"""One process that takes itself for a rank of many: torch's fake process group, and tensors without memory."""
+"""Simulates one rank of a large world in a single process: a fake process group, and tensors without memory."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
@@ -17,28 +17,24 @@ from accel_state import PartialState, context, env
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
+from ._torch_compat import FakeTensor, FakeTensorMode, fake_store, unset_fake_temporarily
+
 T = TypeVar("T")
 
-# What a launcher sets for one rank, and a shell may hold for another.
+# What a launcher sets, which must not leak from the shell into the simulated rank.
 _RANK_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
 )
 _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 
 
-class AloneCollectives(Collectives):
-    """Every rank has what this one has: nothing is sent.
+class LocalCollectives(Collectives):
+    """Collectives that assume that every rank has this rank's values, and send nothing.
 
     Args:
-        rank: the rank to be.
-        world_size: the number of ranks there would be.
+        rank: the simulated rank.
+        world_size: the simulated number of ranks.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -54,52 +50,52 @@ class AloneCollectives(Collectives):
 
     def scatter_object(self, objects: Sequence[Any] | None, source: int = 0) -> Any:
         if objects is None:
-            raise ConfigurationError(f"rank {self.rank} alone cannot know what rank {source} would scatter.")
+            raise ConfigurationError(f"rank {self.rank} cannot simulate receiving an object from rank {source}.")
         return objects[self.rank]
 
 
-class EqualParts(TorchFunctionMode):
-    """Cuts tensors without memory into parts, of which equal ones are one object.
+class SharedChunks(TorchFunctionMode):
+    """Splits tensors without memory into chunks of which equal ones are the same object.
 
-    Sharding over 4,096 ranks cuts each parameter into as many parts and keeps one of them. Tensors without values
-    differ by their shapes only, so two are made, and not 4,096.
+    Sharding over 4,096 ranks splits each parameter into 4,096 chunks and keeps one. Without values, they differ in
+    their shapes only, so two objects suffice.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.chunk, torch.Tensor.chunk) and isinstance(args[0], FakeTensor):
-            return _parts(*args, **kwargs)
+            return _shared_chunks(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _parts(tensor: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+def _shared_chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
     size = tensor.size(dim)
-    each = max(-(-size // chunks), 1)
-    full, rest = divmod(size, each)
-    parts = [tensor.narrow(dim, 0, each)] * full if full else []
-    return (*parts, *([tensor.narrow(dim, full * each, rest)] if rest or not size else []))
+    chunk_size = max(-(-size // chunks), 1)
+    count, rest = divmod(size, chunk_size)
+    parts = [tensor.narrow(dim, 0, chunk_size)] * count if count else []
+    if rest or not size:
+        parts.append(tensor.narrow(dim, count * chunk_size, rest))
+    return tuple(parts)
 
 
 @contextmanager
-def pretended_rank(
+def simulated_rank(
     rank: int, world_size: int, local_world_size: int, variables: Mapping[str, str]
 ) -> Iterator[PartialState]:
-    """A block in which this process is a rank of many, whose collectives return at once.
+    """A block in which this process is a rank of a larger world, whose collectives return at once.
 
     Args:
-        rank: the rank to be.
-        world_size: the number of ranks.
-        local_world_size: ranks on each node.
-        variables: what the launcher would hand to the process.
+        rank: the simulated rank.
+        world_size: the simulated number of ranks.
+        local_world_size: ranks per node.
+        variables: the environment variables that the launcher would set.
 
     Raises:
-        ConfigurationError: this process is in a group of its own already.
+        ConfigurationError: this process is already in a process group.
     """
     if dist.is_initialized():
-        raise ConfigurationError("accel plan needs a process of its own: this one is in a process group already.")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    places = {
+        raise ConfigurationError("accel plan cannot run in a process that already has a process group.")
+    rank_variables = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
         "LOCAL_RANK": rank % local_world_size,
@@ -107,104 +103,91 @@ def pretended_rank(
         "GROUP_RANK": rank // local_world_size,
         "GROUP_WORLD_SIZE": world_size // local_world_size,
     }
+    kept = {
+        name: value
+        for name, value in env.all_variables().items()
+        if name not in _RANK_VARIABLES and not name.startswith(_PREFIXES)
+    }
     with ExitStack() as stack:
-        kept = {name: value for name, value in env.all_variables().items() if _is_kept(name)}
         stack.enter_context(env.clear_environment())
-        stack.enter_context(env.patch_environment(**{**kept, **variables, **places, "ACCELERATE_USE_CPU": "true"}))
+        variables = {**kept, **variables, **rank_variables, "ACCELERATE_USE_CPU": "true"}  # type: ignore[dict-item]
+        stack.enter_context(env.patch_environment(**variables))
         stack.enter_context(context.isolated())
-        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
         stack.callback(dist.destroy_process_group)
         state = PartialState(cpu=True)
-        state.collectives = AloneCollectives(rank, world_size)
-        stack.enter_context(_stand_ins())
+        state.collectives = LocalCollectives(rank, world_size)
+        stack.enter_context(_patched(_replacements()))
         yield state
 
 
 @contextmanager
-def _stand_ins() -> Iterator[None]:
-    """What needs memory or other ranks, replaced by what sends the same and needs neither."""
+def _patched(replacements: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    originals = [(target, name, getattr(target, name)) for target, name, _ in replacements]
+    for target, name, value in replacements:
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for target, name, value in originals:
+            setattr(target, name, value)
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    """Replacements for code that needs memory or other ranks, which send the same bytes."""
     from torch.distributed import pipelining
 
     from accel.parallel import mesh, pipeline, pipeline_split
     from accel.strategies import ddp, mesh_pp
 
-    from .replica import Replica
-    from .stages import share_loss, watched_stage
+    from .replica import ReplicatedModel
+    from .stages import broadcast_loss, monitored_stage_class
 
-    def along(device: torch.device, group: Any = None) -> Collectives:
-        return AloneCollectives(dist.get_rank(group), dist.get_world_size(group))
+    def local_collectives(device: torch.device, group: Any = None) -> Collectives:
+        return LocalCollectives(dist.get_rank(group), dist.get_world_size(group))
 
-    replaced: list[tuple[Any, str, Any]] = [(ddp, "DistributedDataParallel", Replica)]
-    replaced += [(module, "TorchCollectives", along) for module in (mesh, mesh_pp)]
-    # A comparison of stages with the whole needs values.
-    replaced += [
-        (pipelining, "PipelineStage", watched_stage()),
+    return [
+        (ddp, "DistributedDataParallel", ReplicatedModel),
+        (mesh, "TorchCollectives", local_collectives),
+        (mesh_pp, "TorchCollectives", local_collectives),
+        (pipelining, "PipelineStage", monitored_stage_class()),
+        # It compares the outputs of the stages and of the full model, and there are no values.
         (pipeline_split.Stages, "check", lambda stages, example: None),
+        (pipeline.Pipeline, "_share", broadcast_loss),
+        *_mask_replacements(),
     ]
-    replaced += [(pipeline.Pipeline, "_share", share_loss), *_mask_stand_ins()]
-    before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
-    for module, name, value in replaced:
-        setattr(module, name, value)
+
+
+def _mask_replacements() -> list[tuple[Any, str, Any]]:
+    """Let Transformers skip the attention mask as it does for unpadded inputs; it cannot see that without values."""
     try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
-def _mask_stand_ins() -> list[tuple[Any, str, Any]]:
-    """Transformers looks at values to see that nothing is hidden, and makes a mask of all pairs of tokens where it
-    cannot.
-    """
-    if (
-        importlib.util.find_spec("transformers") is None
-        or importlib.util.find_spec("transformers.masking_utils") is None
-    ):
+        masks = importlib.import_module("transformers.masking_utils")
+    except ImportError:
         return []
-    masks = importlib.import_module("transformers.masking_utils")
 
-    def unpadded(original: Any) -> Any:
-        def ignore(padding_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-            return original(None, *args, **kwargs)
-
-        return ignore
+    def assume_unpadded(original: Any) -> Any:
+        return lambda padding_mask=None, *args, **kwargs: original(None, *args, **kwargs)
 
     names = [name for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa") if hasattr(masks, name)]
-    replaced = [(masks, name, unpadded(getattr(masks, name))) for name in names]
+    replaced = [(masks, name, assume_unpadded(getattr(masks, name))) for name in names]
     if hasattr(masks, "find_packed_sequence_indices"):
         replaced.append((masks, "find_packed_sequence_indices", lambda position_ids: None))
     return replaced
 
 
-def _is_kept(name: str) -> bool:
-    return name not in _RANK_VARIABLES and not name.startswith(_PREFIXES)
-
-
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """A block in which tensors have shapes and types, and neither memory nor values."""
-    with FakeTensorMode(allow_non_fake_inputs=True), EqualParts(), _real_meshes():
-        yield
-
-
-@contextmanager
-def _real_meshes() -> Iterator[None]:
-    """Let meshes have values: which ranks they are made of is read from a tensor."""
+    """A block in which tensors have shapes and dtypes but neither memory nor values, except those of device meshes."""
     original = DeviceMesh.__init__
 
     def init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         with unset_fake_temporarily():
-            original(self, *map(_ranks, args), **{name: _ranks(value) for name, value in kwargs.items()})
+            original(self, *map(_real_ranks, args), **{name: _real_ranks(value) for name, value in kwargs.items()})
 
-    DeviceMesh.__init__ = init  # type: ignore[method-assign]
-    try:
+    with FakeTensorMode(allow_non_fake_inputs=True), SharedChunks(), _patched([(DeviceMesh, "__init__", init)]):
         yield
-    finally:
-        DeviceMesh.__init__ = original  # type: ignore[method-assign]
 
 
-def _ranks(value: Any) -> Any:
-    """``init_device_mesh`` counts the ranks in a tensor, here one without values; any other comes from outside and has
-    them.
-    """
+def _real_ranks(value: Any) -> Any:
+    """``init_device_mesh`` numbers the ranks in a tensor, which has no values in :func:`without_memory`."""
     return torch.arange(value.numel(), dtype=value.dtype).view(value.shape) if isinstance(value, FakeTensor) else value

@@ -1,4 +1,4 @@
-"""DeepSpeed's stages, by arithmetic: what copies of a model hold is traced, and then divided."""
+"""DeepSpeed's ZeRO stages, computed from a trace of an unsharded replica."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from accel_state.options import Resolution
 from accel_state.options.deepspeed_file import read_deepspeed_file
 
 from .models import build_model
-from .record import Collective, sent_bytes
-from .trace import Measured, Task
+from .record import Traffic, sent_bytes
+from .trace import RankTrace, TraceTask
 
-HALF: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16"}
-"""The type of half precision by its name."""
+HALF_PRECISION: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16"}
+"""The dtype of each half precision."""
 
 
 def stage_of(settings: Resolution) -> int:
-    """DeepSpeed's stage: that of its own file where there is one.
+    """The ZeRO stage, of the DeepSpeed configuration file if there is one.
 
     Raises:
         ConfigurationError: the file cannot be read, or has another stage.
@@ -35,51 +35,52 @@ def stage_of(settings: Resolution) -> int:
     return int(stage)
 
 
-def as_copies(task: Task, precision: str) -> Task:
-    """The task without DeepSpeed: a copy on each rank, in the type that DeepSpeed keeps the model in."""
+def without_deepspeed(task: TraceTask, precision: str) -> TraceTask:
+    """The task with an unsharded replica on each rank, in the dtype that DeepSpeed keeps the model in."""
     variables = {name: value for name, value in task.variables.items() if "DEEPSPEED" not in name}
-    return replace(task, variables={**variables, "ACCELERATE_MIXED_PRECISION": "no"}, dtype=HALF.get(precision))
+    variables["ACCELERATE_MIXED_PRECISION"] = "no"
+    return replace(task, variables=variables, dtype=HALF_PRECISION.get(precision))
 
 
-def zero(
-    task: Task, measured: Measured, strategy: str, optimizer: str, steps: int
-) -> tuple[TrainingMemory, tuple[Collective, ...]]:
-    """What a rank holds and sends.
+def zero_memory_and_traffic(
+    task: TraceTask, replica: RankTrace, strategy: str, optimizer: str, steps: int
+) -> tuple[TrainingMemory, tuple[Traffic, ...]]:
+    """The memory and the communication of a rank.
 
-    With S the bytes of the parameters in the type that the model computes in: stage 0 all-reduces the gradients once a
-    step; stages 1 and 2 reduce-scatter them (stage 2 with every micro batch) and gather the new parameters; stage 3
-    gathers the parameters in each forward and each backward, and reduce-scatters the gradients of every micro batch.
+    Stage 0 all-reduces the gradients once per step. Stages 1 and 2 reduce-scatter them (stage 2 in every micro batch)
+    and all-gather the new parameters. Stage 3 all-gathers the parameters in each forward and each backward pass, and
+    reduce-scatters the gradients of every micro batch.
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.
 
     Args:
-        task: what was traced.
-        measured: a copy.
+        task: the traced task.
+        replica: the trace of an unsharded replica.
         strategy: "zero0" to "zero3".
-        optimizer: what keeps its state.
-        steps: micro batches in an optimizer step.
+        optimizer: one of ``OPTIMIZER_COPIES``.
+        steps: micro batches per optimizer step.
     """
-    ranks, own = task.world_size, measured.weights
+    ranks, weights = task.world_size, replica.weights
     model = build_model(task.config, task.trust_remote_code)
     width = 0.5 if task.dtype is not None else 1.0
     memory = memory_of_rank(
         strategy,
-        own,
+        weights,
         shards=ranks,
         processes=ranks,
         optimizer=optimizer,
-        master_bytes=own / width if task.dtype is not None else 0,
+        master_bytes=weights / width if task.dtype is not None else 0,
         layer=size_of_model("", "transformers", model).largest_layer * width,
-        activations=measured.activations,
+        activations=replica.activations,
     )
-    wanted = {
+    calls = {
         "zero0": {"all-reduce": 1},
         "zero1": {"reduce-scatter": 1, "all-gather": 1},
         "zero2": {"reduce-scatter": steps, "all-gather": 1},
         "zero3": {"reduce-scatter": steps, "all-gather": 2 * steps},
     }[strategy]
     axis = "dp_replicate" if strategy == "zero0" else "dp_shard"
-    sent = [
-        Collective(kind, axis, ranks, times, times * own, times * sent_bytes(kind, own, ranks))
-        for kind, times in wanted.items()
-    ]
-    return memory, tuple(sent if ranks > 1 else ())
+    traffic = tuple(
+        Traffic(kind, axis, ranks, times, times * weights, times * sent_bytes(kind, weights, ranks))
+        for kind, times in calls.items()
+    )
+    return memory, traffic if ranks > 1 else ()
