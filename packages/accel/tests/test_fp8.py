@@ -104,7 +104,7 @@ def test_the_numbers_are_close_to_those_of_bfloat16() -> None:
 def test_the_log_says_which_back_end_and_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="accel.precision.fp8"):
         accelerator()
-    assert "FP8 back end native: torch multiplies in 8 bits on cpu" in caplog.text
+    assert "FP8 backend native: torch multiplies in 8 bits on cpu" in caplog.text
 
 
 def test_the_launchers_settings_reach_the_layers() -> None:

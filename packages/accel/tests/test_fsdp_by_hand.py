@@ -275,7 +275,7 @@ def loaded_from_rank_0() -> list[dict[str, torch.Tensor]]:
         found.append({n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in model.state_dict().items()})
     whole.pop("blocks.0.norm.bias", None)
     with pytest.raises(
-        ConfigurationError, match=r"rank 0 has blocks.0.norm.bias of shape None, and FSDPNet needs \(7,\)"
+        ConfigurationError, match=r"rank 0 has blocks.0.norm.bias of shape None, but FSDPNet needs \(7,\)"
     ):
         fsdp2_load_full_state_dict(accelerator, model, whole)
     accelerator.free_memory()
@@ -324,11 +324,11 @@ def refusals(root: Path) -> None:
     for needs_2 in (fsdp2_apply_ac, fsdp2_prepare_model):
         with pytest.raises(
             ConfigurationError,
-            match="needs an Accelerator that trains with version 2 of FSDP, and this one has FSDP1Strategy",
+            match="needs an Accelerator with FSDP version 2, but this one has FSDP1Strategy",
         ):
             needs_2(accelerator, model)
     sharded = accelerator.prepare(model)
-    with pytest.raises(ConfigurationError, match="adapter_only=True saves and loads the adapter of a model of peft"):
+    with pytest.raises(ConfigurationError, match="adapter_only=True saves and loads the adapter of a PEFT model"):
         save_fsdp_model(plugin, accelerator, sharded, root / "x", adapter_only=True)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match="optimizer 0 updates parameters that no single prepared model has"):

@@ -254,7 +254,7 @@ def test_damaged_and_malicious_shards_are_refused_and_change_nothing(tmp_path: P
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(Attack(), "cannot be read"), ({"a": 1}, "it is no table of contents"), (None, "has no .metadata")],
+    [(Attack(), "cannot be read"), ({"a": 1}, "it does not hold checkpoint metadata"), (None, "has no .metadata")],
     ids=["malicious", "other", "missing"],
 )
 def test_a_table_of_contents_runs_no_code(value: Any, message: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A state that is saved within an accumulation window of a divided model goes on as if it had not been."""
+"""A state saved within an accumulation window of a sharded model resumes to the same weights."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ pytestmark = pytest.mark.timeout(600)
 WIDTH, WINDOW, BATCHES, CUT = 9, 4, 8, 6
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
 KINDS: dict[str, dict[str, Any]] = {
-    "v1": {"fsdp": BLOCKS},
-    "v1 flat": {"fsdp": {**BLOCKS, "use_orig_params": False}},
-    "v1 NO_SHARD": {"fsdp": {**BLOCKS, "sharding_strategy": "NO_SHARD"}},
     "v2": {"fsdp": {**BLOCKS, "fsdp_version": 2}},
     "v2 each batch": {"fsdp": {**BLOCKS, "fsdp_version": 2}, "each": True},
-    "v1 each batch": {"fsdp": BLOCKS, "each": True},
     "ddp": {},
 }
 MESHES: dict[str, dict[str, Any]] = {
@@ -36,14 +32,13 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 class Block(nn.Module):
-    """With a parameter that is frozen and one that is not used, unless they are to be merged with others."""
+    """With a frozen parameter and an unused one."""
 
-    def __init__(self, merged: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm, self.fc1, self.fc2 = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
-        if not merged:
-            self.fc1.bias.requires_grad_(False)
-            self.unused = nn.Parameter(torch.ones(3))
+        self.fc1.bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.fc2(torch.tanh(self.fc1(self.norm(x))))
@@ -52,10 +47,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     _no_split_modules = ("Block",)
 
-    def __init__(self, merged: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
-        self.blocks = nn.ModuleList([Block(merged), Block(merged)])
+        self.blocks = nn.ModuleList([Block(), Block()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -70,15 +65,14 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # Version 1 has gradients of zero for parameters that are not used, which would decay.
     return torch.optim.AdamW(
         (parameter for parameter in model.parameters() if parameter.requires_grad), lr=1e-2, eps=1e-6, weight_decay=0
     )
 
 
-def plain(merged: bool) -> dict[str, torch.Tensor]:
+def plain() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    model = Net(merged)
+    model = Net()
     optimizer = optimizer_of(model)
     for number, (x, y) in enumerate(DataLoader(data(), batch_size=8), start=1):
         (functional.cross_entropy(model(x), y) / WINDOW).backward()
@@ -91,7 +85,7 @@ def plain(merged: bool) -> dict[str, torch.Tensor]:
 
 
 class Run:
-    def __init__(self, kind: dict[str, Any], by_items: bool, seed: int, merged: bool) -> None:
+    def __init__(self, kind: dict[str, Any], by_items: bool, seed: int) -> None:
         plugin = GradientAccumulationPlugin(num_steps=WINDOW, sync_each_batch=kind.get("each", False))
         self.accelerator = Accelerator(
             gradient_accumulation_plugin=plugin,
@@ -101,7 +95,7 @@ class Run:
         )
         self.by_items = by_items
         torch.manual_seed(seed)
-        model = Net(merged)
+        model = Net()
         ranks = self.accelerator.strategy.data_collectives.world_size
         loader = DataLoader(data(), batch_size=8 // ranks)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer_of(model), loader)
@@ -136,10 +130,9 @@ def handlers() -> list[Any]:
 def save(kinds: dict[str, dict[str, Any]], folder: Path) -> None:
     for name, kind in kinds.items():
         for by_items in (False, True):
-            for merged in (False, True) if name == "ddp" else ("flat" in name,):
-                run = Run(kind, by_items, 0, merged)
-                run.train(CUT, str(folder / f"{name} {by_items} {merged}"))
-                run.accelerator.free_memory()
+            run = Run(kind, by_items, 0)
+            run.train(CUT, str(folder / f"{name} {by_items}"))
+            run.accelerator.free_memory()
 
 
 def go_on(
@@ -148,24 +141,19 @@ def go_on(
     found = []
     for number, (before, after) in enumerate(pairs):
         by_items = number % 2 == 1
-        merged = is_merged(before, after)
-        run = Run(kinds[after], by_items, 1, merged)
+        run = Run(kinds[after], by_items, 1)
         # What a window holds that is open here is forgotten.
         run.train(1 if number % 3 == 0 else 0)
-        run.accelerator.load_state(str(folder / f"{before} {by_items} {merged}"))
+        run.accelerator.load_state(str(folder / f"{before} {by_items}"))
         run.train()
         found.append(run.weights())
         run.accelerator.free_memory()
     return found
 
 
-def is_merged(before: str, after: str) -> bool:
-    return "flat" in before + after
-
-
 def check(found: list[dict[str, torch.Tensor]], pairs: list[tuple[str, str]]) -> None:
     for pair, weights in zip(pairs, found, strict=True):
-        expected = plain(is_merged(*pair))
+        expected = plain()
         assert set(weights) == set(expected), pair
         for name, value in expected.items():
             torch.testing.assert_close(
@@ -180,16 +168,9 @@ def check(found: list[dict[str, torch.Tensor]], pairs: list[tuple[str, str]]) ->
 def test_open_windows_of_sharded_models_go_on_in_any_strategy(tmp_path: Path) -> None:
     run_world(save, 2, KINDS, tmp_path, timeout=250)
     pairs = [pair for kind in KINDS for pair in ((kind, kind), (kind, kind))]
-    pairs += [
-        ("v1", "v2"),
-        ("v2", "v1"),
-        ("ddp", "v2"),
-        ("ddp", "v1 flat"),
-        ("ddp", "v1"),
-        ("v2 each batch", "v1 NO_SHARD"),
-    ]
+    pairs += [("ddp", "v2"), ("v2", "ddp"), ("v2 each batch", "v2")]
     check(run_world(go_on, 2, KINDS, pairs, tmp_path, timeout=250)[0], pairs)
-    fewer = [("v1", "ddp"), ("v2", "ddp"), ("ddp", "ddp"), ("v2 each batch", "ddp")]
+    fewer = [("v2", "ddp"), ("ddp", "ddp"), ("v2 each batch", "ddp")]
     check(go_on_alone(fewer, tmp_path), fewer)
 
 
@@ -208,3 +189,28 @@ def test_open_windows_go_on_on_another_mesh(tmp_path: Path) -> None:
         ("shard2 tp2", "copies2 shard2"),
     ]
     check(run_world(go_on, 4, MESHES, pairs, tmp_path, timeout=250)[0], pairs)
+
+
+def version_1(folder: Path) -> tuple[list[str], bool]:
+    """The warnings of saving and loading open windows, and whether training starts a new window after loading."""
+    import logging
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel").addHandler(handler)
+    run = Run({"fsdp": BLOCKS}, False, 0)
+    run.train(CUT, str(folder / "v1"))
+    run.accelerator.load_state(str(folder / "v2 False"))
+    is_new = not any(gradient is not None for gradient in map(lambda item: item.grad, run.model.parameters()))
+    run.train()
+    run.accelerator.free_memory()
+    return messages, is_new
+
+
+def test_version_1_warns_and_starts_a_new_window(tmp_path: Path) -> None:
+    run_world(save, 2, {"v2": KINDS["v2"]}, tmp_path, timeout=250)
+    messages, is_new = run_world(version_1, 2, tmp_path, timeout=250)[0]
+    assert is_new
+    assert any("FSDP1Strategy cannot save the accumulated gradients" in message for message in messages)
+    assert any("FSDP1Strategy cannot restore" in message for message in messages)

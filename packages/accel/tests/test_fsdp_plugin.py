@@ -87,11 +87,14 @@ def test_a_strategy_by_name_number_and_itself(value: Any) -> None:
 REFUSED = [
     ({"fsdp_version": 3}, "fsdp_version=3 is not one of 1, 2"),
     ({"sharding_strategy": "X"}, "sharding_strategy='X' is not one of FULL_SHARD"),
-    ({"sharding_strategy": 9}, "sharding_strategy='9' is not one of"),
-    ({"reshard_after_forward": True}, "reshard_after_forward=True is a switch of fsdp_version=2"),
-    ({"fsdp_version": 2, "sharding_strategy": "NO_SHARD"}, "NO_SHARD is one of fsdp_version=1"),
+    ({"sharding_strategy": 9}, "sharding_strategy=9 is not one of"),
+    ({"reshard_after_forward": True}, "reshard_after_forward=True is a setting of fsdp_version=2"),
+    ({"fsdp_version": 2, "sharding_strategy": "NO_SHARD"}, "NO_SHARD is only available with fsdp_version=1"),
     ({"fsdp_version": 2, "sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "Drop sharding_strategy"),
-    ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is one of fsdp_version=1"),
+    (
+        {"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"},
+        "LOCAL_STATE_DICT is only available with fsdp_version=1",
+    ),
     ({"state_dict_type": "X"}, "state_dict_type='X' is not one of"),
     (
         {"fsdp_version": 2, "backward_prefetch": "BACKWARD_PRE"},
@@ -103,9 +106,9 @@ REFUSED = [
     ({"backward_prefetch": "SOON"}, "backward_prefetch='SOON' is not one of"),
     ({"auto_wrap_policy": "by_hand"}, "auto_wrap_policy='by_hand' is not one of"),
     ({"auto_wrap_policy": 7}, "auto_wrap_policy=7 is neither"),
-    ({"cpu_offload": "yes"}, "cpu_offload='yes' is neither True nor False"),
-    ({"fsdp_version": 2, "cpu_offload": CPUOffload(offload_params=True)}, "a OffloadPolicy of torch"),
-    ({"activation_checkpointing_offload": True}, "Turn that on too"),
+    ({"cpu_offload": "yes"}, "cpu_offload='yes' must be True, False or"),
+    ({"fsdp_version": 2, "cpu_offload": CPUOffload(offload_params=True)}, "a torch.distributed.fsdp.OffloadPolicy"),
+    ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True"),
     ({"mixed_precision_policy": "fp4"}, "mixed_precision_policy='fp4' is not one of"),
     ({"mixed_precision_policy": {"dtype": torch.bfloat16}}, "nor a dictionary of param_dtype"),
     ({"fsdp_version": 2, "mixed_precision_policy": MixedPrecision()}, "nor a MixedPrecisionPolicy of torch"),
@@ -119,8 +122,11 @@ def test_what_is_not_known_or_of_the_other_version_is_refused(settings: dict[str
 
 
 LAUNCHED_FOR_VERSION_1 = [
-    ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "sharding_strategy=HYBRID_SHARD is one of fsdp_version=1"),
-    ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "sharding_strategy=NO_SHARD is one of fsdp_version=1"),
+    (
+        {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"},
+        "sharding_strategy=HYBRID_SHARD is only available with fsdp_version=1",
+    ),
+    ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "sharding_strategy=NO_SHARD is only available with fsdp_version=1"),
     (
         {"FSDP_BACKWARD_PREFETCH": "BACKWARD_POST"},
         "FSDP_BACKWARD_PREFETCH=BACKWARD_POST .* is a setting of fsdp_version=1: .* Leave it out",
@@ -130,7 +136,7 @@ LAUNCHED_FOR_VERSION_1 = [
         "FSDP_FORWARD_PREFETCH=true .--fsdp_forward_prefetch. is a setting of fsdp_version=1",
     ),
     ({"FSDP_USE_ORIG_PARAMS": "false"}, "FSDP_USE_ORIG_PARAMS=false .* version 2 always keeps the original parameters"),
-    ({"FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is one of fsdp_version=1"),
+    ({"FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is only available with fsdp_version=1"),
 ]
 
 
@@ -188,7 +194,7 @@ def test_values_set_later_are_checked_on_request() -> None:
     plugin.validate_cpu_offload()
     plugin.validate_mixed_precision_policy()
     plugin.cpu_offload, plugin.mixed_precision_policy = "much", "fp4"
-    with pytest.raises(ConfigurationError, match="cpu_offload='much'"):
+    with pytest.raises(ConfigurationError, match="cpu_offload=.much."):
         plugin.validate_cpu_offload()
     with pytest.raises(ConfigurationError, match="mixed_precision_policy='fp4'"):
         plugin.validate_mixed_precision_policy()
@@ -258,7 +264,7 @@ def test_set_auto_wrap_policy_is_torchs_form() -> None:
     ("settings", "model", "message"),
     [
         ({"transformer_cls_names_to_wrap": ["Twig"]}, Tree(), "Tree has no module of class Twig. Its classes: Leaf"),
-        ({}, Leaf(), "Leaf names none in _no_split_modules"),
+        ({}, Leaf(), "Leaf has no _no_split_modules"),
     ],
 )
 def test_unknown_classes_are_refused(settings: dict[str, Any], model: nn.Module, message: str) -> None:
@@ -271,7 +277,7 @@ def test_ignored_modules_by_name_and_themselves() -> None:
     tree = Tree()
     assert FullyShardedDataParallelPlugin(ignored_modules=r"leaves\.\d").ignored_in(tree) == list(tree.leaves)
     assert FullyShardedDataParallelPlugin(ignored_modules=[tree.stem, nn.Linear(1, 1)]).ignored_in(tree) == [tree.stem]
-    with pytest.raises(ConfigurationError, match="matches the name of no module"):
+    with pytest.raises(ConfigurationError, match="matches no module"):
         FullyShardedDataParallelPlugin(ignored_modules="roots").ignored_in(tree)
-    with pytest.raises(ConfigurationError, match="is no regular expression"):
+    with pytest.raises(ConfigurationError, match="is not a valid regular expression"):
         FullyShardedDataParallelPlugin(ignored_modules="(").ignored_in(tree)

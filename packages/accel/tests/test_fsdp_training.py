@@ -481,9 +481,9 @@ def refusals() -> None:
     groups = [{"params": [model.embedding.weight]}, {"params": list(model.blocks.parameters())}]
     with pytest.raises(ConfigurationError, match="use_orig_params=False merges all parameters"):
         accelerator.prepare(model, torch.optim.SGD(groups, lr=0.1))
-    with pytest.raises(ConfigurationError, match="HYBRID_SHARD keeps a copy of the model on each of several nodes"):
+    with pytest.raises(ConfigurationError, match="HYBRID_SHARD keeps a copy of the model on each node"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")).prepare(Net())
-    with pytest.raises(ConfigurationError, match="activation_checkpointing works on the units"):
+    with pytest.raises(ConfigurationError, match="activation_checkpointing wraps the units"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)).prepare(
             Net()
         )
@@ -491,7 +491,7 @@ def refusals() -> None:
     optimizer = optimizer_of(stepped)
     loss_of(stepped, batches(1)).backward()
     optimizer.step()
-    with pytest.raises(ConfigurationError, match="has a state already, and use_orig_params=False cannot merge it"):
+    with pytest.raises(ConfigurationError, match="already has state, which use_orig_params=False cannot merge"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(use_orig_params=False)).prepare(stepped, optimizer)
 
 

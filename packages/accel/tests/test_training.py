@@ -385,7 +385,7 @@ def test_two_accelerators_in_sequence() -> None:
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="holds two AutocastKwargs"):
         Accelerator(cpu=True, kwargs_handlers=[AutocastKwargs(), AutocastKwargs()])
-    with pytest.raises(ConfigurationError, match="is a dict and no KwargsHandler"):
+    with pytest.raises(ConfigurationError, match="a dict, which is not a KwargsHandler"):
         Accelerator(cpu=True, kwargs_handlers=[{}])  # type: ignore[list-item]
     with pytest.raises(ConfigurationError, match="contradicts dataloader_config"):
         Accelerator(cpu=True, split_batches=True, dataloader_config=DataLoaderConfiguration())

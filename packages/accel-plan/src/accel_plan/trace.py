@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel.fsdp.meta_init import allocate, places_of
+from accel.fsdp.meta_init import allocate, owners_of
 from accel.parallel.pipeline import PipelineParallelConfig
 from accel_bigmodel.estimate.activations import example_inputs
 from accel_data import DataLoaderConfiguration
@@ -138,9 +138,9 @@ def trace(task: TraceTask) -> tuple[RankTrace, RankBatch]:
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         stack.enter_context(without_memory())
         # Module.to_empty would untie tied weights.
-        places = places_of(model)
+        owners = owners_of(model)
         for module in model.modules():
-            allocate(module, torch.device("cpu"), places)
+            allocate(module, torch.device("cpu"), owners)
         model = accelerator.prepare_model(model, device_placement=False)
         result = _trace_step(accelerator, model, monitor, task, len(batch.samples))
     return replace(result, values=values, trained=trained), batch

@@ -1,16 +1,240 @@
-"""Every private name of torch that accel uses, with what it is for and what would replace it."""
+"""Every private name of torch that this package uses, with what it is for and what would replace it.
+
+``tests/test_torch_compat.py`` fails when torch drops one. Supported: torch >= 2.6; the newest tested version is 2.13.
+Modules of torch that are slow to import are imported where they are needed.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import ShardingStrategy
+    from torch.optim import Optimizer
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+
+# One kernel for many tensors. torch.nn.utils.clip_grads_with_norm_ would do for scaling, but takes parameters, not
+# gradients; torch.nn.utils.get_total_norm has no dtype to add up in.
+foreach_div_ = torch._foreach_div_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+# Restores the lazy negation of a tensor that was copied byte by byte; there is no public constructor for such a view.
+neg_view = torch._neg_view
+
+# A tensor subclass without storage, for a DTensor that is saved in another shape.
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+
+# -- torch.compile ---------------------------------------------------------------------------------------------------
+
+# What torch.compile, FSDP 1 and activation checkpointing add to the names of parameters.
+NAME_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def is_optimized_module(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` made this module; it has no public class.
+
+    torch.compile imports the class, which takes a second: where it has not been imported there is no such module.
+    """
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+
+
+def original_module(module: Any) -> nn.Module:
+    """The module inside an ``OptimizedModule``; no public attribute."""
+    inner: nn.Module = module._orig_mod
+    return inner
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """What ``module.compile()`` has compiled, or None; no public query."""
+    return module._compiled_call_impl
+
+
+def drop_compiled_call(module: nn.Module) -> None:
+    """Undo ``module.compile()``; no public method."""
+    module._compiled_call_impl = None
+
+
+# -- process groups --------------------------------------------------------------------------------------------------
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group; ``dist`` has no public accessor."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+# -- loss scaling ----------------------------------------------------------------------------------------------------
+
+
+def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Whether ``scaler.unscale_(optimizer)`` was called since the last update; torch only raises on a second call."""
+    from torch.amp.grad_scaler import OptState
+
+    return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED)
+
+
+# -- activation checkpointing ----------------------------------------------------------------------------------------
+
+
+def checkpoint_wrappers() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """``(apply_activation_checkpointing, checkpoint_wrapper, offload_wrapper)``, which live in a private package."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as module
+
+    return module.apply_activation_checkpointing, module.checkpoint_wrapper, module.offload_wrapper
+
+
+def checkpointed_module(module: nn.Module) -> nn.Module | None:
+    """The module inside a checkpoint wrapper, or None; no public attribute."""
+    return getattr(module, "_checkpoint_wrapped_module", None)
+
+
+# -- FSDP 1, which torch has deprecated: fully_shard (FSDP 2) needs none of these ------------------------------------
+
+
+def hybrid_shard_zero2() -> ShardingStrategy:
+    """``HYBRID_SHARD_ZERO2``: SHARD_GRAD_OP in a node, full copies over nodes. A mesh with FSDP 2 replaces it."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    return ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+def run_wrap_policy(policy: Any, model: nn.Module, ignored: Iterable[nn.Module]) -> list[nn.Module] | None:
+    """The modules that a policy object of torch (``CustomPolicy``, ...) chooses; None for a policy function."""
+    return list(policy._run_policy(model, set(ignored), {})) if hasattr(policy, "_run_policy") else None
+
+
+@dataclass(frozen=True)
+class FlatParameter:
+    """A flat parameter of FSDP 1.
+
+    Attributes:
+        flat: the parameter itself.
+        originals: the parameters that were merged into it; empty with ``use_orig_params=False``.
+        spans: for each original its shape, and where this rank's part begins and ends in its elements.
+        group: the ranks that hold the other parts; None if this rank holds all of it.
+    """
+
+    flat: Any
+    originals: list[nn.Parameter]
+    spans: list[tuple[torch.Size, int, int]]
+    group: dist.ProcessGroup | None
+
+
+def flat_parameters(model: nn.Module) -> Iterator[FlatParameter]:
+    """The flat parameters of a model wrapped by FSDP 1; torch has no public access to them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+    for handle in [module._handle for module in modules if module._handle is not None]:
+        flat = handle.flat_param
+        spans = []
+        if handle.uses_sharded_strategy and flat._params is not None:
+            for shape, part in zip(flat._shapes, flat._shard_param_infos, strict=True):
+                begin, end = (part.intra_param_start_idx, part.intra_param_end_idx + 1) if part.in_shard else (0, 0)
+                spans.append((torch.Size(shape), begin, end))
+        group = handle.process_group if handle.uses_sharded_strategy else None
+        yield FlatParameter(flat, list(flat._params or ()), spans, group)
+
+
+def flat_gradients(flat: Any) -> list[torch.Tensor]:
+    """What a flat parameter has accumulated; while parameters are gathered, FSDP 1 sets reduced gradients aside."""
+    gradients = (flat.grad, getattr(flat, "_saved_grad_shard", None))
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def drop_flat_gradients(flat: Any) -> None:
+    """Discard what a flat parameter has accumulated."""
+    flat.grad = None
+    vars(flat).pop("_saved_grad_shard", None)
+
+
+def set_sync_gradients(modules: Sequence[Any], flags: Sequence[bool]) -> list[bool]:
+    """Set whether backward passes of FSDP 1 modules reduce gradients; returns the flags before.
+
+    Its public ``no_sync()`` covers a forward with its backward pass only. FSDP 2: ``set_requires_gradient_sync``.
+    """
+    before = [bool(module._sync_gradients) for module in modules]
+    for module, flag in zip(modules, flags, strict=True):
+        module._sync_gradients = flag
+    return before
+
+
+# -- FSDP 2 ----------------------------------------------------------------------------------------------------------
+
+
+def fsdp2_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
+    """The sharded parameters of a model, each with the object in which ``fully_shard`` keeps its state.
+
+    There is no public access to gradients that are accumulated but not reduced yet.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        # torch 2.11 made a list of it.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in groups:
+            for holder in () if group is None else group.fsdp_params:
+                yield holder.sharded_param, holder
+
+
+def gathered_parameter(holder: Any) -> nn.Parameter | None:
+    """The gathered parameter of :func:`fsdp2_parameters`, None before the first forward pass."""
+    return getattr(holder, "_unsharded_param", None)
+
+
+def unreduced_gradients(holder: Any) -> list[torch.Tensor]:
+    """Full gradients not reduced yet: in the dtype of the reduction if that differs, else in the parameter's."""
+    gathered = gathered_parameter(holder)
+    gradients = (getattr(holder, "unsharded_accumulated_grad", None), None if gathered is None else gathered.grad)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def drop_unreduced_gradients(holder: Any) -> None:
+    """Discard what :func:`unreduced_gradients` returns."""
+    holder.unsharded_accumulated_grad = None
+    gathered = gathered_parameter(holder)
+    if gathered is not None:
+        gathered.grad = None
+
+
+# -- DTensor and distributed checkpoints -----------------------------------------------------------------------------
+
+
+def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of a DTensor's local part and where it begins in the full tensor; no public function."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """An entry of a distributed checkpoint's metadata: where an item is. Only ``FileSystemWriter`` makes them."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+# -- DeepSpeed's engines ---------------------------------------------------------------------------------------------
 
 
 def mark_as_stepped(optimizer: Optimizer) -> None:
     """Stop torch's schedulers from warning that a replaced optimizer never steps.
 
-    Replaces: no public way to hand a scheduler to another optimizer.
+    There is no public way to hand a scheduler to another optimizer.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -18,7 +242,7 @@ def mark_as_stepped(optimizer: Optimizer) -> None:
 def extension_build_directory(name: str) -> Path:
     """The directory that torch compiles a C++ extension in.
 
-    Replaces: the documented location depends on the versions of Python and CUDA, which only torch spells out.
+    The documented location depends on the versions of Python and CUDA, which only torch spells out.
     """
     from torch.utils.cpp_extension import _get_build_directory
 

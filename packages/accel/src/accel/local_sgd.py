@@ -14,6 +14,8 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
+from ._torch_compat import foreach_div_
+
 if TYPE_CHECKING:
     from .accelerator import Accelerator
 
@@ -72,4 +74,4 @@ class LocalSGD:
         with torch.no_grad():
             parameters = [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
             self.accelerator.state.collectives.all_reduce_many(parameters)
-            torch._foreach_div_(parameters, self.accelerator.num_processes)
+            foreach_div_(parameters, self.accelerator.num_processes)

@@ -52,25 +52,24 @@ def capture(accumulation: Accumulation, loaders: Sequence[Any], models: Sequence
     used = sorted({model for window in windows for model in window["models"]})
     if not used:
         return None
-    strategy, own, averaged = accumulation.strategy, {}, {}
+    strategy, local, averaged = accumulation.strategy, {}, {}
+    supported = strategy.saves_gradients and (
+        strategy.shards_parameters or all(_is_whole(item) for index in used for item in models[index].parameters())
+    )
+    if not supported:
+        logger.warning(
+            "The state is saved within an accumulation window, but %s cannot save the accumulated gradients: a resumed "
+            "run starts a new window. Save after an optimizer step to lose nothing.",
+            type(strategy).__name__,
+        )
+        return None
     for index in used:
-        whole = strategy.gather_gradients(models[index]) if strategy.shards_parameters else None
-        if whole is not None:
-            averaged[index] = whole
-        elif not (strategy.shards_parameters or strategy.uses_engine) and all(
-            map(_is_whole, models[index].parameters())
-        ):
-            own[index] = _gradients(models[index])
+        if strategy.shards_parameters:
+            averaged[index] = strategy.gather_gradients(models[index])
         else:
-            logger.warning(
-                "The state is saved within an accumulation window, of a model whose gradients an engine or the stages "
-                "of a pipeline hold. "
-                "They are no part of it: a resumed run starts a new window. Save after an optimizer step to lose "
-                "nothing."
-            )
-            return None
+            local[index] = _gradients(models[index])
     ranks = strategy.averaging_collectives.world_size
-    return {"windows": windows, "gradients": own, "averaged": averaged, "averaging_ranks": ranks}
+    return {"windows": windows, "gradients": local, "averaged": averaged, "averaging_ranks": ranks}
 
 
 def _open_windows(accumulation: Accumulation, loaders: Sequence[Any]) -> list[tuple[int, Window]]:

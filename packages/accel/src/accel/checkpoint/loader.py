@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_data import SeedableRandomSampler, get_sampler
-from accel_state import PartialState
+from accel_state import PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
 from ..core.unwrap import clean_name, extract_model_from_parallel, id_tensor_storage
@@ -45,6 +45,9 @@ from .weights_io import MODEL_NAME, SAFE_MODEL_NAME
 
 if TYPE_CHECKING:
     from ..core.types import Layout
+
+
+logger = get_logger(__name__)
 
 
 class StateReader:
@@ -244,6 +247,14 @@ class StateReader:
         """
         names = gradients_files(self._names) if self.manifest is not None else []
         if not names:
+            return
+        if not strategy.saves_gradients:
+            self._read_names.update(names)
+            logger.warning(
+                "%s holds the gradients of an open accumulation window, which %s cannot restore: a new window starts.",
+                self.folder,
+                type(strategy).__name__,
+            )
             return
         ranks, world = strategy.averaging_collectives.world_size, self._process.num_processes
         first = self._read_window(names[0])

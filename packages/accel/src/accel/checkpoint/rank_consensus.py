@@ -143,11 +143,13 @@ def background_agreement(collectives: Collectives, token: str) -> StoreAgreement
         return Alone()
     import torch.distributed as dist
 
+    from .._torch_compat import default_store
+
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigurationError(
             "blocking=False needs torch.distributed with more than one process. Save with blocking=True."
         )
-    store = dist.PrefixStore(f"accel/save/{token}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"accel/save/{token}", default_store())
     return StoreAgreement(store, collectives.rank, collectives.world_size)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._torch_compat import neg_view
+
 StorageKey = tuple[torch.device, int, int]
 
 
@@ -51,7 +53,7 @@ class HostCopies:
         )
         # These two are marks on the tensor: the memory holds the values before them.
         copied = copied.conj() if tensor.is_conj() else copied
-        copied = torch._neg_view(copied) if tensor.is_neg() else copied
+        copied = neg_view(copied) if tensor.is_neg() else copied
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(copied, requires_grad=tensor.requires_grad)
         return copied.requires_grad_(tensor.requires_grad)

@@ -11,16 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-# What torch.compile, FSDP and activation checkpointing put into the names of parameters.
-_MARKS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-
-
-def _is_optimized_module(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` made this module. Its class is loaded only by torch.compile itself: importing it costs
-    a second.
-    """
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+from .._torch_compat import NAME_PREFIXES, compiled_call, drop_compiled_call, is_optimized_module, original_module
 
 
 def _is_fully_sharded(module: nn.Module) -> bool:
@@ -37,7 +28,7 @@ def _is_deepspeed_engine(module: nn.Module) -> bool:
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether ``torch.compile(module)`` or ``module.compile()`` was applied to the whole module."""
-    return _is_optimized_module(module) or module._compiled_call_impl is not None
+    return is_optimized_module(module) or compiled_call(module) is not None
 
 
 def extract_model_from_parallel(
@@ -66,8 +57,8 @@ def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     while True:
         if is_compiled_module(model):
             compiled = model
-        if _is_optimized_module(model):
-            model = model._orig_mod  # type: ignore[assignment]
+        if is_optimized_module(model):
+            model = original_module(model)
         elif (
             isinstance(model, (DistributedDataParallel, DataParallel))
             or _is_fully_sharded(model)
@@ -100,20 +91,20 @@ def _with_compilation(inner: nn.Module, compiled: nn.Module | None) -> nn.Module
     """The user's model, compiled with the settings of the layer around it that was."""
     if compiled is None or compiled is inner:
         return inner
-    if not _is_optimized_module(compiled):
+    if not is_optimized_module(compiled):
         inner.compile(**getattr(compiled, "_accel_compile_kwargs", {}))
         return inner
-    if compiled._orig_mod is inner:
+    if original_module(compiled) is inner:
         return compiled
     rewrapped: nn.Module = type(compiled)(inner, compiled.dynamo_ctx)
     return rewrapped
 
 
 def _without_compilation(model: nn.Module) -> nn.Module:
-    if model._compiled_call_impl is None:
+    if compiled_call(model) is None:
         return model
     plain = copy.copy(model)  # shares parameters and submodules
-    plain._compiled_call_impl = None
+    drop_compiled_call(plain)
     return plain
 
 
@@ -137,8 +128,8 @@ def _state_dict(model: nn.Module) -> dict[str, Any]:
 
 def clean_name(name: str) -> str:
     """A parameter's name without the marks of what lies around its modules."""
-    for mark in _MARKS:
-        name = name.replace(mark, "")
+    for prefix in NAME_PREFIXES:
+        name = name.replace(prefix, "")
     return name
 
 

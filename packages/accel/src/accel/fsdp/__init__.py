@@ -1,3 +1,1 @@
-"""Sharded models: settings, which modules become units, and what optimizers and gradients need. The strategies build on
-it.
-"""
+"""FSDP: settings, wrap policies, initialisation, gradients and checkpoints of sharded models."""

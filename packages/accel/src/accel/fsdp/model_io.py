@@ -1,6 +1,4 @@
-"""One sharded model, or one optimizer, saved and loaded on its own, in the files that a checkpoint of ``save_state``
-has for it.
-"""
+"""Saves and loads a single sharded model or optimizer, in the files that ``save_state`` writes for it."""
 
 from __future__ import annotations
 
@@ -41,41 +39,35 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Save the weights of a prepared model as ``fsdp_plugin.state_dict_type`` says. Every rank must call it.
+    """Save the weights of a prepared model in the format of ``fsdp_plugin.state_dict_type``. Every rank must call it.
 
-    What was there under these names before stays until the new files are whole. :meth:`Accelerator.save_state` saves
-    everything that a run needs, with a manifest; this is for the weights alone.
+    Existing files of these names are replaced only when the new ones are complete. :meth:`Accelerator.save_state`
+    saves everything that a run needs, with a manifest; this function saves the weights alone.
 
     Args:
-        fsdp_plugin: the settings; of these, ``state_dict_type``.
+        fsdp_plugin: the settings, of which ``state_dict_type`` is used.
         accelerator: the one that has prepared the model.
         model: the prepared model.
-        output_dir: the folder, which is made where it is missing.
+        output_dir: the directory; it is created if needed.
         model_index: the number in the name: ``pytorch_model_fsdp_0/``, or ``pytorch_model_fsdp.bin`` and
             ``pytorch_model_fsdp_1.bin``.
-        adapter_only: of a model of peft, only the adapter's weights.
+        adapter_only: of a PEFT model, save only the adapter's weights.
         use_dcp: write SHARDED_STATE_DICT in the format of torch.distributed.checkpoint. Without it each rank writes a
-            file of its own (``pytorch_model_fsdp_0_rank0.bin``), which as many ranks can load.
+            file of its own (``pytorch_model_fsdp_0_rank0.bin``), which only the same number of ranks can load.
 
     Raises:
-        ConfigurationError: the model was not prepared by a strategy that shards; or adapter_only of a model that has
-            none.
+        ConfigurationError: the model is not sharded; or adapter_only, but the model has no adapter.
         CheckpointError: it could not be written.
     """
     _require_sharded(accelerator, model, "save_fsdp_model")
-    whole = fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT"
-    weights = accelerator.strategy.state_dict(model) if whole else state_dicts.model_state(model)
+    kind = fsdp_plugin.state_dict_type
+    full = kind.name == "FULL_STATE_DICT"
+    weights = accelerator.strategy.state_dict(model) if full else state_dicts.model_state(model)
     if adapter_only:
         names = _adapter_names(model)
         weights = {names[name]: value for name, value in weights.items() if name in names}
-    gathered = gather_one(
-        fsdp_plugin.state_dict_type,
-        FSDP_MODEL_NAME,
-        model_index,
-        weights,
-        accelerator.process_state.collectives,
-        use_dcp,
-    )
+    collectives = accelerator.process_state.collectives
+    gathered = gather_one(kind, FSDP_MODEL_NAME, model_index, weights, collectives, use_dcp)
     _write(accelerator, Path(output_dir), gathered)
 
 
@@ -88,24 +80,22 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Put weights of :func:`save_fsdp_model`, or of a checkpoint of any strategy, into a prepared model. Every rank
-    must call it.
+    """Load weights of :func:`save_fsdp_model`, or of a checkpoint of any strategy. Every rank must call it.
 
-    Nothing is changed before all of it has been read on every rank, and reading runs no code.
+    Nothing is changed before every rank has read everything, and reading runs no code.
 
     Args:
-        fsdp_plugin: the settings. The form of the files is found out, whatever ``state_dict_type`` says.
+        fsdp_plugin: not used: the format is detected from the files.
         accelerator: the one that has prepared the model.
         model: the prepared model.
-        input_dir: the folder.
+        input_dir: the directory.
         model_index: the number in the name.
-        adapter_only: the files hold an adapter of peft's only; the other weights stay.
-        use_dcp: take the folder of torch.distributed.checkpoint, where there are files of single ranks beside it.
+        adapter_only: the files hold only a PEFT adapter; the other weights stay.
+        use_dcp: prefer the format of torch.distributed.checkpoint over files of single ranks.
 
     Raises:
-        ConfigurationError: the model was not prepared by a strategy that shards; or adapter_only of a model that has
-            none.
-        CheckpointError: files are missing or damaged, or do not fit the model; on every rank, if on one.
+        ConfigurationError: the model is not sharded; or adapter_only, but the model has no adapter.
+        CheckpointError: files are missing or damaged, or do not fit the model; raised on every rank.
     """
     _require_sharded(accelerator, model, "load_fsdp_model")
     layout = accelerator.strategy.layout(model)
@@ -115,14 +105,15 @@ def load_fsdp_model(
     def plan() -> Callable[[], Any]:
         if names is None:
             return state_dicts.plan_model(layout, reader.model(model_index, layout), True, reader.folder)
-        short = Layout(layout.model, {name: layout.tensors[full] for name, full in names.items()})
-        found = reader.model(model_index, short)
-        missing = sorted(set(names) - set(found))
+        adapter = Layout(layout.model, {name: layout.tensors[full] for name, full in names.items()})
+        state = reader.model(model_index, adapter)
+        missing = sorted(set(names) - set(state))
         if missing:
             raise CheckpointError(
                 f"{reader.folder} lacks {missing[0]} of the adapter. Load it into the model that was saved."
             )
-        return state_dicts.plan_model(layout, {full: found[name] for name, full in names.items()}, False, reader.folder)
+        weights = {full: state[name] for name, full in names.items()}
+        return state_dicts.plan_model(layout, weights, False, reader.folder)
 
     _plan_and_apply(accelerator, f"loading model {model_index} from {input_dir}", plan)
 
@@ -136,20 +127,19 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Save the state of a prepared optimizer as ``fsdp_plugin.state_dict_type`` says. Every rank must call it.
+    """Save the state of a prepared optimizer in the format of ``fsdp_plugin.state_dict_type``. Every rank must call it.
 
     Args:
-        fsdp_plugin: the settings; of these, ``state_dict_type``.
+        fsdp_plugin: the settings, of which ``state_dict_type`` is used.
         accelerator: the one that has prepared the optimizer.
         optimizer: the optimizer, prepared.
         model: the prepared model that it updates.
-        output_dir: the folder, which is made where it is missing.
+        output_dir: the directory; it is created if needed.
         optimizer_index: the number in the name: ``optimizer_0/``, or ``optimizer.bin`` and ``optimizer_1.bin``.
-        use_dcp: as of :func:`save_fsdp_model`.
+        use_dcp: see :func:`save_fsdp_model`.
 
     Raises:
-        ConfigurationError: the model was not prepared by a strategy that shards, or is not the one that the optimizer
-            updates.
+        ConfigurationError: the model is not sharded, or is not the one that the optimizer updates.
         CheckpointError: it could not be written.
     """
     _require_sharded(accelerator, model, "save_fsdp_optimizer")
@@ -157,9 +147,8 @@ def save_fsdp_optimizer(
     state_dicts.owner_of(inner, [model], f"optimizer {optimizer_index}")
     state = state_dicts.optimizer_state(model, inner)
     kind, collectives = fsdp_plugin.state_dict_type, accelerator.process_state.collectives
-    _write(
-        accelerator, Path(output_dir), gather_one(kind, OPTIMIZER_NAME, optimizer_index, state, collectives, use_dcp)
-    )
+    gathered = gather_one(kind, OPTIMIZER_NAME, optimizer_index, state, collectives, use_dcp)
+    _write(accelerator, Path(output_dir), gathered)
 
 
 def load_fsdp_optimizer(
@@ -172,24 +161,23 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Put a state of :func:`save_fsdp_optimizer`, or of a checkpoint of any strategy, into a prepared optimizer. Every
-    rank must call it.
+    """Load a state of :func:`save_fsdp_optimizer`, or of a checkpoint of any strategy. Every rank must call it.
 
     Args:
-        fsdp_plugin: the settings. The form of the files is found out, whatever ``state_dict_type`` says.
+        fsdp_plugin: not used: the format is detected from the files.
         accelerator: the one that has prepared the optimizer.
         optimizer: the optimizer, prepared.
         model: the prepared model that it updates.
-        input_dir: the folder.
+        input_dir: the directory.
         optimizer_index: the number in the name.
-        adapter_only: the model was saved with ``adapter_only``. The state of an optimizer of the adapter's weights is
+        adapter_only: the model was saved with ``adapter_only``; the state of an optimizer of the adapter's weights is
             the same either way.
-        use_dcp: as of :func:`load_fsdp_model`.
+        use_dcp: see :func:`load_fsdp_model`.
 
     Raises:
-        ConfigurationError: the model was not prepared by a strategy that shards, is not the one that the optimizer
-            updates, or has no adapter although adapter_only was asked for.
-        CheckpointError: files are missing or damaged, or do not fit; on every rank, if on one.
+        ConfigurationError: the model is not sharded, is not the one that the optimizer updates, or has no adapter
+            although ``adapter_only`` is set.
+        CheckpointError: files are missing or damaged, or do not fit; raised on every rank.
     """
     _require_sharded(accelerator, model, "load_fsdp_optimizer")
     if adapter_only:
@@ -198,84 +186,86 @@ def load_fsdp_optimizer(
     state_dicts.owner_of(inner, [model], f"optimizer {optimizer_index}")
     layout, names = accelerator.strategy.layout(model), accelerator.strategy.parameter_names(model, inner)
     reader = _reader(accelerator, Path(input_dir), use_dcp)
-    what = f"loading optimizer {optimizer_index} from {input_dir}"
-    _plan_and_apply(accelerator, what, lambda: plan_optimizer(reader, optimizer_index, layout, inner, names))
+    action = f"loading optimizer {optimizer_index} from {input_dir}"
+    _plan_and_apply(accelerator, action, lambda: plan_optimizer(reader, optimizer_index, layout, inner, names))
 
 
-def _require_sharded(accelerator: Accelerator, model: nn.Module, what: str) -> None:
-    if not (accelerator.strategy.shards_parameters and accelerator.strategy.is_wrapped(model)):
+def _require_sharded(accelerator: Accelerator, model: nn.Module, function: str) -> None:
+    strategy = accelerator.strategy
+    if not (strategy.shards_parameters and strategy.is_wrapped(model)):
         raise ConfigurationError(
-            f"{what} got a {type(model).__name__} that is not sharded (the strategy is "
-            f"{type(accelerator.strategy).__name__}). Pass what "
-            "prepare() has returned under FSDP, or use accelerator.save_model(model, folder)."
+            f"{function} got a {type(model).__name__} that is not sharded (the strategy is "
+            f"{type(strategy).__name__}). Pass what prepare() has returned under FSDP, or use "
+            "accelerator.save_model(model, directory)."
         )
 
 
 def _adapter_names(model: nn.Module) -> dict[str, str]:
-    """The names of an adapter's weights in the model -> those in peft's files.
+    """The names of an adapter's weights in PEFT's files, by their names in the model.
 
     Raises:
         ConfigurationError: the model has no adapter.
     """
     if not is_peft_model(model):
         raise ConfigurationError(
-            f"adapter_only=True saves and loads the adapter of a model of peft, and {type(model).__name__} is none."
+            f"adapter_only=True saves and loads the adapter of a PEFT model, but got a {type(model).__name__}."
         )
     peft = require("peft", purpose="saving an adapter on its own", install="peft")
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
-    # Only names matter here, and the model's own state_dict() would gather the values. peft looks its modules up under
+    # Only names are needed, and the model's own state_dict() would gather the values. PEFT looks its modules up under
     # their wrapped names.
-    marks = {name: torch.empty(0) for name, _ in [*inner.named_parameters(), *inner.named_buffers()]}
-    found = peft.get_peft_model_state_dict(inner, state_dict=dict(marks), save_embedding_layers=False)
-    by_mark = {id(mark): clean_name(name) for name, mark in marks.items()}
-    return {by_mark[id(mark)]: clean_name(name) for name, mark in found.items()}
+    tokens = {name: torch.empty(0) for name, _ in [*inner.named_parameters(), *inner.named_buffers()]}
+    adapter = peft.get_peft_model_state_dict(inner, state_dict=dict(tokens), save_embedding_layers=False)
+    full_names = {id(token): clean_name(name) for name, token in tokens.items()}
+    return {full_names[id(token)]: clean_name(name) for name, token in adapter.items()}
 
 
-def _reader(accelerator: Accelerator, folder: Path, use_dcp: bool) -> ShardedReader:
+def _reader(accelerator: Accelerator, directory: Path, use_dcp: bool) -> ShardedReader:
     process = accelerator.process_state
     return ShardedReader(
-        folder=folder,
-        names={path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()},
+        folder=directory,
+        names={path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()},
         rank=process.process_index,
         world_size=process.num_processes,
-        read=lambda name: read(folder / name, "cpu"),
-        read_safetensors=lambda name: read_safetensors(folder / name, "cpu"),
+        read=lambda name: read(directory / name, "cpu"),
+        read_safetensors=lambda name: read_safetensors(directory / name, "cpu"),
         prefers_ranks=not use_dcp,
     )
 
 
-def _plan_and_apply(accelerator: Accelerator, what: str, plan: Callable[[], Callable[[], Any]]) -> None:
-    """Read on every rank, and change something only where all could read."""
+def _plan_and_apply(accelerator: Accelerator, action: str, plan: Callable[[], Callable[[], Any]]) -> None:
+    """Read on every rank, and apply only if every rank could read."""
     planned: list[Callable[[], Any]] = []
     collectives = accelerator.process_state.collectives
-    on_all_ranks(collectives, what, lambda: planned.append(plan()))
-    on_all_ranks(collectives, what, planned[0])
+    on_all_ranks(collectives, action, lambda: planned.append(plan()))
+    on_all_ranks(collectives, action, planned[0])
 
 
-def _write(accelerator: Accelerator, folder: Path, gathered: Gathered) -> None:
-    """Write parts beside their place, and move them there when all ranks have written."""
+def _write(accelerator: Accelerator, directory: Path, gathered: Gathered) -> None:
+    """Write into a temporary subdirectory, and move the files into place when all ranks have written."""
     process = accelerator.process_state
     parts = [part for part in gathered.parts if part.each_rank or process.is_main_process]
-    partial = folder / ".partial"
+    partial = directory / ".partial"
 
-    def move() -> None:
+    def move_files() -> None:
         for name in sorted({part.name.split("/")[0] for part in parts}):
             if (partial / name).is_file():
-                os.replace(partial / name, folder / name)
+                os.replace(partial / name, directory / name)
 
-    def close() -> None:
-        if process.is_main_process:
-            for closing in gathered.finalizers:
-                closing(partial)
-            for found in [path for path in partial.iterdir() if path.is_dir()]:
-                sync_folders(found)
-                shutil.rmtree(folder / found.name, ignore_errors=True)
-                os.replace(found, folder / found.name)
-            partial.rmdir()
-            sync(folder)
+    def finalize() -> None:
+        if not process.is_main_process:
+            return
+        for finalizer in gathered.finalizers:
+            finalizer(partial)
+        for subdirectory in [path for path in partial.iterdir() if path.is_dir()]:
+            sync_folders(subdirectory)
+            shutil.rmtree(directory / subdirectory.name, ignore_errors=True)
+            os.replace(subdirectory, directory / subdirectory.name)
+        partial.rmdir()
+        sync(directory)
 
-    what = f"saving into {folder}"
-    on_all_ranks(process.collectives, what, lambda: partial.mkdir(parents=True, exist_ok=True))
-    on_all_ranks(process.collectives, what, lambda: write_parts(partial, parts))
-    on_all_ranks(process.collectives, what, move)
-    on_all_ranks(process.collectives, what, close)
+    action = f"saving into {directory}"
+    on_all_ranks(process.collectives, action, lambda: partial.mkdir(parents=True, exist_ok=True))
+    on_all_ranks(process.collectives, action, lambda: write_parts(partial, parts))
+    on_all_ranks(process.collectives, action, move_files)
+    on_all_ranks(process.collectives, action, finalize)

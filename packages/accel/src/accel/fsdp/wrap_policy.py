@@ -11,68 +11,58 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
-logger = logging.getLogger(__name__)
+from .._torch_compat import run_wrap_policy
 
-POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+logger = logging.getLogger(__name__)
 
 
 def find_units(model: nn.Module, policy: Any, ignored: Iterable[nn.Module] = ()) -> list[nn.Module]:
-    """The submodules that a policy makes units of their own, inner ones first; the model itself is not among them.
+    """The submodules that a policy makes units of their own, inner ones first, without the model itself.
 
     Args:
-        model: the whole model, not sharded yet.
-        policy: None; a policy object of torch (``ModuleWrapPolicy``, ``CustomPolicy``); or a function of torch's form
-            ``policy(module, recurse, nonwrapped_numel)``.
-        ignored: modules that stay whole, with all in them.
+        model: the full model, not sharded yet.
+        policy: None; a policy object of torch (``ModuleWrapPolicy``, ``CustomPolicy``); or a function with torch's
+            signature ``policy(module, recurse, nonwrapped_numel)``.
+        ignored: modules that are not sharded, including their submodules.
     """
     if policy is None:
         return []
     skipped = {id(inner) for module in ignored for inner in module.modules()}
-    if hasattr(policy, "_run_policy"):
-        chosen = {id(module) for module in policy._run_policy(model, set(ignored), {})}
-    else:
-        chosen = set()
-        _ask(model, policy, skipped, chosen)
-    # Children come before their parents, as sharding needs it.
-    units = [module for module in _bottom_up(model) if id(module) in chosen - skipped and module is not model]
-    return _with_whole_ties(model, units)
+    modules = run_wrap_policy(policy, model, ignored)
+    chosen: set[int] = set() if modules is None else {id(module) for module in modules}
+    if modules is None:
+        _apply_policy(model, policy, skipped, chosen)
+    # Sharding needs children before their parents.
+    candidates = list(model.modules())[::-1]
+    units = [module for module in candidates if id(module) in chosen - skipped and module is not model]
+    while (torn := _find_torn(model, units)) is not None:
+        unit, name = torn
+        logger.info(
+            "A %s does not become a unit: it shares %s with another part of the model.", type(unit).__name__, name
+        )
+        units = [other for other in units if other is not unit]
+    return units
 
 
-def _bottom_up(model: nn.Module) -> list[nn.Module]:
-    return list(model.modules())[::-1]
-
-
-def _ask(module: nn.Module, policy: Callable[..., bool], skipped: set[int], chosen: set[int]) -> int:
-    """Ask a policy function about a module and all in it; returns the number of parameter elements that are now in
-    units.
-    """
-    own = {id(parameter): parameter.numel() for parameter in module.parameters()}
-    total = sum(own.values())
+def _apply_policy(module: nn.Module, policy: Callable[..., bool], skipped: set[int], chosen: set[int]) -> int:
+    """Apply a policy function to a module and its submodules; returns how many parameter elements are in units now."""
+    total = sum(parameter.numel() for parameter in module.parameters())
     if id(module) in skipped or not policy(module=module, recurse=True, nonwrapped_numel=total):
         return 0
-    wrapped = sum(_ask(child, policy, skipped, chosen) for child in module.children())
+    wrapped = sum(_apply_policy(child, policy, skipped, chosen) for child in module.children())
     if policy(module=module, recurse=False, nonwrapped_numel=total - wrapped):
         chosen.add(id(module))
         return total
     return wrapped
 
 
-def _with_whole_ties(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """Drop units that share a parameter with what is outside of them: sharded apart, tied weights would drift apart."""
-    while (torn := _torn(model, units)) is not None:
-        unit, names = torn
-        logger.info(
-            "A %s is no unit of its own: it shares %s with another part of the model.", type(unit).__name__, names
-        )
-        units = [other for other in units if other is not unit]
-    return units
-
-
-def _torn(model: nn.Module, units: list[nn.Module]) -> tuple[nn.Module, str] | None:
+def _find_torn(model: nn.Module, units: list[nn.Module]) -> tuple[nn.Module, str] | None:
+    """A unit with a parameter that another part of the model shares: sharded apart, the tied weights would diverge."""
     holders: dict[int, set[int]] = {}
-    for place, modules in enumerate(owned_by(model, units)):
-        for parameter in (parameter for module in modules for parameter in module.parameters(recurse=False)):
-            holders.setdefault(id(parameter), set()).add(place)
+    for index, modules in enumerate(owned_by(model, units)):
+        for module in modules:
+            for parameter in module.parameters(recurse=False):
+                holders.setdefault(id(parameter), set()).add(index)
     for name, parameter in model.named_parameters():
         if len(holders[id(parameter)]) > 1:
             return units[min(holders[id(parameter)])], name
@@ -80,59 +70,57 @@ def _torn(model: nn.Module, units: list[nn.Module]) -> tuple[nn.Module, str] | N
 
 
 def owned_by(model: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """The modules of each unit that are in no inner unit, and at the end those of the model that are in none."""
-    places = {id(unit): place for place, unit in enumerate(units)}
+    """The modules of each unit that are in no inner unit, and at the end those of the model that are in no unit."""
+    indices = {id(unit): index for index, unit in enumerate(units)}
     owned: list[list[nn.Module]] = [[] for _ in [*units, model]]
     seen: set[int] = set()
 
-    def visit(module: nn.Module, place: int) -> None:
+    def visit(module: nn.Module, index: int) -> None:
         if id(module) in seen:
             return
         seen.add(id(module))
-        place = places.get(id(module), place)
-        owned[place].append(module)
+        index = indices.get(id(module), index)
+        owned[index].append(module)
         for child in module.children():
-            visit(child, place)
+            visit(child, index)
 
     visit(model, len(units))
     return owned
 
 
 def transformer_policy(model: nn.Module, names: Sequence[str] | None) -> Callable[..., bool]:
-    """A policy that makes a unit of every module of the named classes.
+    """A policy that makes every module of the named classes a unit.
 
     Args:
-        model: the model; where no names are given, its ``_no_split_modules`` (as Transformers models have) are taken.
+        model: the model; without names, its ``_no_split_modules`` (as Transformers models have) are taken.
         names: class names, such as "LlamaDecoderLayer".
 
     Raises:
-        ConfigurationError: there are no names, or the model has no module of a class of that name.
+        ConfigurationError: there are no names, or the model has no module of a named class.
     """
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     wanted = list(names) if names else list(getattr(model, "_no_split_modules", None) or ())
     if not wanted:
         raise ConfigurationError(
-            f"transformer_based_wrap needs the class names of the model's blocks, and {type(model).__name__} names "
-            "none in "
-            "_no_split_modules. Set transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap), such as "
-            "BertLayer."
+            f"transformer_based_wrap needs the class names of the model's blocks, but {type(model).__name__} has no "
+            "_no_split_modules. Set transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap), for example "
+            "to BertLayer."
         )
     classes = {type(module).__name__: type(module) for module in model.modules()}
     missing = [name for name in wanted if name not in classes]
-    # A list of the model's own may name blocks of its relatives.
+    # The model's own list may name blocks of related models.
     if missing and (names or len(missing) == len(wanted)):
         raise ConfigurationError(
             f"transformer_cls_names_to_wrap: {type(model).__name__} has no module of class {', '.join(missing)}. Its "
-            "classes: "
-            f"{', '.join(sorted(classes))}."
+            f"classes: {', '.join(sorted(classes))}."
         )
-    found = {classes[name] for name in wanted if name in classes}
-    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=found)
+    layer_classes = {classes[name] for name in wanted if name in classes}
+    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
 
 
 def size_policy(min_num_params: int) -> Callable[..., bool]:
-    """A policy that makes units of at least so many parameter elements."""
+    """A policy that makes units of at least ``min_num_params`` parameter elements."""
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
     return functools.partial(size_based_auto_wrap_policy, min_num_params=min_num_params)

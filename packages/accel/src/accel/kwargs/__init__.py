@@ -1,1 +1,1 @@
-"""Settings handed to the Accelerator in `kwargs_handlers`: one file a handler."""
+"""Settings passed to the Accelerator as ``kwargs_handlers``."""

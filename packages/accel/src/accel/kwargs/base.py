@@ -1,4 +1,4 @@
-"""What all handlers have in common."""
+"""The base class of handlers, and how an Accelerator looks them up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ H = TypeVar("H", bound="KwargsHandler")
 
 @dataclass
 class KwargsHandler:
-    """Base of the settings that an Accelerator takes in `kwargs_handlers`."""
+    """Base class of the settings that an Accelerator takes in ``kwargs_handlers``."""
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, as a deep copy."""
@@ -23,19 +23,18 @@ class KwargsHandler:
     def to_kwargs(self) -> dict[str, Any]:
         """The settings that differ from their defaults."""
         default = type(self)()
-        return {
-            f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
-        }
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 class Handlers:
-    """The handlers of one Accelerator, found by their type.
+    """The handlers of one Accelerator, by type.
 
     Args:
-        handlers: at most one of each kind.
+        handlers: at most one of each type.
 
     Raises:
-        ConfigurationError: something else than a handler, or two of one kind.
+        ConfigurationError: an object that is not a handler, or two of one type.
     """
 
     def __init__(self, handlers: Iterable[Any] | None = None) -> None:
@@ -43,24 +42,23 @@ class Handlers:
         for handler in handlers or ():
             if not isinstance(handler, KwargsHandler):
                 raise ConfigurationError(
-                    f"kwargs_handlers got {handler!r}, which is a {type(handler).__name__} and no KwargsHandler. "
-                    "Allowed are "
+                    f"kwargs_handlers got {handler!r}, a {type(handler).__name__}, which is not a KwargsHandler. Pass "
                     "instances of AutocastKwargs, DistributedDataParallelKwargs, FP8RecipeKwargs, GradScalerKwargs, "
-                    "InitProcessGroupKwargs, ProfileKwargs and others derived from KwargsHandler."
+                    "InitProcessGroupKwargs, ProfileKwargs or another class derived from KwargsHandler."
                 )
             if type(handler) in self._by_type:
                 raise ConfigurationError(
-                    f"kwargs_handlers holds two {type(handler).__name__}. Pass one, with all settings."
+                    f"kwargs_handlers holds two {type(handler).__name__}. Pass one with all settings."
                 )
             self._by_type[type(handler)] = handler
 
     def get(self, kind: type[H]) -> H:
-        """The handler of a kind (or of one derived from it), or one with default settings."""
-        found = self._by_type.get(kind)
-        if found is None:
-            found = next((handler for handler in self._by_type.values() if isinstance(handler, kind)), None)
-        return found if found is not None else kind()
+        """The handler of a type (or of one derived from it), or one with default settings."""
+        if kind in self._by_type:
+            handler: H = self._by_type[kind]
+            return handler
+        return next(iter(self.all(kind)), None) or kind()
 
     def all(self, kind: type[H]) -> list[H]:
-        """The handlers of a kind and of those derived from it."""
+        """The handlers of a type and of those derived from it."""
         return [handler for handler in self._by_type.values() if isinstance(handler, kind)]

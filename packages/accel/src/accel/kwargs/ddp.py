@@ -1,11 +1,4 @@
-"""PowerSGD over whole buckets.
-
-torch has a hook of this kind, ``batched_powerSGD_hook``, but up to 2.13 at least it hands matrices to a function that
-asserts batches of matrices, so it fails at the first compressed step. This one keeps torch's state class and settings.
-
-Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
-2019, https://arxiv.org/abs/1905.13727, Algorithm 1, with a bucket's gradients laid out as one square matrix.
-"""
+"""Settings of DDP, and its gradient compression hooks."""
 
 from __future__ import annotations
 
@@ -16,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from accel_state.enums import NamedChoice
 from accel_state.errors import ConfigurationError
@@ -27,12 +20,18 @@ from .base import KwargsHandler
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
+Hook = Callable[..., Any]
+
 
 def batched_power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients in a low-rank approximation.
 
-    A bucket of n elements, padded to an s x s matrix M, travels as P (s x r) and Q (s x r), so as 2 s r numbers instead
-    of n.
+    Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+    NeurIPS 2019, https://arxiv.org/abs/1905.13727, Algorithm 1, with a bucket's gradients as one square matrix: n
+    elements, padded to an s x s matrix M, are sent as P (s x r) and Q (s x r), so as 2 s r numbers instead of n.
+
+    torch's ``batched_powerSGD_hook`` fails at the first compressed step (up to 2.13 at least): it passes matrices to a
+    function that asserts batches of matrices. This hook uses torch's state class and settings.
 
     Args:
         state: settings (rank, when to start, error feedback, warm start) and what is kept between steps.
@@ -43,7 +42,7 @@ def batched_power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> torch.fu
     """
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
-        return allreduce_hook(state.process_group, bucket)
+        return default_hooks.allreduce_hook(state.process_group, bucket)
     gradient, index = bucket.buffer(), bucket.index()
     side = math.ceil(math.sqrt(gradient.numel()))
     matrix = gradient.new_zeros(side, side)
@@ -75,28 +74,33 @@ def batched_power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> torch.fu
 
 
 def _right_factor(state: PowerSGDState, index: int, matrix: torch.Tensor) -> torch.Tensor:
-    """The last step's Q, or random values that are the same on all ranks."""
+    """Q of the last step, or random values that are equal on all ranks."""
     side = matrix.shape[0]
     rank = min(state.matrix_approximation_rank, side)
-    kept = state.q_memory_dict.get(index)
-    if state.warm_start and kept is not None and kept.shape == (side, rank):
-        return kept
-    # The state's generator is seeded alike on every rank.
+    last = state.q_memory_dict.get(index)
+    if state.warm_start and last is not None and last.shape == (side, rank):
+        return last
+    # The state's generator has the same seed on every rank.
     generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
     return torch.randn(side, rank, generator=generator).to(matrix.device, matrix.dtype)
 
 
 def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Columns that span the same space; QR factorisation has no half precision."""
+    """Orthonormal columns that span the same space; QR does not support half precision."""
     return torch.linalg.qr(matrix.float())[0].to(matrix.dtype)
 
 
-# DDP compares annotations as objects, and here they are text.
-batched_power_sgd.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+def _annotate(hook: Hook) -> Hook:
+    """Give a hook the annotations that DDP compares as objects; here they are strings."""
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    return hook
+
+
+_annotate(batched_power_sgd)
 
 
 class DDPCommunicationHookType(NamedChoice):
-    """How DDP compresses gradients on their way."""
+    """How DDP compresses gradients for the all-reduce."""
 
     NO = "no"
     FP16 = "fp16"
@@ -107,22 +111,22 @@ class DDPCommunicationHookType(NamedChoice):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """How models are wrapped in ``torch.nn.parallel.DistributedDataParallel``; see there for the first seven.
+    """How models are wrapped in ``torch.nn.parallel.DistributedDataParallel``, which documents the first seven.
 
     Args:
         dim: the batch dimension.
-        broadcast_buffers: send rank 0's buffers to all ranks at the start of each forward.
-        bucket_cap_mb: size in MiB of the buckets in which gradients are reduced.
-        find_unused_parameters: look for parameters that take no part in the loss, at each forward.
+        broadcast_buffers: broadcast rank 0's buffers at the start of each forward.
+        bucket_cap_mb: size of the gradient buckets in MiB.
+        find_unused_parameters: search for parameters that do not contribute to the loss, at each forward.
         check_reduction: accepted by torch for compatibility.
-        gradient_as_bucket_view: let gradients be views of the buckets, which saves a copy of them.
+        gradient_as_bucket_view: make gradients views of the buckets, which saves a copy of them.
         static_graph: promise that every iteration uses the same parameters.
         comm_hook: how gradients are compressed for the all-reduce.
-        comm_wrapper: "fp16" or "bf16": a conversion around the hook.
+        comm_wrapper: "fp16" or "bf16": convert gradients before the hook.
         comm_state_option: settings of the PowerSGD state, such as ``{"matrix_approximation_rank": 2}``.
 
     Raises:
-        ConfigurationError: a hook or wrapper that is not known.
+        ConfigurationError: an unknown hook or wrapper.
     """
 
     dim: int = 0
@@ -148,99 +152,41 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """All settings but those of the communication hook, which are no arguments of DDP."""
+        """All settings except those of the communication hook, which DDP does not take."""
         return {key: value for key, value in super().to_dict().items() if key not in ignore_keys}
 
     def ddp_arguments(self) -> dict[str, Any]:
-        """The arguments for DDP: those that differ from the defaults, so that torch keeps its own."""
+        """The arguments for DDP: those that differ from the defaults here."""
         return {key: value for key, value in self.to_kwargs().items() if key in self.to_dict()}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Install the communication hook on a wrapped model; nothing for "no" without a wrapper."""
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-        hook, state = _HOOKS[self.comm_hook](self.comm_state_option)
-        if hook is None and self.comm_wrapper == DDPCommunicationHookType.NO:
+        hook_type = DDPCommunicationHookType
+        if self.comm_hook in (hook_type.POWER_SGD, hook_type.BATCHED_POWER_SGD):
+            state = PowerSGDState(process_group=None, **self.comm_state_option)
+        elif self.comm_state_option:
+            raise ConfigurationError(
+                f"comm_state_option={self.comm_state_option!r} has no effect with comm_hook={self.comm_hook.value!r}, "
+                "which keeps no state. Use it with power_sgd or batched_power_sgd."
+            )
+        else:
+            state = None
+        if self.comm_hook == hook_type.NO and self.comm_wrapper == hook_type.NO:
             return
-        hook = _wrap(hook or allreduce_hook, self.comm_wrapper)
-        model.register_comm_hook(state=state, hook=_accepted_by_torch(hook))
-
-
-Hook = Callable[..., Any]
-
-
-def _no_hook(options: dict[str, Any]) -> tuple[Hook | None, Any]:
-    _refuse_options("no", options)
-    return None, None
-
-
-def _fp16(options: dict[str, Any]) -> tuple[Hook | None, Any]:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    _refuse_options("fp16", options)
-    return fp16_compress_hook, None
-
-
-def _bf16(options: dict[str, Any]) -> tuple[Hook | None, Any]:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-    _refuse_options("bf16", options)
-    return bf16_compress_hook, None
-
-
-def _power_sgd(options: dict[str, Any]) -> tuple[Hook | None, Any]:
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(process_group=None, **options)
-
-
-def _batched_power_sgd(options: dict[str, Any]) -> tuple[Hook | None, Any]:
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-
-    return batched_power_sgd, PowerSGDState(process_group=None, **options)
-
-
-_HOOKS: dict[DDPCommunicationHookType, Callable[[dict[str, Any]], tuple[Hook | None, Any]]] = {
-    DDPCommunicationHookType.NO: _no_hook,
-    DDPCommunicationHookType.FP16: _fp16,
-    DDPCommunicationHookType.BF16: _bf16,
-    DDPCommunicationHookType.POWER_SGD: _power_sgd,
-    DDPCommunicationHookType.BATCHED_POWER_SGD: _batched_power_sgd,
-}
-
-
-def _accepted_by_torch(hook: Hook) -> Hook:
-    """A hook that DDP takes: it looks at annotations, and refuses bf16 by the hook's name unless NCCL is new enough.
-
-    gloo reduces bfloat16 as well, so over gloo the hook goes by another name.
-    """
-    import torch
-    import torch.distributed as dist
-
-    if dist.get_backend() != "gloo" or not hook.__name__.startswith("bf16"):
-        return hook
-
-    def compress_over_gloo(state: Any, bucket: Any) -> Any:
-        return hook(state, bucket)
-
-    compress_over_gloo.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-    return compress_over_gloo
-
-
-def _refuse_options(hook: str, options: dict[str, Any]) -> None:
-    if options:
-        raise ConfigurationError(
-            f"comm_state_option={options!r} has no effect with comm_hook={hook!r}, which keeps no state. It is for "
-            "power_sgd and "
-            "batched_power_sgd."
-        )
-
-
-def _wrap(hook: Hook, wrapper: DDPCommunicationHookType) -> Hook:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    if wrapper == DDPCommunicationHookType.FP16:
-        return default_hooks.fp16_compress_wrapper(hook)
-    if wrapper == DDPCommunicationHookType.BF16:
-        return default_hooks.bf16_compress_wrapper(hook)
-    return hook
+        hooks: dict[DDPCommunicationHookType, Hook] = {
+            hook_type.NO: default_hooks.allreduce_hook,
+            hook_type.FP16: default_hooks.fp16_compress_hook,
+            hook_type.BF16: default_hooks.bf16_compress_hook,
+            hook_type.POWER_SGD: powerSGD_hook,
+            hook_type.BATCHED_POWER_SGD: batched_power_sgd,
+        }
+        hook = hooks[self.comm_hook]
+        if self.comm_wrapper == hook_type.FP16:
+            hook = default_hooks.fp16_compress_wrapper(hook)
+        elif self.comm_wrapper == hook_type.BF16:
+            hook = default_hooks.bf16_compress_wrapper(hook)
+        if dist.get_backend() == "gloo" and hook.__name__.startswith("bf16"):
+            # gloo reduces bfloat16, but DDP refuses hooks with this name unless NCCL is new enough.
+            compress = hook
+            hook = _annotate(lambda state, bucket: compress(state, bucket))
+        model.register_comm_hook(state=state, hook=hook)

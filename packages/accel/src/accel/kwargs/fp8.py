@@ -1,4 +1,4 @@
-"""Settings of 8-bit floating point: one handler a back end, and the older one that serves for all."""
+"""Settings of 8-bit floating point: one handler per backend, and an older one for all of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from .base import KwargsHandler
 
 @dataclass
 class FP8Kwargs(KwargsHandler):
-    """What the handlers of all back ends have in common: a field left at None takes the launcher's setting, or its
-    default.
-    """
+    """Base class of the handlers of all backends; a field left at None takes the launcher's setting or its default."""
 
     backend_name: ClassVar[str | None] = None
 
@@ -37,21 +35,21 @@ class FP8Kwargs(KwargsHandler):
 
 @dataclass
 class NativeRecipeKwargs(FP8Kwargs):
-    """``mixed_precision="fp8"`` with torch's own product of 8-bit matrices.
+    """``mixed_precision="fp8"`` with torch's own 8-bit matrix products.
 
     Args:
         scaling: "delayed" (scales from a history), "dynamic" (from each tensor) or "rowwise" (from each row of it).
         fp8_format: "HYBRID" (E4M3 forward, E5M2 for gradients) or "E4M3".
-        margin: powers of two of room above the largest value (delayed).
-        interval: forward passes between two computations of the scales (delayed).
-        amax_history_len: how many largest values are remembered (delayed).
-        amax_compute_algo: "max" of them, or the "most_recent" one (delayed).
+        margin: headroom above the largest value, in powers of two (delayed).
+        interval: forward passes between two updates of the scales (delayed).
+        amax_history_len: length of the history of maximum absolute values (delayed).
+        amax_compute_algo: "max" of the history, or the "most_recent" value (delayed).
         override_linear_precision: whether (fprop, dgrad, wgrad) compute in higher precision.
         use_autocast_during_eval: compute in 8 bits in evaluation mode too.
         module_filter_func: called with a layer and its name; False keeps it in high precision.
 
     Raises:
-        ConfigurationError: a value that is not allowed.
+        ConfigurationError: an invalid value.
     """
 
     backend_name: ClassVar[str | None] = "native"
@@ -72,15 +70,15 @@ class AORecipeKwargs(FP8Kwargs):
     """``mixed_precision="fp8"`` with torchao.
 
     Args:
-        config: a ``torchao.float8.Float8LinearConfig``, which then says everything.
+        config: a ``torchao.float8.Float8LinearConfig``, which overrides the other settings.
         module_filter_func: called with a layer and its name; False keeps it in high precision. By default the first and
             the last linear layer are kept.
         pad_inner_dim: pad the inner dimension of products to a multiple of 16.
-        enable_fsdp_float8_all_gather: gather the shards of FSDP 2 in 8 bits.
-        ao_recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp", where there is no ``config``.
+        enable_fsdp_float8_all_gather: all-gather the shards of FSDP 2 in 8 bits.
+        ao_recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp", without a ``config``.
 
     Raises:
-        ConfigurationError: a value that is not allowed.
+        ConfigurationError: an invalid value.
     """
 
     backend_name: ClassVar[str | None] = "ao"
@@ -98,16 +96,16 @@ class TERecipeKwargs(FP8Kwargs):
 
     Args:
         use_autocast_during_eval: compute in 8 bits in evaluation mode too.
-        margin: powers of two of room above the largest value.
-        interval: forward passes between two computations of the scales (older versions of Transformer Engine only).
+        margin: headroom above the largest value, in powers of two.
+        interval: forward passes between two updates of the scales (older versions of Transformer Engine only).
         fp8_format: "HYBRID" or "E4M3".
-        amax_history_len: how many largest values are remembered.
-        amax_compute_algo: "max" of them, or the "most_recent" one.
+        amax_history_len: length of the history of maximum absolute values.
+        amax_compute_algo: "max" of the history, or the "most_recent" value.
         override_linear_precision: whether (fprop, dgrad, wgrad) compute in higher precision (older versions only).
-        use_mxfp8_block_scaling: give blocks of 32 elements a scale of their own.
+        use_mxfp8_block_scaling: scale blocks of 32 elements separately.
 
     Raises:
-        ConfigurationError: a value that is not allowed.
+        ConfigurationError: an invalid value.
     """
 
     backend_name: ClassVar[str | None] = "te"
@@ -124,13 +122,13 @@ class TERecipeKwargs(FP8Kwargs):
 
 @dataclass
 class MSAMPRecipeKwargs(FP8Kwargs):
-    """``mixed_precision="fp8"`` with MS-AMP, which is not maintained any more.
+    """``mixed_precision="fp8"`` with MS-AMP, which is no longer maintained.
 
     Args:
         opt_level: "O1" (gradients and their reduction in 8 bits) or "O2" (the first state of Adam too).
 
     Raises:
-        ConfigurationError: a value that is not allowed.
+        ConfigurationError: an invalid value.
     """
 
     backend_name: ClassVar[str | None] = "msamp"
@@ -140,11 +138,11 @@ class MSAMPRecipeKwargs(FP8Kwargs):
 
 @dataclass
 class FP8RecipeKwargs(FP8Kwargs):
-    """``mixed_precision="fp8"`` with any back end, and the settings of all of them in one place.
+    """``mixed_precision="fp8"`` with any backend, and the settings of all of them.
 
     Args:
         opt_level: for "msamp"; see :class:`MSAMPRecipeKwargs`.
-        use_autocast_during_eval: see :class:`NativeRecipeKwargs` for this one and the others.
+        use_autocast_during_eval: see :class:`NativeRecipeKwargs` for this and the next six.
         margin: likewise.
         interval: likewise.
         fp8_format: likewise.
@@ -156,10 +154,10 @@ class FP8RecipeKwargs(FP8Kwargs):
             here.
         scaling: for "native".
         module_filter_func: for "native" and "ao".
-        optimization_level: older name of ``opt_level``.
+        optimization_level: former name of ``opt_level``.
 
     Raises:
-        ConfigurationError: a value that is not allowed, or both names of one setting with different values.
+        ConfigurationError: an invalid value, or both names of one setting with different values.
     """
 
     opt_level: str | None = None

@@ -1,4 +1,4 @@
-"""Settings of automatic mixed precision."""
+"""Settings of autocast, loss scaling, process groups, the profiler and trackers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class AutocastKwargs(KwargsHandler):
 
     Args:
         enabled: False computes in full precision.
-        cache_enabled: whether autocast keeps the converted weights until it ends; None leaves it to torch.
-        outputs_to_fp32: whether a prepared model's half-precision outputs come out as float32. Turn it off to keep
-            large outputs (logits, images) in the precision they were computed in.
+        cache_enabled: whether autocast caches converted weights until it ends; None takes torch's default.
+        outputs_to_fp32: convert a prepared model's half-precision outputs to float32. Turn it off to keep large
+            outputs (logits, images) in the precision they were computed in.
     """
 
     enabled: bool = True
@@ -59,9 +59,9 @@ class InitProcessGroupKwargs(KwargsHandler):
     """How ``torch.distributed.init_process_group`` is called.
 
     Args:
-        backend: the communication back end. The default stands for the device's own ("gloo" on CPU).
-        init_method: where the processes meet; None takes it from the launcher.
-        timeout: how long a collective may take; None takes torch's default.
+        backend: the communication backend. The default takes the one of the device ("gloo" on CPU).
+        init_method: the URL of the rendezvous; None takes the launcher's.
+        timeout: the longest time of a collective; None takes torch's default.
     """
 
     backend: str | None = "nccl"
@@ -78,7 +78,7 @@ class ProfileKwargs(KwargsHandler):
     """What :meth:`accel.Accelerator.profile` records; see ``torch.profiler.profile``.
 
     Args:
-        activities: which activities to record; None records all that this machine has.
+        activities: which activities to record; None records all that are available.
         schedule_option: keys ``wait``, ``warmup``, ``active``, ``repeat``, ``skip_first``: steps of each phase. Call
             ``prof.step()`` after each training step.
         on_trace_ready: called with the profiler whenever a trace is ready.
@@ -87,10 +87,10 @@ class ProfileKwargs(KwargsHandler):
         with_stack: record source lines.
         with_flops: estimate floating point operations of matrix products and convolutions.
         with_modules: record the module hierarchy.
-        output_trace_dir: write a Chrome trace of each rank into this folder, as ``profile_<rank>.json``.
+        output_trace_dir: write a Chrome trace of each rank into this directory, as ``profile_<rank>.json``.
 
     Raises:
-        ConfigurationError: (from :meth:`build`) an activity or schedule key that is not known.
+        ConfigurationError: (from :meth:`build`) an unknown activity or schedule key.
     """
 
     activities: list[ProfilerActivity] | None = None
@@ -104,7 +104,7 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def build(self) -> torch.profiler.profile:
-        """Make the profiler; it is not started."""
+        """Create the profiler without starting it."""
         return torch.profiler.profile(
             activities=None if self.activities is None else [_activity(name) for name in self.activities],
             schedule=None if self.schedule_option is None else _schedule(self.schedule_option),
@@ -118,7 +118,7 @@ class ProfileKwargs(KwargsHandler):
 
 
 def _activity(name: str) -> torch.profiler.ProfilerActivity:
-    known = {key: value for key, value in torch.profiler.ProfilerActivity.__members__.items()}
+    known = torch.profiler.ProfilerActivity.__members__
     if name.upper() not in known:
         raise ConfigurationError(
             f"{name!r} is not a profiler activity of this torch. Allowed: {', '.join(sorted(known)).lower()}."
@@ -130,22 +130,20 @@ def _schedule(options: dict[str, int]) -> Callable[..., Any]:
     unknown = sorted(set(options) - set(_SCHEDULE_KEYS))
     if unknown:
         raise ConfigurationError(f"schedule_option has unknown keys {unknown}. Allowed: {', '.join(_SCHEDULE_KEYS)}.")
-    # torch requires these three; nothing to wait for or to warm up is what their absence means.
+    # torch requires these three.
     return torch.profiler.schedule(**{"wait": 0, "warmup": 0, "active": 1, **options})
 
 
 @dataclass
 class TrackingKwargs(KwargsHandler):
-    """How logged values get from the loop to the trackers, and what happens if one fails; see
-    :class:`accel_track.Delivery`.
+    """How logged values are delivered to trackers, and what happens if one fails; see :class:`accel_track.Delivery`.
 
     Args:
-        strict: a tracker that fails raises. Otherwise it is set aside with a warning, and the run goes on.
-        queue_size: calls of ``log`` that may wait for one tracker.
+        strict: raise if a tracker fails. Otherwise it is disabled with a warning, and training continues.
+        queue_size: number of ``log`` calls that may be queued for one tracker.
         start_timeout: seconds that ``init_trackers`` waits for a tracker to start.
-        stall_timeout: seconds without any progress after which a tracker is given up, where somebody has to wait for
-            it.
-        finish_timeout: seconds that ``end_training`` waits for a tracker to finish, once it has been given everything.
+        stall_timeout: seconds without progress after which a blocking call gives up on a tracker.
+        finish_timeout: seconds that ``end_training`` waits for a tracker to finish after the last value.
     """
 
     strict: bool = False
@@ -155,7 +153,7 @@ class TrackingKwargs(KwargsHandler):
     finish_timeout: float = Delivery.finish_timeout
 
     def to_delivery(self) -> Delivery:
-        """The settings as accel_track takes them.
+        """The settings in accel_track's form.
 
         Raises:
             ConfigurationError: a number that is not positive.

@@ -1,1 +1,1 @@
-"""In which precision a model computes: one file a precision."""
+"""Precisions in which models compute."""

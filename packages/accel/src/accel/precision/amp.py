@@ -1,4 +1,4 @@
-"""Automatic mixed precision: weights stay float32, and operations that gain from it compute in 16 bits."""
+"""Automatic mixed precision: weights stay float32, and eligible operations compute in 16 bits."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 class AutocastForward:
     """A model's forward under autocast.
 
-    A callable object rather than a closure: copying or pickling the model copies the forward with it, where a closure
-    would go on calling the original model's.
+    An object and not a closure, because a copied or pickled model must call its own forward.
 
     Args:
         forward: the bound forward of the model.
-        device_type: where the model computes.
+        device_type: the type of the model's device.
         dtype: the 16-bit type.
         settings: how autocast runs.
     """
@@ -50,10 +49,10 @@ class AutocastForward:
 
 
 class HalfPrecision(Precision):
-    """torch's autocast with one 16-bit type.
+    """torch's autocast with a 16-bit dtype.
 
     Raises:
-        ConfigurationError: the device does not compute in that type.
+        ConfigurationError: autocast does not support the dtype on the device.
     """
 
     name: ClassVar[str]
@@ -64,8 +63,7 @@ class HalfPrecision(Precision):
         if not state.device_backend.supports_autocast(self.dtype):
             raise ConfigurationError(
                 f"mixed_precision={self.name!r} is not available on {state.device.type} here: autocast does not "
-                "compute in "
-                f"{self.dtype} on it. Use mixed_precision='no', or another device."
+                f"support {self.dtype} on it. Use mixed_precision='no', or another device."
             )
 
     @property
@@ -83,7 +81,7 @@ class HalfPrecision(Precision):
 
 
 class BFloat16(HalfPrecision):
-    """bfloat16: the range of float32 with 8 bits of mantissa, so losses need no scale."""
+    """bfloat16: the range of float32 with 8 bits of mantissa, so losses are not scaled."""
 
     name = "bf16"
     dtype = torch.bfloat16

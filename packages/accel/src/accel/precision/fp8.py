@@ -1,4 +1,4 @@
-"""8-bit floating point: the back ends of accel-fp8, behind the interface of a precision."""
+"""8-bit floating point, computed by the backends of accel-fp8."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .full import Precision
 if TYPE_CHECKING:
     from ..kwargs.base import Handlers
 
-# The package is known by the names of what it offers, and loaded when a model is to compute in 8 bits.
+# Loaded only when a model computes in 8 bits.
 ENGINE: Registry[Any] = Registry(
     "part of accel-fp8", {"recipe": "accel_fp8:FP8Recipe", "create": "accel_fp8:create_backend"}
 )
@@ -32,13 +32,13 @@ logger = get_logger(__name__)
 
 
 class FP8Forward(AutocastForward):
-    """A model's forward under autocast, and in the block that its back end opens for it.
+    """A model's forward under autocast and in the context of its backend.
 
     Args:
         forward: the bound forward of the model.
-        device_type: where the model computes.
+        device_type: the type of the model's device.
         settings: how autocast runs.
-        backend: what computes in 8 bits.
+        backend: the FP8 backend.
     """
 
     def __init__(self, forward: Any, device_type: str, settings: AutocastKwargs, backend: Any) -> None:
@@ -46,38 +46,36 @@ class FP8Forward(AutocastForward):
         self.backend = backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In the middle, so that it ends before the outputs are converted.
         bound: Any = self.forward  # a bound method: a copy of the model has a forward of its own
         with self.backend.forward_context(bound.__self__.training):
             return super().__call__(*args, **kwargs)
 
 
 class FP8(Precision):
-    """Linear layers multiply in 8 bits, other operations compute in bfloat16, and weights stay in the precision they
-    have.
+    """Linear layers multiply in 8 bits, other operations compute in bfloat16, and weights keep their dtype.
 
     Attributes:
-        backend: the name of the back end.
+        backend: the name of the backend.
 
     Raises:
-        ConfigurationError: the device cannot compute in it, or the back end cannot do what the recipe asks for.
-        MissingDependencyError: the package of the back end is not installed.
+        ConfigurationError: the device does not support it, or the backend does not support the recipe.
+        MissingDependencyError: the backend's package is not installed.
     """
 
     def __init__(self, state: PartialState, handlers: Handlers) -> None:
         super().__init__(state, handlers)
         if not state.device_backend.supports_autocast(torch.bfloat16):
             raise ConfigurationError(
-                f"mixed_precision='fp8' is not available on {state.device.type} here: what is not multiplied in 8 "
-                "bits computes in "
-                "bfloat16, and autocast does not do so on it. Use mixed_precision='no', or another device."
+                f"mixed_precision='fp8' is not available on {state.device.type} here: operations other than 8-bit "
+                "products need bfloat16, which autocast does not support on it. Use mixed_precision='no', or another "
+                "device."
             )
         recipe = ENGINE.load("recipe").from_environment(**handlers.get(FP8Kwargs).recipe_settings())
         self.engine, choice = ENGINE.load("create")(recipe, state.device)
         self.backend: str = choice.name
         self._delayed = choice.name == "native" and recipe.scaling == "delayed"
         self._models: list[weakref.ref[nn.Module]] = []
-        logger.info("FP8 back end %s: %s", choice.name, choice.reason)
+        logger.info("FP8 backend %s: %s", choice.name, choice.reason)
 
     @property
     def is_native(self) -> bool:
@@ -89,22 +87,18 @@ class FP8(Precision):
     def wrap_forward(self, model: nn.Module) -> nn.Module:
         if "_original_forward" in model.__dict__:
             return model
-        self._tell_of_sharding()
+        if self.backend == "ao" and AcceleratorState().is_fsdp2 and self.engine.recipe.enable_fsdp_float8_all_gather:
+            # Gathering in 8 bits replaces every parameter, but the script's optimizer holds the old ones.
+            logger.info(
+                "enable_fsdp_float8_all_gather has no effect under an Accelerator: FSDP gathers weights in the dtype "
+                "of the shards. To gather in 8 bits, call accel_fp8.convert(model, recipe, sharded=True) before "
+                "you create the optimizer."
+            )
         self.engine.convert(model)
         self._models.append(weakref.ref(model))
         model._original_forward = model.forward  # type: ignore[assignment]
         model.forward = FP8Forward(model.forward, self.state.device.type, self.settings, self.engine)
         return model
-
-    def _tell_of_sharding(self) -> None:
-        # Gathering in 8 bits replaces every parameter, and the optimizer of the script holds the ones from before.
-        if self.backend == "ao" and AcceleratorState().is_fsdp2 and self.engine.recipe.enable_fsdp_float8_all_gather:
-            logger.info(
-                "FSDP gathers weights in the precision they are sharded in: enable_fsdp_float8_all_gather has no "
-                "effect under an "
-                "Accelerator. accel_fp8.convert(model, recipe, sharded=True), before the optimizer is made, gathers "
-                "in 8 bits."
-            )
 
     def join_optimizer(self, objects: list[Any]) -> list[Any]:
         if not self.engine.takes_optimizer:
@@ -115,9 +109,9 @@ class FP8(Precision):
             return objects
         if len(models) != 1 or len(optimizers) != 1:
             raise ConfigurationError(
-                f"prepare() got {len(models)} models and {len(optimizers)} optimizers, but the FP8 back end "
-                f"{self.backend!r} prepares "
-                "one model together with its optimizer. Call prepare(model, optimizer, ...) for each pair."
+                f"prepare() got {len(models)} models and {len(optimizers)} optimizers, but the FP8 backend "
+                f"{self.backend!r} prepares one model together with its optimizer. Call prepare(model, optimizer, ...) "
+                "for each pair."
             )
         before = objects[optimizers[0]]
         model, optimizer = self.engine.initialize(objects[models[0]].to(self.state.device), before)
@@ -129,21 +123,19 @@ class FP8(Precision):
 
     def watch(self, optimizer: Optimizer) -> None:
         if self._delayed and self.state.use_distributed:
-            # Whoever saves a model does so between two steps, often on one rank only, and must find what all ranks have
-            # seen.
+            # A model is saved between two steps, often on one rank only, and must hold the scales of all ranks.
             optimizer.register_step_post_hook(self._synchronize)
 
     def check_uneven_inputs(self) -> None:
         if self._delayed and self.state.use_distributed:
             raise ConfigurationError(
-                "join_uneven_inputs cannot be used with delayed FP8 scaling: ranks that have no data left would be "
-                "missing where all "
-                "ranks agree on scales. Use NativeRecipeKwargs(scaling='dynamic') or --fp8_scaling dynamic, or keep "
-                "even_batches=True and "
-                "leave join_uneven_inputs out."
+                "join_uneven_inputs does not work with delayed FP8 scaling: all ranks, also those without data, are "
+                "needed to synchronise scales. Use NativeRecipeKwargs(scaling='dynamic') or --fp8_scaling dynamic, or "
+                "keep even_batches=True without join_uneven_inputs."
             )
 
     def _synchronize(self, *_: Any) -> None:
-        alive = [model for reference in self._models if (model := reference()) is not None]
-        for model in alive:
-            self.engine.synchronize(model)
+        for reference in self._models:
+            model = reference()
+            if model is not None:
+                self.engine.synchronize(model)

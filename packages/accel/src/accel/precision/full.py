@@ -1,4 +1,4 @@
-"""Full precision: the base class, and complete as it is."""
+"""The interface of a precision; the base class implements full precision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Precision:
         handlers: the settings given to the Accelerator.
 
     Attributes:
-        scaler: what scales losses so that small gradients survive, or None.
+        scaler: the loss scaler, or None.
         settings: how autocast runs.
     """
 
@@ -40,31 +40,30 @@ class Precision:
         return False
 
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A block that computes in this precision.
+        """A context manager that computes in this precision.
 
         Args:
-            settings: for this block only; by default those of the Accelerator.
+            settings: override those of the Accelerator.
         """
         return nullcontext()
 
     def wrap_forward(self, model: nn.Module) -> nn.Module:
-        """Let a model's forward compute in this precision."""
+        """Make a model's forward compute in this precision."""
         return model
 
     def join_optimizer(self, objects: list[Any]) -> list[Any]:
-        """Prepare a model together with its optimizer, where this precision has to; called before each is prepared by
-        itself.
+        """Prepare a model together with its optimizer, if needed; called before each is prepared on its own.
 
         Args:
-            objects: all that was given to ``prepare``, in any order.
+            objects: the arguments of ``prepare``, in any order.
 
         Returns:
-            The objects, some of them replaced.
+            The objects, possibly replaced.
         """
         return objects
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Called with each optimizer that is prepared."""
+        """Called with each prepared optimizer."""
 
     def check_uneven_inputs(self) -> None:
-        """Refuse a loop that may end earlier on some ranks than on others, where this precision needs all of them."""
+        """Raise ConfigurationError if this precision needs all ranks at every step, so none may end early."""

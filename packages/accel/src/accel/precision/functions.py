@@ -1,4 +1,4 @@
-"""Loss scalers and autocast contexts for code that has no Accelerator."""
+"""Loss scalers and autocast contexts for code without an Accelerator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
     """A loss scaler for this process's device.
 
     Args:
-        distributed_type: the kind of run; data parallelism needs no scaler of its own, so it changes nothing here.
+        distributed_type: not used; all types take the same scaler.
         **kwargs: for ``torch.amp.GradScaler``.
     """
     return SharedGradScaler(PartialState().device.type, **kwargs)
@@ -28,10 +28,10 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[None]:
-    """A block that computes in the precision of the current Accelerator.
+    """A context manager that computes in the precision of the current Accelerator.
 
     Args:
-        native_amp: whether to use torch's autocast; otherwise the block computes in full precision.
+        native_amp: use torch's autocast; otherwise compute in full precision.
         autocast_kwargs: how autocast runs.
     """
     settings = autocast_kwargs or AutocastKwargs()

@@ -1,4 +1,4 @@
-"""The precisions, by the name given as ``mixed_precision``."""
+"""The precisions, by the names that ``mixed_precision`` takes."""
 
 from __future__ import annotations
 

@@ -6,34 +6,41 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+
+from accel_state import PartialState
+
+from .._torch_compat import is_unscaled
 
 
 class SharedGradScaler(torch.amp.GradScaler):
-    """torch's GradScaler, made safe for optimizers that do not know of each other.
+    """torch's GradScaler for several independent optimizers.
 
-    torch asks for one ``update()`` after the last of all optimizers has stepped: an earlier one forgets which gradients
+    torch expects one ``update()`` after the last of all optimizers has stepped: an earlier call forgets which gradients
     are already unscaled, and the next ``step()`` divides them again. Prepared optimizers each call ``update()`` after
     their own step, so here it takes effect when all of them have stepped, or at the latest when the next loss is
     scaled. Unscaling twice, or without gradients, does nothing.
+
+    Attributes:
+        over_ranks: takes the maximum of a tensor over the ranks that shard gradients; None where no rank does.
     """
 
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
         self.over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Takes the maximum of a tensor over the ranks that divide gradients among them; None where each rank has all
-        of them.
-        """
         self._expected: set[int] = set()
         self._stepped: set[int] = set()
+
+    def share_overflow(self, state: PartialState) -> None:
+        """Skip a step on all ranks if the gradients of any rank overflow: each rank has other gradients."""
+        self.over_ranks = lambda tensor: state.collectives.all_reduce(tensor.to(state.device), "max").to(tensor.device)
 
     def expect(self, optimizer: Optimizer) -> None:
         """Count this optimizer among those that an update waits for."""
         self._expected.add(id(optimizer))
 
     def forget(self) -> None:
-        """Expect no optimizer any more."""
+        """Wait for no optimizer any longer."""
         self._finish()
         self._expected.clear()
 
@@ -43,31 +50,28 @@ class SharedGradScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        if (
-            self._enabled
-            and not self.is_unscaled(optimizer)
-            and (_has_gradients(optimizer) or self.over_ranks is not None)
-        ):
+        if not self.is_enabled() or self.is_unscaled(optimizer):
+            return
+        if self.over_ranks is not None or _has_gradients(optimizer):
             super().unscale_(optimizer)
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(*args, **kwargs)
+        overflows = super()._unscale_grads_(*args, **kwargs)
         if self.over_ranks is not None:
-            # A gradient may overflow in the part of one rank alone, and either all of them step or none does.
-            mine = [value.detach().float() for value in found.values()]
-            worst = self.over_ranks(
-                torch.stack([value.to(mine[0].device) for value in mine]).amax(0) if mine else torch.zeros(1)
-            )
-            for value in found.values():
-                value.copy_(worst)
-        return found
+            # Gradients may overflow on one rank alone; either all ranks step or none does.
+            local = [value.detach().float() for value in overflows.values()]
+            any_local = torch.stack([value.to(local[0].device) for value in local]).amax(0) if local else torch.zeros(1)
+            any_rank = self.over_ranks(any_local)
+            for value in overflows.values():
+                value.copy_(any_rank)
+        return overflows
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's gradients have been divided by the scale already."""
-        return bool(self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED)
+        return is_unscaled(self, optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        if self._enabled and not _has_gradients(optimizer):
+        if self.is_enabled() and not _has_gradients(optimizer):
             return None  # torch asserts that there is a gradient; without the scaler such a step would change nothing
         self._stepped.add(id(optimizer))
         return super().step(optimizer, *args, **kwargs)

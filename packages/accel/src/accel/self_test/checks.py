@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_state.operations import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce
 
+from .._torch_compat import default_store
 from ..accelerator import Accelerator
 from ..utils import set_seed
 
@@ -74,7 +75,7 @@ def _turn() -> float:
     """A number that is larger for whoever asks later."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # Clocks of several machines differ by more than the ranks do, and any clock may be set while this runs.
-        return int(torch.distributed.distributed_c10d._get_default_store().add("accel/self_test/turn", 1))
+        return int(default_store().add("accel/self_test/turn", 1))
     return time.time()
 
 

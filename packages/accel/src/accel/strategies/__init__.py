@@ -1,1 +1,1 @@
-"""How a model is wrapped, synchronised, clipped and unwrapped: one file a strategy."""
+"""How models are wrapped, synchronised, clipped and saved: one file per strategy."""

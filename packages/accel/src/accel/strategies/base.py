@@ -39,6 +39,7 @@ class Strategy:
         joins_uneven_inputs: whether :meth:`join` works.
         uses_engine: whether an engine (such as DeepSpeed's) holds the gradients, runs the backward pass, and saves and
             loads its own state; see :meth:`backward` and :meth:`plan_state`.
+        saves_gradients: whether the gradients of an open accumulation window can be saved and restored.
         data_mesh: the device mesh whose axes define which ranks get the same samples; None if every rank gets its own.
     """
 
@@ -47,6 +48,7 @@ class Strategy:
     skips_gradient_sync: ClassVar[bool] = False
     joins_uneven_inputs: ClassVar[bool] = False
     uses_engine: ClassVar[bool] = False
+    saves_gradients: bool = True
     data_mesh: Any = None
 
     state: PartialState
@@ -107,7 +109,7 @@ class Strategy:
         return plugin
 
     def configure_scaler(self, scaler: SharedGradScaler) -> None:
-        """Set up the loss scaler; where ranks hold different parts of the gradients, set ``scaler.over_ranks``."""
+        """Set up the loss scaler; where ranks hold different parts of the gradients, call ``scaler.share_overflow``."""
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ConfigurationError for a model that this strategy cannot train."""
@@ -209,12 +211,12 @@ class Strategy:
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
         nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full accumulated gradients of a sharded model by name, averaged over the ranks; empty except on rank 0.
 
-        Every rank must call it. None if the strategy does not shard the model, or cannot gather its gradients.
+        Every rank must call it.
         """
-        return None
+        raise NotImplementedError(f"{type(self).__name__} shards parameters and must implement gather_gradients")
 
     def gradient_shapes(self, model: nn.Module) -> dict[str, torch.Size]:
         """The full shapes of a model's gradients by name."""

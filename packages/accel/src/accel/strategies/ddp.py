@@ -1,9 +1,9 @@
-"""Data parallelism: a whole model on every rank, and averaged gradients."""
+"""Data parallelism: a full model on every rank, and averaged gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DDPStrategy(Strategy):
-    """``torch.nn.parallel.DistributedDataParallel`` around each model that has something to train."""
+    """``torch.nn.parallel.DistributedDataParallel`` around each model with trainable parameters."""
 
     skips_gradient_sync = True
     joins_uneven_inputs = True
@@ -32,18 +32,16 @@ class DDPStrategy(Strategy):
         return self.state.process_index if axis == "dp_replicate" else 0
 
     def check_model(self, model: nn.Module) -> None:
-        placed = set(map(str, getattr(model, "hf_device_map", {}).values()))
-        if len(placed) > 1:
+        devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
+        if len(devices) > 1:
             raise ConfigurationError(
-                f"the model was loaded with a device map over {sorted(placed)}, so it already occupies several "
-                "devices; data "
-                "parallelism needs it whole on the device of each process. Load it with device_map={'': "
-                "accelerator.device}, or start "
-                "one process."
+                f"the model was loaded with a device map over {sorted(devices)}, but data parallelism needs the full "
+                "model on the device of each process. Load it with device_map={'': accelerator.device}, or start one "
+                "process."
             )
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        # DDP refuses models without trainable parameters, and has nothing to do for them.
+        # DDP raises for models without trainable parameters.
         if self.is_wrapped(model) or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         settings = self.handlers.get(DistributedDataParallelKwargs)
@@ -56,14 +54,8 @@ class DDPStrategy(Strategy):
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, DistributedDataParallel)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate gradients locally; a model that DDP does not wrap has none to synchronise."""
-        if isinstance(model, DistributedDataParallel):
-            with model.no_sync():
-                yield
-        else:
-            yield
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
@@ -80,24 +72,22 @@ class DDPStrategy(Strategy):
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
     def join(self, models: list[Any]) -> AbstractContextManager[None]:
-        """``torch.distributed.algorithms.join.Join`` over the wrapped models."""
         joinables = [model for model in models if isinstance(model, Joinable)]
         return Join(joinables, enable=True, throw_on_early_termination=False)
 
 
 class MeshDDPStrategy(DDPStrategy):
-    """DDP, with the device mesh that was asked for.
+    """DDP on a device mesh with a ``dp_replicate`` axis only.
 
     Raises:
-        ConfigurationError: there are settings of FSDP, which nothing here would use.
+        ConfigurationError: FSDP settings were given too, although no axis shards.
     """
 
     def __init__(self, state: PartialState, handlers: Handlers, settings: ParallelismConfig, fsdp: Any = None) -> None:
         super().__init__(state, handlers, settings)
         if fsdp is not None:
             raise ConfigurationError(
-                f"FSDP divides a model over the ranks of dp_shard, but the mesh has "
-                f"dp_replicate_size={settings.dp_replicate_size} and "
-                "dp_shard_size=1. Set dp_shard_size, or leave FSDP out."
+                f"FSDP shards models over dp_shard, but the mesh has dp_replicate_size={settings.dp_replicate_size} "
+                "and dp_shard_size=1. Set dp_shard_size, or leave FSDP out."
             )
         self.mesh: DeviceMesh | None = settings.build_device_mesh(state.device.type)

@@ -45,6 +45,7 @@ class DeepSpeedStrategy(Strategy):
 
     distributed_type = DistributedType.DEEPSPEED
     uses_engine = True
+    saves_gradients = False
     skips_gradient_sync = True
 
     def __init__(self, state: PartialState, handlers: Handlers, settings: Any) -> None:

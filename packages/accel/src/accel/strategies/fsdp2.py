@@ -1,4 +1,4 @@
-"""FSDP version 2: ``fully_shard``, with every parameter a DTensor divided along its first dimension."""
+"""FSDP version 2: ``fully_shard``, with every parameter a DTensor sharded along its first dimension."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from accel_state import PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import drop_unreduced_gradients, fsdp2_parameters, gathered_parameter, unreduced_gradients
 from ..core.unwrap import tied_names
 from ..fsdp.accumulated_grads import gather_parameters, put_parameters, shapes_of
 from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
 from ..fsdp.grad_norm import Groups, groups_over, local
-from ..fsdp.meta_init import Materialiser
+from ..fsdp.meta_init import Materialiser, own_parameters
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..fsdp.wrap_policy import find_units, owned_by
 from .sharded import ShardedStrategy
@@ -43,16 +44,15 @@ class FSDP2Strategy(ShardedStrategy):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks that shards are divided over."""
+        """The mesh to shard over."""
         if self._mesh is None:
-            self._mesh = init_device_mesh(
-                self.state.device.type, (self.state.num_processes,), mesh_dim_names=("dp_shard",)
-            )
+            world_size = self.state.num_processes
+            self._mesh = init_device_mesh(self.state.device.type, (world_size,), mesh_dim_names=("dp_shard",))
         return self._mesh
 
     @property
     def model_collectives(self) -> Collectives:
-        """The communication of the ranks that share a model, or have copies of it: here all."""
+        """Collectives over the ranks that hold parts or copies of the same model."""
         return self.state.collectives
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -66,90 +66,80 @@ class FSDP2Strategy(ShardedStrategy):
         owned = owned_by(model, units)
         self.ties[model] = tied_names(model)
         materialiser = Materialiser(model, settings, self.state, self.model_collectives)
-        # A checkpoint lies inside of its unit, so that the unit is gathered once for computing again and for the
-        # backward pass.
+        # A checkpoint is inside its unit, so that the unit is gathered once for recomputation and the backward pass.
         if settings.activation_checkpointing:
             checkpoint_units(model, units, settings.activation_checkpointing_offload)
         checkpoints = checkpoints_in(model)
         outer = [checkpoints.get(id(unit), unit) for unit in units]
         untouched = {parameter for module in ignored for parameter in module.parameters()}
-        for module, own in zip([*outer, model], owned, strict=True):
-            materialiser.run(own)
-            self._shard(module, own, untouched, materialiser)
+        for unit, modules in zip([*outer, model], owned, strict=True):
+            materialiser.run(modules)
+            self._shard(unit, modules, untouched, materialiser)
         if units and self.settings.reshard_after_forward is True and isinstance(model, FSDPModule):
-            # What lies in no unit (embeddings, the head) is needed first in the backward pass: to free it would only
-            # gather it twice.
+            # Parameters in no unit (embeddings, the head) are needed first in the backward pass.
             model.set_reshard_after_forward(False, recurse=False)
-        self._settle_whole(model, untouched)
-        self._remember_holders(model)
+        self._sync_unsharded(model, untouched)
+        for parameter, holder in fsdp2_parameters(model):
+            self._holders[parameter] = weakref.ref(holder)
         return model
 
     def _shard(
-        self, unit: nn.Module, own: list[nn.Module], untouched: set[nn.Parameter], materialiser: Materialiser
+        self, unit: nn.Module, modules: list[nn.Module], untouched: set[nn.Parameter], materialiser: Materialiser
     ) -> None:
-        places = [
-            (module, name)
-            for module in own
-            for name, item in module._parameters.items()
-            if item is not None and item not in untouched
-        ]
-        before = {place: place[0]._parameters[place[1]] for place in places}
+        """Shard the parameters that the modules of a unit hold directly."""
+        before = {key: item for key, item in own_parameters(modules).items() if item not in untouched}
         fully_shard(
             unit, mesh=self.mesh, reshard_after_forward=self.settings.reshard_after_forward, **self._policies(untouched)
         )
-        divided: set[nn.Parameter] = set()
+        sharded: set[nn.Parameter] = set()
         for (module, name), old in before.items():
-            new = module._parameters[name]
-            assert isinstance(old, nn.Parameter) and isinstance(new, DTensor)
-            if new not in divided and self.settings.sync_module_states:
-                # Rank 0 sends every rank its part; what the others pass has only its shape.
-                local(new.data).copy_(
-                    local(distribute_tensor(old.data.to(self.state.device), new.device_mesh, new.placements))
-                )
-            divided.add(new)
+            new = getattr(module, name)
+            assert isinstance(new, DTensor)
+            if new not in sharded and self.settings.sync_module_states:
+                # Rank 0 sends every rank its part; what other ranks pass has only its shape.
+                part = distribute_tensor(old.data.to(self.state.device), new.device_mesh, new.placements)
+                local(new.data).copy_(local(part))
+            sharded.add(cast(nn.Parameter, new))
             self._replace(materialiser.origin(old), new)
 
     def _replace(self, old: nn.Parameter, new: DTensor) -> None:
-        mesh, placements = new.device_mesh, new.placements
+        mesh, placements, device = new.device_mesh, new.placements, self.state.device
         self.replacements.add(
-            old,
-            cast(nn.Parameter, new),
-            lambda tensor: distribute_tensor(tensor.to(self.state.device), mesh, placements),
+            old, cast(nn.Parameter, new), lambda tensor: distribute_tensor(tensor.to(device), mesh, placements)
         )
 
     def _policies(self, untouched: set[nn.Parameter]) -> dict[str, Any]:
-        chosen: dict[str, Any] = {"offload_policy": self.settings.cpu_offload}
+        policies: dict[str, Any] = {"offload_policy": self.settings.cpu_offload}
         if self.precision is not None:
-            chosen["mp_policy"] = self.precision
+            policies["mp_policy"] = self.precision
         if untouched:
             if "ignored_params" not in inspect.signature(fully_shard).parameters:
                 raise ConfigurationError(
-                    f"ignored_modules with fsdp_version=2 needs a newer torch than {torch.__version__}. Upgrade, or "
-                    "use version 1."
+                    f"ignored_modules with fsdp_version=2 needs a newer torch than {torch.__version__}. Upgrade torch, "
+                    "or use version 1."
                 )
-            chosen["ignored_params"] = untouched
-        return chosen
+            policies["ignored_params"] = untouched
+        return policies
 
-    def _settle_whole(self, model: nn.Module, untouched: set[nn.Parameter]) -> None:
-        """Place what stays whole, and start with rank 0's values of it."""
-        whole = [*(parameter for parameter in model.parameters() if parameter in untouched), *model.buffers()]
-        for tensor in whole:
+    def _sync_unsharded(self, model: nn.Module, untouched: set[nn.Parameter]) -> None:
+        """Move buffers and ignored parameters to the device, and start with rank 0's values of them."""
+        tensors = [*(parameter for parameter in model.parameters() if parameter in untouched), *model.buffers()]
+        for tensor in tensors:
             tensor.data = tensor.data.to(self.state.device)
         if self.settings.sync_module_states:
-            self.model_collectives.broadcast_many([tensor.data for tensor in whole])
+            self.model_collectives.broadcast_many([tensor.data for tensor in tensors])
 
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, FSDPModule)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate whole gradients on every rank, which takes the memory of a whole model."""
+        """Accumulate full gradients on every rank, which takes the memory of a full model."""
         with self._reducing(model, False):
             yield
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Reduce in the next backward, although its forward ran under :meth:`no_sync`."""
         with self._reducing(model, True):
             yield
 
@@ -165,35 +155,28 @@ class FSDP2Strategy(ShardedStrategy):
         finally:
             self._set_reducing(model, before)
 
-    def _set_reducing(self, model: nn.Module, reduces: bool) -> None:
+    def _set_reducing(self, model: FSDPModule, reduces: bool) -> None:
         self._reduces[model] = reduces
-        cast(FSDPModule, model).set_requires_gradient_sync(reduces)
+        model.set_requires_gradient_sync(reduces)
 
     def groups_of(self, parameter: torch.Tensor) -> Groups:
         return groups_over(parameter)
 
     def pending(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Torch keeps them beside the parameters, and names them only for itself.
-
-        Between forward and backward a model may have its gathered parameters in place of the divided ones, which have
-        gradients too.
-        """
+        # Between forward and backward a model may hold gathered parameters in the place of the sharded ones.
         chosen = {id(parameter) for parameter in parameters}
-        found: list[torch.Tensor | None] = []
-        for divided, reference in self._holders.items():
+        gradients: list[torch.Tensor] = []
+        for sharded, reference in self._holders.items():
             holder = reference()
-            if holder is not None and not chosen.isdisjoint(
-                (id(divided), id(getattr(holder, "_unsharded_param", None)))
-            ):
-                found += [divided.grad, *_unreduced(holder)]
-        return [local(gradient) for gradient in found if gradient is not None]
+            if holder is not None and chosen & {id(sharded), id(gathered_parameter(holder))}:
+                gradients += [gradient for gradient in [sharded.grad] if gradient is not None]
+                gradients += unreduced_gradients(holder)
+        return [local(gradient) for gradient in gradients]
 
-    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         def pending(parameter: nn.Parameter) -> list[torch.Tensor]:
             reference = self._holders.get(parameter)
-            return (
-                [] if reference is None else [gradient for gradient in _unreduced(reference()) if gradient is not None]
-            )
+            return [] if reference is None else unreduced_gradients(reference())
 
         return gather_parameters(model, pending, self.averaging_collectives, self.state.collectives)
 
@@ -205,31 +188,8 @@ class FSDP2Strategy(ShardedStrategy):
         for parameter in model.parameters():
             reference = self._holders.get(parameter)
             if reference is not None:
-                _forget_unreduced(reference())
+                drop_unreduced_gradients(reference())
 
     def put_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         self.drop_gradients(model)
         put_parameters(model, gradients)
-
-    def _remember_holders(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                state = module._get_fsdp_state()
-                groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-                for holder in (holder for group in groups if group is not None for holder in group.fsdp_params):
-                    self._holders[holder.sharded_param] = weakref.ref(holder)
-
-
-def _unreduced(holder: Any) -> list[torch.Tensor | None]:
-    """Whole gradients that torch keeps for a parameter: in the dtype of the reduction where that is another, else in
-    the parameter's.
-    """
-    whole = getattr(holder, "_unsharded_param", None)
-    return [getattr(holder, "unsharded_accumulated_grad", None), None if whole is None else whole.grad]
-
-
-def _forget_unreduced(holder: Any) -> None:
-    whole = getattr(holder, "_unsharded_param", None)
-    holder.unsharded_accumulated_grad = None
-    if whole is not None:
-        whole.grad = None

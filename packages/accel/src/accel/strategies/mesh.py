@@ -37,7 +37,7 @@ from accel_state import DistributedType, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-from ..fsdp.checkpoint.fused_dtensor import whole
+from ..fsdp.checkpoint.fused_dtensor import full_tensor
 from ..fsdp.checkpoint.state_dicts import model_state
 from ..fsdp.meta_init import Materialiser
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
@@ -244,8 +244,8 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
         for name, value in model_state(model).items():
             key = tied.get(name, name)
             if key not in gathered:
-                all_of_it = whole(value)
-                kept = all_of_it.detach().to("cpu", copy=True) if isinstance(all_of_it, torch.Tensor) else all_of_it
+                full = full_tensor(value)
+                kept = full.detach().to("cpu", copy=True) if isinstance(full, torch.Tensor) else full
                 gathered[key] = kept if self.state.is_main_process else None
             state[name] = gathered[key]
         return state if self.state.is_main_process else {}

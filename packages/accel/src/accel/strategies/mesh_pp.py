@@ -118,6 +118,10 @@ class PipelineStrategy(MeshStrategy):
         present = dict(model.named_modules())
         return {name: style for name, (module, style) in plan.items() if present.get(name) is module}, derived
 
+    @property
+    def saves_gradients(self) -> bool:  # type: ignore[override]
+        return not self._pipelines
+
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         super().remap_optimizer(optimizer)
         if not self._pipelines:
@@ -180,10 +184,6 @@ class PipelineStrategy(MeshStrategy):
         return Gathered(
             [part for one in gathered for part in one.parts], [close for one in gathered for close in one.finalizers]
         )
-
-    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
-        """None: of a pipeline's open window nothing is kept."""
-        return super().gather_gradients(model) if self._pipelines.get(model) is None else None
 
     def layout(self, model: nn.Module) -> Layout:
         pipeline = self._pipelines.get(model)

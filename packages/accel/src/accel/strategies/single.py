@@ -1,4 +1,4 @@
-"""One process: the base class is all there is to do."""
+"""Training in one process."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from .base import Strategy
 
 
 class SingleStrategy(Strategy):
-    """A model on one device."""
+    """A model on one device; the base class implements it."""

@@ -1,9 +1,9 @@
-"""Parameters that are held in another shape than the one they are saved in.
+"""Parameters that are saved in another shape than the one they are held in.
 
-Of a matrix that holds several side by side (fused queries, keys and values) a rank has a part of each, which is no
-range of its rows or columns. With a dimension of its own for the pieces it is one: the parameter is a DTensor of that
-shape, with its elements in the order they always had. Here is what gives it back the model's own shape in files, where
-a rank's part is several ranges.
+With tensor parallelism a rank has a part of each matrix in a fused parameter (queries, keys and values), which is no
+contiguous range of its rows or columns. With an extra dimension for the matrices it is: the parameter is held as a
+DTensor of that shape, with its elements in the original order. This module restores the model's own shape in files,
+where a rank's part is several ranges.
 """
 
 from __future__ import annotations
@@ -16,34 +16,33 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ..._torch_compat import local_shape_and_offset, make_wrapper_subclass
 from ...core.unwrap import clean_name
 from ..grad_norm import local
 
-_MARK = "_accel_packed_shapes"
+_SHAPES = "_accel_packed_shapes"
 
 
 def remember_packed(module: nn.Module, name: str, shape: torch.Size) -> None:
-    """Note the shape in which a module's parameter is saved."""
-    vars(module).setdefault(_MARK, {})[name] = shape
+    """Record the shape in which a module's parameter is saved."""
+    vars(module).setdefault(_SHAPES, {})[name] = shape
 
 
 def packed_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """The shapes of all such parameters of a model, by their names."""
+    """The saved shapes of all fused parameters of a model, by name."""
     return {
         clean_name(f"{prefix}.{name}" if prefix else name): shape
         for prefix, module in model.named_modules()
-        for name, shape in vars(module).get(_MARK, {}).items()
+        for name, shape in vars(module).get(_SHAPES, {}).items()
     }
 
 
 class Packed(torch.Tensor):
-    """A DTensor that is saved in another shape, in the words of ``torch.distributed.checkpoint``, which takes tensors
-    only.
+    """A DTensor that is saved in another shape, for ``torch.distributed.checkpoint``, which only takes tensors.
 
     Args:
-        tensor: of a shape in which one dimension of the other is two, the first of them that of the pieces.
+        tensor: of a shape in which one dimension of ``shape`` is split in two; the first counts the fused matrices.
         shape: the shape in which it is saved.
     """
 
@@ -51,45 +50,38 @@ class Packed(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Packed], tensor: DTensor, shape: torch.Size) -> Packed:
-        own: Packed = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=tensor.dtype, device=tensor.device)
-        own.tensor = tensor
-        return own
+        packed: Packed = make_wrapper_subclass(cls, shape, dtype=tensor.dtype, device=tensor.device)
+        packed.tensor = tensor
+        return packed
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise NotImplementedError(
-            f"{func} of a parameter in the form in which it is saved. Take its `tensor`, or `full_tensor()`."
-        )
+        raise NotImplementedError(f"{func} of a packed parameter. Use its `tensor`, or `full_tensor()`.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Packed({tuple(self.shape)}, {self.tensor!r})"
 
-    @property
-    def _dim(self) -> int:
-        """The dimension of the pieces, in the shape in which it is held."""
-        return next(
-            dim for dim in range(self.ndim) if self.tensor.shape[: dim + 2].numel() == self.shape[: dim + 1].numel()
-        )
-
     def full_tensor(self) -> torch.Tensor:
-        """The whole, in the shape in which it is saved. Every rank must call it."""
-        gathered: torch.Tensor = whole(self.tensor).reshape(self.shape)
+        """The full tensor, in the shape in which it is saved. Every rank must call it."""
+        gathered: torch.Tensor = full_tensor(self.tensor).reshape(self.shape)
         return gathered
 
     def _parts(self) -> list[tuple[torch.Size, torch.Tensor]]:
-        """This rank's part of each piece, with where it begins in the whole."""
-        own = local(self.tensor.detach())
-        _, begin = compute_local_shape_and_global_offset(
-            self.tensor.shape, self.tensor.device_mesh, self.tensor.placements
-        )
-        dim, width = self._dim, self.tensor.shape[self._dim + 1]
+        """This rank's part of each fused matrix, and its offset in the full tensor."""
+        held = self.tensor.shape
+        # The dimension that counts the matrices, in the shape in which the parameter is held.
+        dim = next(dim for dim in range(self.ndim) if held[: dim + 2].numel() == self.shape[: dim + 1].numel())
+        local_part = local(self.tensor.detach())
+        _, begin = local_shape_and_offset(self.tensor)
         parts = []
-        for index in range(own.shape[dim]):
-            place = (begin[dim] + index) * width + begin[dim + 1]
-            parts.append((torch.Size((*begin[:dim], place, *begin[dim + 2 :])), own.select(dim, index)))
-        return [(offset, part) for offset, part in parts if part.numel()]
+        for index in range(local_part.shape[dim]):
+            row = (begin[dim] + index) * held[dim + 1] + begin[dim + 1]
+            part = local_part.select(dim, index)
+            if part.numel():
+                parts.append((torch.Size((*begin[:dim], row, *begin[dim + 2 :])), part))
+        return parts
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         return [
@@ -113,35 +105,29 @@ class Packed(torch.Tensor):
 
 
 def pack(value: Any, shape: torch.Size | None) -> Any:
-    """A DTensor as it is saved; other values, and DTensors that have that shape, as they are."""
-    held_otherwise = (
-        shape is not None
-        and isinstance(value, DTensor)
-        and value.ndim == len(shape) + 1
-        and value.numel() == shape.numel()
-    )
-    return Packed(value, shape) if held_otherwise else value  # type: ignore[arg-type]
+    """A DTensor as it is saved; other values, and DTensors that have that shape, unchanged."""
+    if shape is None or not isinstance(value, DTensor):
+        return value
+    is_fused = value.ndim == len(shape) + 1 and value.numel() == shape.numel()
+    return Packed(value, shape) if is_fused else value
 
 
 def pack_state(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
-    """A state by names, as it is saved."""
+    """A state by name, as it is saved."""
     return {name: pack(value, shapes.get(name)) for name, value in state.items()}
 
 
-def whole(value: Any) -> Any:
-    """A divided tensor as a whole, in the shape in which it is saved; other values as they are. Every rank must call
-    it.
-    """
+def unpack(value: Any) -> Any:
+    """The inverse of :func:`pack`."""
+    return value.tensor if isinstance(value, Packed) else value
+
+
+def full_tensor(value: Any) -> Any:
+    """A sharded tensor in full, in the shape in which it is saved; other values unchanged. Every rank must call it."""
     if isinstance(value, Packed):
         return value.full_tensor()
     if not isinstance(value, DTensor):
         return value
-    # Of two axes that divide one dimension, the one that divided last is gathered first: in one go torch warns that it
-    # takes two.
+    # Where two axes shard one dimension, gather the one that sharded last first: torch warns if both go at once.
     placements = [placement if isinstance(placement, Shard) else Replicate() for placement in value.placements]
     return value.redistribute(placements=placements).full_tensor()
-
-
-def unpack(value: Any) -> Any:
-    """The opposite of :func:`pack`."""
-    return value.tensor if isinstance(value, Packed) else value

@@ -1,0 +1,141 @@
+"""Every private name of torch in ``accel._torch_compat`` exists, and means what it is used for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel import _torch_compat as compat
+from accel_state.testing import run_world
+
+
+def test_tensor_operations() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0])]
+    assert [norm.item() for norm in compat.foreach_norm(tensors, 2, dtype=torch.float32)] == [5.0, 10.0]
+    compat.foreach_mul_(tensors, 2.0)
+    compat.foreach_div_(tensors, 4.0)
+    assert tensors[0].tolist() == [1.5, 2.0]
+    assert compat.neg_view(tensors[0]).is_neg()
+
+
+def test_wrapper_subclass() -> None:
+    from accel.fsdp.checkpoint.fused_dtensor import Packed
+
+    assert compat.make_wrapper_subclass(Packed, torch.Size([2]), dtype=torch.int8).dtype == torch.int8
+
+
+def test_compiled_modules() -> None:
+    model = nn.Linear(2, 2)
+    compiled = torch.compile(model)
+    assert compat.is_optimized_module(compiled) and not compat.is_optimized_module(model)
+    assert compat.original_module(compiled) is model
+    assert compat.compiled_call(model) is None
+    model.compile()
+    assert compat.compiled_call(model) is not None
+    compat.drop_compiled_call(model)
+    assert compat.compiled_call(model) is None
+    assert [name for name, _ in compiled.named_parameters()] == [
+        f"{compat.NAME_PREFIXES[0]}{n}" for n in ("weight", "bias")
+    ]
+
+
+def test_grad_scaler() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    assert not compat.is_unscaled(scaler, optimizer)
+    scaler.unscale_(optimizer)
+    assert compat.is_unscaled(scaler, optimizer)
+    # SharedGradScaler overrides it: there is no public way to take the maximum over ranks.
+    assert callable(torch.amp.GradScaler._unscale_grads_)
+
+
+def test_checkpoint_wrappers() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+
+    apply, checkpoint, offload = compat.checkpoint_wrappers()
+    inner = nn.Linear(2, 2)
+    assert compat.checkpointed_module(checkpoint(inner)) is inner
+    assert compat.checkpointed_module(offload(inner)) is inner and compat.checkpointed_module(inner) is None
+    names = [name for name, _ in nn.ModuleList([checkpoint(inner)]).named_modules()]
+    assert f"0.{compat.NAME_PREFIXES[2]}".rstrip(".") in names
+    assert callable(apply) and CheckpointImpl.NO_REENTRANT
+
+
+def test_wrap_policies() -> None:
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    chosen = compat.run_wrap_policy(CustomPolicy(lambda module: module is model[0]), model, [])
+    assert chosen is not None and [*chosen] == [model[0]]
+    assert compat.run_wrap_policy(lambda **_: True, model, []) is None
+    assert compat.hybrid_shard_zero2().name == "_HYBRID_SHARD_ZERO2"
+
+
+def fsdp1() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrapped = FullyShardedDataParallel(nn.Linear(3, 2), use_orig_params=True, device_id=torch.device("cpu"))
+    assert all(name.startswith(compat.NAME_PREFIXES[1]) for name, _ in wrapped.named_parameters())
+    (flat,) = compat.flat_parameters(wrapped)
+    assert [shape for shape, _, _ in flat.spans] == [(2, 3), (2,)]
+    assert [end - begin for _, begin, end in flat.spans] == [parameter.numel() for parameter in flat.originals]
+    assert flat.group is not None and flat.group.size() == 2
+    wrapped(torch.ones(1, 3)).sum().backward()
+    assert compat.flat_gradients(flat.flat)
+    compat.drop_flat_gradients(flat.flat)
+    assert not compat.flat_gradients(flat.flat)
+    # What was reduced before is set aside when parameters are gathered again.
+    wrapped(torch.ones(1, 3)).sum().backward()
+    loss = wrapped(torch.ones(1, 3)).sum()
+    with wrapped.no_sync():
+        loss.backward()
+    assert compat.set_sync_gradients([wrapped], [False]) == [True]
+    assert compat.set_sync_gradients([wrapped], [True]) == [False]
+
+
+def fsdp2() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=init_device_mesh("cpu", (2,)))
+    ((parameter, holder),) = compat.fsdp2_parameters(model)
+    assert parameter is model.weight
+    assert compat.local_shape_and_offset(parameter) == ((2, 4), (2 * dist.get_rank(), 0))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 4)).sum().backward()
+    assert [gradient.shape for gradient in compat.unreduced_gradients(holder)] == [(4, 4)]
+    assert compat.gathered_parameter(holder) is not None
+    compat.drop_unreduced_gradients(holder)
+    assert not compat.unreduced_gradients(holder)
+
+
+def groups() -> None:
+    compat.default_store().set("accel/test", "1")
+    assert compat.default_store().get("accel/test") == b"1"
+
+
+@pytest.mark.parametrize("check", [fsdp1, fsdp2, groups])
+def test_names_that_need_a_process_group(check) -> None:
+    run_world(check, 2)
+
+
+def test_storage_info() -> None:
+    entry = compat.storage_info("__0_0.distcp", 3, 7)
+    assert (entry.relative_path, entry.offset, entry.length) == ("__0_0.distcp", 3, 7)
+
+
+def test_replaced_optimizers(recwarn: pytest.WarningsRecorder) -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    compat.mark_as_stepped(optimizer)
+    scheduler.step()
+    assert not [warning for warning in recwarn if "lr_scheduler.step()" in str(warning.message)]
+
+
+def test_extension_build_directory() -> None:
+    assert compat.extension_build_directory("accel_test").name == "accel_test"
