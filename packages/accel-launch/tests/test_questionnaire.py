@@ -20,7 +20,7 @@ from accel_launch.questionnaire.flow import ask_all, complete, propose, question
 from accel_launch.questionnaire.prompts import TextPrompts
 from accel_state.errors import ConfigurationError
 from accel_state.options import Option, check, load_groups, resolve
-from accel_state.options.option import GIVEN, MORE_THAN_ONE
+from accel_state.options.declaration import GIVEN, MORE_THAN_ONE
 
 pexpect = pytest.importorskip("pexpect", reason="a terminal to answer in needs pexpect")
 

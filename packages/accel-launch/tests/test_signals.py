@@ -166,7 +166,7 @@ def test_a_signal_that_ranks_do_not_handle_ends_them(sleepers, ended) -> None:
 
 SAVES = """
     import os, pathlib, signal, sys, time
-    from accel_state.preemption import Note, folder_of_launcher, leave_note
+    from accel_state.preemption import Note, launcher_directory, write_note
     rank, count = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     if count == "1":
         sys.exit(0)
@@ -175,11 +175,11 @@ SAVES = """
         while not all(pathlib.Path(f"told{other}").exists() for other in range(int(os.environ["WORLD_SIZE"]))):
             time.sleep(0.05)  # who has saved makes the launcher end the others
         time.sleep(2)  # longer than a launcher that knows nothing of it has patience for
-        leave_note(folder_of_launcher(), Note(os.getpid(), [signal.SIGTERM, signal.SIGUSR1], 60.0, 75, "here"))
+        write_note(launcher_directory(), Note(os.getpid(), [signal.SIGTERM, signal.SIGUSR1], 60.0, 75, "here"))
         os._exit(75)
     signal.signal(signal.SIGTERM, save)
     signal.signal(signal.SIGUSR1, save)
-    leave_note(folder_of_launcher(), Note(os.getpid(), [signal.SIGTERM, signal.SIGUSR1], 60.0))
+    write_note(launcher_directory(), Note(os.getpid(), [signal.SIGTERM, signal.SIGUSR1], 60.0))
     pathlib.Path("ready" + rank).write_text(str(os.getpid()))
     time.sleep(300)
 """

@@ -197,8 +197,12 @@ def test_bad_values_name_where_they_stand(opt: Option, tmp_path: Path) -> None:
 def test_minimum(opt: Option) -> None:
     assert opt.minimum is not None
     assert opt.parse(str(opt.kind(opt.minimum)), "") == opt.minimum
-    with pytest.raises(ConfigurationError, match="at least"):
+    with pytest.raises(ConfigurationError, match="at least" if opt.maximum is None else f"from {opt.minimum:g} to"):
         opt.parse(str(opt.kind(opt.minimum) - 1), "here")
+    if opt.maximum is not None:
+        assert opt.parse(str(opt.maximum), "") == opt.maximum
+        with pytest.raises(ConfigurationError, match="from"):
+            opt.parse(str(opt.maximum + 1), "here")
     if opt.kind is float:
         for bad in ("inf", "nan"):
             with pytest.raises(ConfigurationError, match="here"):
@@ -259,18 +263,44 @@ def test_unknown_names_are_refused() -> None:
         resolve([ResourceOptions], {"nproc": 3}, environ={})
 
 
-def test_a_group_of_ones_own() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Own(OptionGroup):
-        title = "own"
-        size: int = option(
-            4, kind=int, help="How many of them there are.", name="own_size", env="OWN_SIZE", exported=True, minimum=2
-        )
+@dataclasses.dataclass(frozen=True)
+class CacheOptions(OptionGroup):
+    title = "cache"
+    size: int = option(
+        4, help="Number of entries.", prefix="cache_", env_prefix="CACHE_", exported=True, minimum=2, section="cache"
+    )
+    policy: str = option("lru", help="Replacement policy.", choices=("lru", "fifo"), env=None, name="eviction")
+    tags: tuple[str, ...] = option((), help="Labels.", key=None)
 
-    assert Own.from_mapping({"own_size": 7}).to_environment() == {"OWN_SIZE": "7"}
-    assert resolve([Own], {"own_size": "9"}, environ={}).group(Own) == Own(size=9)
-    with pytest.raises(ConfigurationError, match="own_size: 1 is not an integer of at least 2"):
-        Own.from_mapping({"own_size": 1})
+
+def test_names_and_kinds_follow_from_the_field() -> None:
+    size, policy, tags = CacheOptions.options()
+    assert (size.kind, size.name, size.env, size.key, size.metavar) == (
+        int,
+        "cache_size",
+        "CACHE_SIZE",
+        "cache.cache_size",
+        "N",
+    )
+    assert (policy.kind, policy.name, policy.env, policy.key) == (str, "eviction", None, "eviction")
+    assert (tags.kind, tags.env, tags.keys) == (tuple, "ACCELERATE_TAGS", ())
+    assert CacheOptions.from_mapping({"cache": {"cache_size": 7}}).to_environment() == {"CACHE_SIZE": "7"}
+    assert resolve([CacheOptions], {"cache_size": "9"}, environ={}).group(CacheOptions) == CacheOptions(size=9)
+    with pytest.raises(ConfigurationError, match="cache_size: '1' is not an integer of at least 2"):
+        CacheOptions.from_mapping({"cache": {"cache_size": 1}})
+
+
+def test_a_plugin_reads_and_checks_by_the_declaration() -> None:
+    assert CacheOptions.read("size", {"CACHE_SIZE": "8"}) == 8 and CacheOptions.read("size", {}) == 4
+    with pytest.raises(ConfigurationError, match="environment variable CACHE_SIZE: '1' is not"):
+        CacheOptions.read("size", {"CACHE_SIZE": "1"})
+    assert CacheOptions.declaration("policy").check("policy", "FIFO") == "fifo"
+    assert CacheOptions.declaration("size").check("size", 2) == 2
+    for field, value in {"size": True, "policy": 3}.items():
+        with pytest.raises(ConfigurationError, match=f"{field}={value} is not"):
+            CacheOptions.declaration(field).check(field, value)
+    with pytest.raises(ConfigurationError, match="size=1 is not an integer of at least 2"):
+        CacheOptions.declaration("size").check("size", 1)
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}])

@@ -30,7 +30,7 @@ from accel.preemption.handler import resolve
 from accel.preemption.stop_consensus import StopAgreement
 from accel_data import loop_hooks
 from accel_state import AcceleratorState, ConfigurationError, PartialState
-from accel_state.preemption import Note, leave_note, read_note, take_note_back
+from accel_state.preemption import Note, write_note, read_note, remove_note
 from accel_state.random import set_seed
 
 
@@ -334,9 +334,9 @@ def test_notes_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert read_note(tmp_path).saved == str(ended.value.checkpoint)
     (tmp_path / "save_on_signal.json").write_text("{")
     assert read_note(tmp_path) is None
-    leave_note(tmp_path, Note(1, [2], 3.0))
-    take_note_back(tmp_path)
-    take_note_back(tmp_path)
+    write_note(tmp_path, Note(1, [2], 3.0))
+    remove_note(tmp_path)
+    remove_note(tmp_path)
 
 
 # A program is a list of loops, each with so many steps; a schedule says which rank runs next; a rank is told to stop

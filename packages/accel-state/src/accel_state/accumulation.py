@@ -1,4 +1,4 @@
-"""How gradients are accumulated."""
+"""Settings of gradient accumulation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class GradientAccumulationPlugin:
     """Settings of gradient accumulation.
 
     Args:
-        num_steps: micro batches an optimizer step. None leaves it to the launcher's setting, and 1 without that.
-        adjust_scheduler: count the calls of a prepared scheduler that come while gradients accumulate in its
-            ``_step_count``. The learning rate does not move in them, either way.
-        sync_with_dataloader: end the accumulation window at the end of a data loader, even if it is short.
-        sync_each_batch: synchronise gradients in every micro batch: more messages, but no second copy of the gradients,
-            which sharded strategies would need while they do not synchronise.
+        num_steps: micro batches per optimizer step. None uses the launcher's setting, or 1.
+        adjust_scheduler: count the calls of a prepared scheduler during accumulation in its ``_step_count``. They do
+            not change the learning rate in either case.
+        sync_with_dataloader: end the accumulation window at the end of a data loader, even if it is incomplete.
+        sync_each_batch: synchronize gradients in every micro batch. This costs communication, but saves the unsharded
+            copy of the gradients that sharded strategies need otherwise.
 
     Raises:
         ConfigurationError: ``num_steps`` is not a positive integer.
@@ -30,12 +30,10 @@ class GradientAccumulationPlugin:
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_steps is not None and (
-            isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1
-        ):
+        steps = self.num_steps
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ConfigurationError(
-                f"gradient accumulation num_steps={self.num_steps!r} is not a positive integer. Use 1 for no "
-                "accumulation."
+                f"gradient accumulation num_steps={steps!r} is not a positive integer. Use 1 to turn accumulation off."
             )
 
     def to_kwargs(self) -> dict[str, Any]:

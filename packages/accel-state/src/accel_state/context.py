@@ -1,7 +1,6 @@
-"""What one process knows about its run, in one place.
+"""The attributes that all instances of a state class share.
 
-`PartialState`, `AcceleratorState` and `GradientState` are views that share what they hold: every instance sees the same
-attributes. Those attributes live in a :class:`Context`, so a test (or a notebook cell) can have a fresh one.
+They live in a :class:`Context`, so that a test (or a notebook cell) can have fresh ones.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ class ThreadLocalSharedDict:
     """A descriptor over one dictionary that all instances of a class share.
 
     Args:
-        thread_local: give each thread a dictionary of its own. Runtimes that drive several devices from the threads of
-            one process (older XLA) need it; everywhere else the dictionary belongs to the process.
+        thread_local: give each thread its own dictionary, for runtimes that drive one device per thread (older XLA).
     """
 
     def __init__(self, thread_local: bool = False) -> None:
@@ -46,18 +44,15 @@ _current = Context()
 
 
 def current() -> Context:
-    """The context in force in this process.
-
-    It is one for all threads: batches are prepared and gradients reduced in threads that the user never started.
-    """
+    """The current context. All threads share it: data loaders and autograd run in threads of their own."""
     return _current
 
 
 @contextmanager
 def isolated() -> Iterator[Context]:
-    """Run a block with fresh shared states, and give the outer ones back afterwards.
+    """Run a block with fresh shared states, and restore the outer ones afterwards.
 
-    A process group is not part of the context: the block either creates none, or destroys what it created.
+    The process group is not part of the context: a block that creates one must destroy it.
     """
     global _current
     outer = _current

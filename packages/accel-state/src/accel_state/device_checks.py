@@ -1,9 +1,10 @@
-"""Whether this machine has a device, and what its torch can do. No device is initialised, unless a docstring says so."""
+"""Which devices this machine has, and what its torch supports. Devices are not initialized unless a docstring says so."""
 
 from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .versions import is_torch_version
 
 
 def is_cuda_available() -> bool:
-    """Whether there is an NVIDIA GPU, or an AMD GPU, which torch presents under the same name."""
+    """Whether there is an NVIDIA GPU, or an AMD GPU, which torch exposes under the same name."""
     return devices.get("cuda").is_available()
 
 
@@ -30,94 +31,68 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     return is_torch_version(">=", min_version) and devices.get("mps").is_available()
 
 
-def is_xpu_available(check_device: bool = False) -> bool:
-    """Whether there is an Intel GPU.
+def _device_check(device_type: str, title: str) -> Callable[..., bool]:
+    """Make ``is_<device_type>_available``."""
 
-    Args:
-        check_device: as for :func:`is_npu_available`.
-    """
-    return _has("xpu", check_device)
+    def is_available(check_device: bool = False) -> bool:
+        device = devices.get(device_type)
+        return device.is_available() and (not check_device or device.device_count() > 0)
 
-
-def is_npu_available(check_device: bool = False) -> bool:
-    """Whether there is an Ascend NPU.
-
-    Args:
-        check_device: also make sure that this process sees at least one.
-    """
-    return _has("npu", check_device)
+    is_available.__name__ = is_available.__qualname__ = f"is_{device_type}_available"
+    is_available.__doc__ = (
+        f"Whether there is {title}; with ``check_device=True``, whether this process sees at least one."
+    )
+    return is_available
 
 
-def is_mlu_available(check_device: bool = False) -> bool:
-    """Whether there is a Cambricon MLU.
-
-    Args:
-        check_device: as for :func:`is_npu_available`.
-    """
-    return _has("mlu", check_device)
-
-
-def is_musa_available(check_device: bool = False) -> bool:
-    """Whether there is a Moore Threads GPU.
-
-    Args:
-        check_device: as for :func:`is_npu_available`.
-    """
-    return _has("musa", check_device)
-
-
-def is_sdaa_available(check_device: bool = False) -> bool:
-    """Whether there is a Tecorigin accelerator.
-
-    Args:
-        check_device: as for :func:`is_npu_available`.
-    """
-    return _has("sdaa", check_device)
+is_xpu_available = _device_check("xpu", "an Intel GPU")
+is_npu_available = _device_check("npu", "an Ascend NPU")
+is_mlu_available = _device_check("mlu", "a Cambricon MLU")
+is_musa_available = _device_check("musa", "a Moore Threads GPU")
+is_sdaa_available = _device_check("sdaa", "a Tecorigin accelerator")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
     """Whether there is a Gaudi accelerator.
 
     Args:
-        init_hccl: also import its collectives, which registers their back end with torch.distributed.
+        init_hccl: also import its collectives, which registers their backend with torch.distributed.
     """
-    found = devices.get("hpu").is_available()
-    if found and init_hccl:
+    available = devices.get("hpu").is_available()
+    if available and init_hccl:
         importlib.import_module("habana_frameworks.torch.distributed.hccl")
-    return found
+    return available
 
 
 def is_habana_gaudi1() -> bool:
-    """Whether there is a Gaudi of the first generation, which has no float16. Asks the device for its name."""
+    """Whether there is a first-generation Gaudi, which has no float16. Initializes the device."""
     return is_hpu_available() and devices.get("hpu").module.get_device_name().strip().upper() == "GAUDI"
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed and told what to run on (PJRT_DEVICE, or a TPU library).
+    """Whether torch_xla is installed and has a device (PJRT_DEVICE, or a TPU library).
 
     Args:
-        check_is_tpu: and that is a TPU.
-        check_is_gpu: and that is a GPU.
+        check_is_tpu: only if the device is a TPU.
+        check_is_gpu: only if the device is a GPU.
 
     Raises:
-        ConfigurationError: both are asked for.
+        ConfigurationError: both arguments are True.
     """
     if check_is_tpu and check_is_gpu:
-        raise ConfigurationError(
-            "check_is_tpu and check_is_gpu are both True, but a run has one kind of XLA device: ask for one"
-        )
+        raise ConfigurationError("check_is_tpu and check_is_gpu are both True: a run has one kind of XLA device")
     if not devices.get("xla").is_available():
         return False
-    # Without the variable it is the TPU library that makes XLA available.
+    # Without the variable, XLA is available through the TPU library.
     kind = os.environ.get("PJRT_DEVICE", "TPU").upper()
     return (not check_is_tpu or kind == "TPU") and (not check_is_gpu or kind in ("CUDA", "ROCM", "GPU"))
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether this machine's device computes in bfloat16. May initialise CUDA.
+    """Whether this machine's device computes in bfloat16. May initialize CUDA.
 
     Args:
-        ignore_tpu: answer False for a TPU.
+        ignore_tpu: return False on a TPU.
     """
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
@@ -130,11 +105,7 @@ def is_fp16_available() -> bool:
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Whether Transformer Engine and the GPU have block-scaled 8-bit floating point (version 2, compute capability
-    10.0).
-
-    Initialises CUDA where Transformer Engine is new enough.
-    """
+    """Whether Transformer Engine (2.0) and the GPU (compute capability 10.0) support MXFP8. May initialize CUDA."""
     installed = is_package_available("transformer_engine", min_version="2.0.0")
     return installed and is_cuda_available() and torch.cuda.get_device_capability() >= (10, 0)
 
@@ -150,20 +121,15 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
 
 
 def is_xccl_available() -> bool:
-    """Whether torch is built with the collectives of Intel GPUs."""
+    """Whether torch is built with XCCL, the collectives of Intel GPUs."""
     return devices.get("xpu").collective_backend == "xccl"
 
 
 def is_pippy_available() -> bool:
-    """Whether torch has ``torch.distributed.pipelining``, into which PiPPy has moved."""
-    return is_torch_distributed_available() and is_torch_version(">=", "2.4.0")
+    """Whether torch has ``torch.distributed.pipelining``, which PiPPy has moved into."""
+    return is_torch_distributed_available()
 
 
 def is_weights_only_available() -> bool:
-    """Whether ``torch.load(weights_only=True)`` knows an allow-list of classes (torch 2.4)."""
-    return is_torch_version(">=", "2.4.0")
-
-
-def _has(name: str, check_device: bool) -> bool:
-    device = devices.get(name)
-    return device.is_available() and (not check_device or device.device_count() > 0)
+    """Whether ``torch.load(weights_only=True)`` has an allow-list of classes; True for every supported torch."""
+    return True

@@ -1,4 +1,4 @@
-"""Facts about element types."""
+"""Sizes of element types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CUSTOM_BYTES = {CustomDtype.INT2: 0.25, CustomDtype.INT4: 0.5, CustomDtype.FP8:
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
-    """Bytes that an element needs; bools count as the one bit that they hold, as in size estimates of packed models.
+    """Bytes per element; a bool counts as one bit, as in size estimates of packed models.
 
     Raises:
         TypeError: neither a torch dtype nor a CustomDtype.
@@ -21,4 +21,4 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
         return dtype.itemsize
     if isinstance(dtype, CustomDtype):
         return _CUSTOM_BYTES[dtype]
-    raise TypeError(f"{dtype!r} is not an element type. Pass a torch.dtype or a CustomDtype.")
+    raise TypeError(f"{dtype!r} is not a dtype. Pass a torch.dtype or a CustomDtype.")

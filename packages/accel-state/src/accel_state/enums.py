@@ -1,4 +1,4 @@
-"""Names of the things that users choose between. Torch-free: the launcher reads them too."""
+"""Enumerations of the values that users choose from. Torch-free: the launcher reads them too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .errors import ConfigurationError
 
 
 class NamedChoice(str, Enum):
-    """A choice that is equal to its own string value, so that both can be passed wherever one is accepted."""
+    """A choice that equals its string value, so that either can be passed."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -30,7 +30,7 @@ class NamedChoice(str, Enum):
 
 
 class DistributedType(NamedChoice):
-    """What kind of distributed run this is: a derived, read-only fact for users."""
+    """The type of a distributed run, derived from the devices and the strategy."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -58,7 +58,7 @@ class PrecisionType(NamedChoice):
 
 
 class RNGType(NamedChoice):
-    """Random number generators that can be synchronised over processes."""
+    """Random number generators that can be synchronized across processes."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -71,13 +71,13 @@ class RNGType(NamedChoice):
     HPU = "hpu"
     NEURON = "neuron"
     GENERATOR = "generator"
-    # Beyond the reference's list: the generators of data augmentation.
+    # The generators of data augmentation.
     NUMPY = "numpy"
     PYTHON = "python"
 
 
 class DynamoBackend(NamedChoice):
-    """Back ends of torch.compile."""
+    """Backends of torch.compile."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -113,7 +113,7 @@ class SageMakerDistributedType(NamedChoice):
 
 
 class CustomDtype(NamedChoice):
-    """Storage types that torch has no dtype for, or not in every version."""
+    """Storage types without a dtype in every supported torch."""
 
     FP8 = "fp8"
     INT4 = "int4"

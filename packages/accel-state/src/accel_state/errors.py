@@ -1,4 +1,4 @@
-"""The errors that accel raises on its own account. Every message says the value, what is allowed and the next step."""
+"""The exceptions that accel raises. Every message gives the value, what is allowed and the next step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import ModuleType
 
 
 class AccelError(Exception):
-    """Base class of accel's own errors."""
+    """Base class of the exceptions that accel defines."""
 
 
 class ConfigurationError(AccelError, ValueError):
-    """An argument, variable, flag or configuration key that cannot be used as it is."""
+    """An argument, variable, flag or configuration key with an invalid value."""
 
 
 class MissingDependencyError(AccelError, ImportError):
-    """An optional package is needed and not installed; the message holds the pip command."""
+    """An optional package is required but not installed; the message has the pip command."""
 
 
 class DistributedOperationException(AccelError):
@@ -23,16 +23,16 @@ class DistributedOperationException(AccelError):
 
 
 class CollectiveTimeoutError(AccelError, RuntimeError):
-    """A collective did not complete; the message says which ranks arrived, and the source line each one waits at."""
+    """A collective did not complete; the message lists the ranks that arrived, and where each one waits."""
 
 
 def require(module: str, *, purpose: str, install: str) -> ModuleType:
-    """Import an optional module, or say how to get it.
+    """Import an optional module, with the pip command in the error if it is missing.
 
     Args:
         module: import name ("torchdata.stateful_dataloader").
-        purpose: what needs it, for the message ("use_stateful_dataloader=True").
-        install: what to give to pip ("accel-data[stateful]").
+        purpose: the feature that needs it, for the message ("use_stateful_dataloader=True").
+        install: the argument of pip install ("accel-data[stateful]").
 
     Raises:
         MissingDependencyError: the module is not installed.
@@ -40,7 +40,7 @@ def require(module: str, *, purpose: str, install: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # A module that is there but fails on an import of its own must not be reported as missing.
+        # An installed module whose own import fails must not be reported as missing.
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
             raise
         raise MissingDependencyError(

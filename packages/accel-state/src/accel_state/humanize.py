@@ -1,4 +1,4 @@
-"""Numbers for people."""
+"""Formats and parses sizes in bytes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import re
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes in the largest unit that leaves at least one before the point: ``"1.21 GB"``; 1 KB is 1024
-    bytes.
+    """Format a size with the largest unit that gives at least 1: ``"1.21 GB"``, where 1 KB is 1024 bytes.
 
     Args:
         size: bytes; may be negative (a difference).
@@ -24,13 +23,13 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """A size in bytes.
+    """Parse a size to bytes.
 
     Args:
         size: bytes, or text such as "5GB" (10**9 bytes), "5GiB" (2**30 bytes) or "5Gb" (10**9 bits).
 
     Raises:
-        ValueError: text of another form.
+        ValueError: the text is not a size.
     """
     if isinstance(size, int):
         return size

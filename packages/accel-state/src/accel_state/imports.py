@@ -1,7 +1,7 @@
-"""Whether an optional package is installed. Torch-free; nothing is imported to find out, unless a docstring says so.
+"""Whether an optional package is installed. Torch-free; packages are not imported, unless a docstring says so.
 
-A folder without ``__init__.py`` does not count: trackers write their runs into folders named ``wandb`` or ``mlflow``,
-and Python takes each of them for a package.
+A directory without ``__init__.py`` does not count: trackers write their runs to directories such as ``wandb`` or
+``mlflow``, which Python would import as namespace packages.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Callable
 
 from packaging.version import InvalidVersion, Version
 
@@ -18,8 +19,8 @@ def is_package_available(module: str, distribution: str | None = None, min_versi
     """Whether a module can be imported, and its distribution is new enough.
 
     Args:
-        module: import name; of a dotted one the parents are imported.
-        distribution: what pip calls it, where that differs from the module's first part.
+        module: import name; the parents of a dotted name are imported.
+        distribution: name on PyPI, if it differs from the first part of ``module``.
         min_version: the oldest version that counts.
     """
     if not _is_findable(module):
@@ -29,8 +30,7 @@ def is_package_available(module: str, distribution: str | None = None, min_versi
     try:
         return Version(importlib.metadata.version(distribution or module.partition(".")[0])) >= Version(min_version)
     except (importlib.metadata.PackageNotFoundError, InvalidVersion):
-        # Importable, but not installed in a way that has a version we could compare: a checkout on the path.
-        return False
+        return False  # importable without metadata, such as a checkout on the path: its version is unknown
 
 
 def _is_findable(module: str) -> bool:
@@ -43,148 +43,50 @@ def _is_findable(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def is_aim_available() -> bool:
-    """Whether Aim is installed."""
-    return is_package_available("aim")
+def _installed(module: str, title: str) -> Callable[[], bool]:
+    """Make ``is_<module>_available``."""
+
+    def is_available() -> bool:
+        return is_package_available(module)
+
+    is_available.__name__ = is_available.__qualname__ = f"is_{module}_available"
+    is_available.__doc__ = f"Whether {title} is installed."
+    return is_available
 
 
-def is_clearml_available() -> bool:
-    """Whether ClearML is installed."""
-    return is_package_available("clearml")
-
-
-def is_comet_ml_available() -> bool:
-    """Whether Comet is installed."""
-    return is_package_available("comet_ml")
-
-
-def is_dvclive_available() -> bool:
-    """Whether DVCLive is installed."""
-    return is_package_available("dvclive")
-
-
-def is_mlflow_available() -> bool:
-    """Whether MLflow (in full, or its skinny distribution) is installed."""
-    return is_package_available("mlflow")
-
-
-def is_swanlab_available() -> bool:
-    """Whether SwanLab is installed."""
-    return is_package_available("swanlab")
-
-
-def is_trackio_available() -> bool:
-    """Whether Trackio is installed."""
-    return is_package_available("trackio")
-
-
-def is_wandb_available() -> bool:
-    """Whether Weights & Biases is installed."""
-    return is_package_available("wandb")
-
-
-def is_datasets_available() -> bool:
-    """Whether Hugging Face Datasets is installed."""
-    return is_package_available("datasets")
-
-
-def is_transformers_available() -> bool:
-    """Whether Transformers is installed."""
-    return is_package_available("transformers")
-
-
-def is_peft_available() -> bool:
-    """Whether PEFT is installed."""
-    return is_package_available("peft")
-
-
-def is_timm_available() -> bool:
-    """Whether timm is installed."""
-    return is_package_available("timm")
-
-
-def is_torchvision_available() -> bool:
-    """Whether torchvision is installed."""
-    return is_package_available("torchvision")
-
-
-def is_torchdata_available() -> bool:
-    """Whether torchdata is installed."""
-    return is_package_available("torchdata")
-
-
-def is_pandas_available() -> bool:
-    """Whether pandas is installed."""
-    return is_package_available("pandas")
-
-
-def is_matplotlib_available() -> bool:
-    """Whether matplotlib is installed."""
-    return is_package_available("matplotlib")
-
-
-def is_deepspeed_available() -> bool:
-    """Whether DeepSpeed is installed."""
-    return is_package_available("deepspeed")
-
-
-def is_msamp_available() -> bool:
-    """Whether MS-AMP is installed."""
-    return is_package_available("msamp")
-
-
-def is_schedulefree_available() -> bool:
-    """Whether Schedule-Free is installed."""
-    return is_package_available("schedulefree")
-
-
-def is_triton_available() -> bool:
-    """Whether Triton is installed."""
-    return is_package_available("triton")
-
-
-def is_boto3_available() -> bool:
-    """Whether boto3 is installed."""
-    return is_package_available("boto3")
-
-
-def is_sagemaker_available() -> bool:
-    """Whether the SageMaker SDK is installed."""
-    return is_package_available("sagemaker")
-
-
-def is_pytest_available() -> bool:
-    """Whether pytest is installed."""
-    return is_package_available("pytest")
-
-
-def is_tqdm_available() -> bool:
-    """Whether tqdm is installed."""
-    return is_package_available("tqdm")
-
-
-def is_pynvml_available() -> bool:
-    """Whether NVIDIA's management library (nvidia-ml-py) is installed."""
-    return is_package_available("pynvml")
-
-
-def is_amdsmi_available() -> bool:
-    """Whether AMD's management library is installed."""
-    return is_package_available("amdsmi")
-
-
-def is_import_timer_available() -> bool:
-    """Whether import_timer is installed."""
-    return is_package_available("import_timer")
-
-
-def is_rich_available() -> bool:
-    """Whether Rich is installed."""
-    return is_package_available("rich")
+is_aim_available = _installed("aim", "Aim")
+is_amdsmi_available = _installed("amdsmi", "AMD's management library")
+is_boto3_available = _installed("boto3", "boto3")
+is_clearml_available = _installed("clearml", "ClearML")
+is_comet_ml_available = _installed("comet_ml", "Comet")
+is_datasets_available = _installed("datasets", "Hugging Face Datasets")
+is_deepspeed_available = _installed("deepspeed", "DeepSpeed")
+is_dvclive_available = _installed("dvclive", "DVCLive")
+is_import_timer_available = _installed("import_timer", "import_timer")
+is_matplotlib_available = _installed("matplotlib", "matplotlib")
+is_mlflow_available = _installed("mlflow", "MLflow (or mlflow-skinny)")
+is_msamp_available = _installed("msamp", "MS-AMP")
+is_pandas_available = _installed("pandas", "pandas")
+is_peft_available = _installed("peft", "PEFT")
+is_pynvml_available = _installed("pynvml", "NVIDIA's management library (nvidia-ml-py)")
+is_pytest_available = _installed("pytest", "pytest")
+is_rich_available = _installed("rich", "Rich")
+is_sagemaker_available = _installed("sagemaker", "the SageMaker SDK")
+is_schedulefree_available = _installed("schedulefree", "Schedule-Free")
+is_swanlab_available = _installed("swanlab", "SwanLab")
+is_timm_available = _installed("timm", "timm")
+is_torchdata_available = _installed("torchdata", "torchdata")
+is_torchvision_available = _installed("torchvision", "torchvision")
+is_tqdm_available = _installed("tqdm", "tqdm")
+is_trackio_available = _installed("trackio", "Trackio")
+is_transformer_engine_available = _installed("transformer_engine", "Transformer Engine")
+is_transformers_available = _installed("transformers", "Transformers")
+is_triton_available = _installed("triton", "Triton")
+is_wandb_available = _installed("wandb", "Weights & Biases")
 
 
 def is_tensorboard_available() -> bool:
-    """Whether TensorBoard, or tensorboardX, is installed."""
+    """Whether TensorBoard or tensorboardX is installed."""
     return is_package_available("tensorboard") or is_package_available("tensorboardX")
 
 
@@ -194,7 +96,7 @@ def is_lomo_available() -> bool:
 
 
 def is_ipex_available() -> bool:
-    """Whether Intel's extension for PyTorch is installed."""
+    """Whether Intel Extension for PyTorch is installed."""
     return is_package_available("intel_extension_for_pytorch")
 
 
@@ -224,7 +126,7 @@ def is_4bit_bnb_available() -> bool:
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Whether bitsandbytes is installed and says that it computes on more than CUDA. Imports it."""
+    """Whether bitsandbytes is installed and supports devices other than CUDA. Imports it."""
     return is_bnb_available() and "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
 
 
@@ -233,16 +135,11 @@ def is_torchao_available() -> bool:
     return is_package_available("torchao", min_version="0.6.1")
 
 
-def is_transformer_engine_available() -> bool:
-    """Whether Transformer Engine is installed."""
-    return is_package_available("transformer_engine")
-
-
 def is_megatron_lm_available() -> bool:
-    """Whether Megatron's core is installed."""
+    """Whether Megatron Core is installed."""
     return is_package_available("megatron.core")
 
 
 def is_fp8_available() -> bool:
-    """Whether a package that trains in 8-bit floating point is installed: torchao, Transformer Engine or MS-AMP."""
+    """Whether a package for FP8 training is installed: torchao, Transformer Engine or MS-AMP."""
     return is_torchao_available() or is_transformer_engine_available() or is_msamp_available()

@@ -1,4 +1,4 @@
-"""Reaching into nested attributes and dictionaries."""
+"""Access to nested attributes and dictionaries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """The attribute at a dotted path: ``recursive_getattr(model, "encoder.layer.weight")``.
+    """Get the attribute at a dotted path: ``recursive_getattr(model, "encoder.layer.weight")``.
 
     Raises:
         AttributeError: a part of the path does not exist.
@@ -16,14 +16,14 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Merge a dictionary into another, in place; dictionaries inside merge likewise, other values of ``source`` win.
+    """Merge a dictionary into another in place, recursively; values of ``source`` take precedence.
 
     Returns:
         ``destination``.
     """
     for key, value in source.items():
-        inner = destination.get(key)
-        destination[key] = (
-            merge_dicts(value, inner if isinstance(inner, dict) else {}) if isinstance(value, dict) else value
-        )
+        if isinstance(value, dict):
+            inner = destination.get(key)
+            value = merge_dicts(value, inner if isinstance(inner, dict) else {})
+        destination[key] = value
     return destination

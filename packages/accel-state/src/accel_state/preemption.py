@@ -1,8 +1,7 @@
-"""What a rank and its launcher tell each other about saving on a signal. Torch-free.
+"""How a rank tells its launcher that it saves a checkpoint on a signal. Torch-free.
 
-A rank that saves its training on signals says so in a file beside the one that torch's elastic agent has it report
-errors to. The launcher then gives it the time it asks for, and takes its exit code for what it is: not a failure, but a
-run to be continued.
+The rank writes a file next to its error file of torch's elastic agent. The launcher then grants the requested grace
+period, and treats the rank's exit code as a run to be resumed rather than a failure.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from pathlib import Path
 from .env import read_str
 
 PREEMPTED_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: a failure that is gone when the same command is run again."""
+"""EX_TEMPFAIL of sysexits.h: running the same command again may succeed."""
 
 FILE_NAME = "save_on_signal.json"
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank has to say.
+    """What a rank tells its launcher.
 
     Attributes:
-        pid: the rank's process.
+        pid: process id of the rank.
         signals: numbers of the signals on which it saves.
-        grace_seconds: how long that may take.
-        exit_code: what it ends with after that.
-        saved: the checkpoint, once it has been saved on a signal.
+        grace_seconds: time limit for saving.
+        exit_code: exit code after saving.
+        saved: path of the checkpoint, once saved.
     """
 
     pid: int
@@ -40,27 +39,27 @@ class Note:
     saved: str | None = None
 
 
-def folder_of_launcher() -> Path | None:
-    """Where the launcher looks for this rank's notes; None without a launcher that does."""
+def launcher_directory() -> Path | None:
+    """The directory in which the launcher looks for this rank's note; None without such a launcher."""
     error_file = read_str("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parent if error_file else None
 
 
-def leave_note(folder: Path, note: Note) -> None:
-    """Write a note, which replaces an earlier one in one go."""
-    temporary = folder / f"{FILE_NAME}.tmp"
+def write_note(directory: Path, note: Note) -> None:
+    """Write a note; an earlier one is replaced atomically."""
+    temporary = directory / f"{FILE_NAME}.tmp"
     temporary.write_text(json.dumps(asdict(note)), encoding="utf-8")
-    os.replace(temporary, folder / FILE_NAME)
+    os.replace(temporary, directory / FILE_NAME)
 
 
-def take_note_back(folder: Path) -> None:
-    """The rank no longer saves on signals."""
-    (folder / FILE_NAME).unlink(missing_ok=True)
+def remove_note(directory: Path) -> None:
+    """Remove the note, when the rank no longer saves on signals."""
+    (directory / FILE_NAME).unlink(missing_ok=True)
 
 
-def read_note(folder: Path) -> Note | None:
-    """The note of a rank, or None if it left none."""
+def read_note(directory: Path) -> Note | None:
+    """Read the note of a rank; None if there is none."""
     try:
-        return Note(**json.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
+        return Note(**json.loads((directory / FILE_NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None

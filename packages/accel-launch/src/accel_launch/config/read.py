@@ -80,11 +80,11 @@ def _check_entry(entry: Entry, known: Mapping[str, Option], sections: set[str]) 
     top = entry.key.split(".")[0]
     if entry.key in known:
         if entry.value not in (None, ""):
-            known[entry.key].parse(entry.value, f"{entry.key} in {entry.place}")
+            known[entry.key].parse(entry.value, f"{entry.key} in {entry.location}")
     elif entry.key in sections:
         if entry.value is not None and not isinstance(entry.value, dict):
             raise ConfigurationError(
-                f"{entry.place}: {entry.key} must be a mapping of keys to values, not {entry.value!r}."
+                f"{entry.location}: {entry.key} must be a mapping of keys to values, not {entry.value!r}."
             )
     elif not (top in known and known[top].kind is dict):
         _refuse(entry, known, sections)
@@ -98,7 +98,7 @@ def _refuse(entry: Entry, known: Mapping[str, Option], sections: set[str]) -> No
         candidates = sorted({*sections, *(key for key in known if "." not in key)})
     value = repr(entry.value)
     raise ConfigurationError(
-        f"{entry.place}: {entry.key} is not a known key.{_suggest_key(entry.key, candidates, known)} "
+        f"{entry.location}: {entry.key} is not a known key.{_suggest_key(entry.key, candidates, known)} "
         f"Its value is {value if len(value) < _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + '...'}. Known: "
         f"{', '.join(candidates)}."
     )

@@ -77,7 +77,7 @@ def _left_out(config: ConfigFile) -> list[str]:
     """Notes on the keys that have no effect any more."""
     retired = [(key, opt.retired) for opt in declared().values() if opt.retired for key in opt.keys]
     return [
-        f"{entry.place}: {key} is left out: {reason}"
+        f"{entry.location}: {key} is left out: {reason}"
         for key, reason in retired
         if (entry := config.entry(key)) is not None
     ]

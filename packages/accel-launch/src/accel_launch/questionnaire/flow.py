@@ -8,7 +8,7 @@ from typing import Any
 from accel_state.env import all_variables
 from accel_state.options import OptionGroup, Resolution, load_groups, resolve
 from accel_state.options.conflicts import ENGINES, check
-from accel_state.options.option import GIVEN, MORE_THAN_ONE, Option
+from accel_state.options.declaration import GIVEN, MORE_THAN_ONE, Option
 from accel_state.options.registry import OPTION_GROUPS
 from accel_state.options.run_type import CLOUD_TYPES, LOCAL_TYPES
 

@@ -15,10 +15,10 @@ from .hardware import HardwareOptions as HardwareOptions
 from .legacy_keys import migrate as migrate
 from .megatron import MegatronOptions as MegatronOptions
 from .mpi import MpiOptions as MpiOptions
-from .option import Option as Option
-from .option import OptionGroup as OptionGroup
-from .option import describe as describe
-from .option import option as option
+from .declaration import Option as Option
+from .declaration import OptionGroup as OptionGroup
+from .declaration import describe as describe
+from .declaration import option as option
 from .parallelism import ParallelismOptions as ParallelismOptions
 from .registry import load_groups as load_groups
 from .rendezvous import RendezvousOptions as RendezvousOptions

@@ -1,4 +1,4 @@
-"""Configuration files: YAML or JSON, with the line of every key, so that a message can point at it."""
+"""Reads configuration files (YAML or JSON) with the line of every key, so that messages can point at it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from ..env import read_str
 from ..errors import ConfigurationError, require
 
-FOLDER = "accel"
-OTHER_FOLDER = "accelerate"
+DIRECTORY = "accel"
+REFERENCE_DIRECTORY = "accelerate"
 FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 
 
@@ -21,21 +21,21 @@ class Entry:
     """One value of a file.
 
     Attributes:
-        key: ``section.key`` where it is nested.
-        place: "FILE, line N", for messages.
+        key: ``section.key`` if nested.
+        location: "FILE, line N", for messages.
     """
 
     key: str
     value: Any
-    place: str
+    location: str
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The entries of a configuration file, by key; a section that is itself a mapping is an entry too.
+    """The entries of a configuration file by key, those of sections included.
 
     Attributes:
-        notes: what was understood although another version of this format wrote it, for the user to know.
+        notes: messages to the user about keys of other versions of this format.
     """
 
     path: Path
@@ -43,23 +43,23 @@ class ConfigFile:
     notes: tuple[str, ...] = ()
 
     def entry(self, key: str) -> Entry | None:
-        """What the file has under a key; None where it has nothing."""
+        """The entry of a key, or None."""
         return self.entries.get(key)
 
     @classmethod
     def read(cls, path: str | Path) -> ConfigFile:
-        """Read a file. JSON is read as the YAML that it is.
+        """Read a file. JSON is read as YAML, of which it is a subset.
 
         Raises:
-            ConfigurationError: there is no such file, it cannot be read, it is not YAML or JSON, it is not a mapping,
-                or a key comes twice; the message names the file and, where there is one, the line.
+            ConfigurationError: the file is missing, unreadable, not YAML or JSON, not a mapping, or has a duplicate
+                key; the message names the file and the line.
             MissingDependencyError: pyyaml is not installed.
         """
         path = expand(path)
         text = _read_text(path)
         yaml = require("yaml", purpose=f"reading the configuration file {path}", install="pyyaml")
         try:
-            # JSON allows tabs between tokens, which YAML refuses; within a JSON string a tab is written \t.
+            # JSON allows tabs between tokens, YAML does not; within a JSON string a tab is written \t.
             root = yaml.compose(text.replace("\t", " ") if path.suffix == ".json" else text, Loader=yaml.SafeLoader)
             return cls(path, _collect(yaml, root, path))
         except yaml.YAMLError as error:
@@ -84,21 +84,19 @@ def _read_text(path: Path) -> str:
 
 
 def default_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """The folder of the default file: accel in HF_HOME, else in XDG_CACHE_HOME/huggingface, else in
-    ~/.cache/huggingface.
-    """
-    return _home(environ) / FOLDER
+    """The directory of the default file: accel in HF_HOME, XDG_CACHE_HOME/huggingface or ~/.cache/huggingface."""
+    return _home(environ) / DIRECTORY
 
 
 def default_path(environ: Mapping[str, str] | None = None) -> Path:
-    """Where a default file is written."""
+    """The path that a default file is written to."""
     return default_folder(environ) / FILE_NAMES[0]
 
 
 def find_default(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The default file; where there is none, that of Hugging Face Accelerate; None where there is neither."""
-    folders = (_home(environ) / FOLDER, _home(environ) / OTHER_FOLDER)
-    return next((path for folder in folders for name in FILE_NAMES if os.path.isfile(path := folder / name)), None)
+    """The existing default file, else the one of Hugging Face Accelerate, else None."""
+    directories = (_home(environ) / DIRECTORY, _home(environ) / REFERENCE_DIRECTORY)
+    return next((path for parent in directories for name in FILE_NAMES if os.path.isfile(path := parent / name)), None)
 
 
 def _home(environ: Mapping[str, str] | None) -> Path:
@@ -109,7 +107,7 @@ def _home(environ: Mapping[str, str] | None) -> Path:
 
 
 def expand(path: str | os.PathLike[str]) -> Path:
-    """``~`` as the home folder; a ``~name`` of nobody is left as it is, and not found."""
+    """Replace ``~`` by the home directory; ``~name`` of an unknown user is left unchanged."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -127,7 +125,7 @@ def _collect(yaml: Any, root: Any, path: Path) -> dict[str, Entry]:
     for entry in _walk(yaml, root, path, ""):
         if entry.key in entries:
             raise ConfigurationError(
-                f"{entry.place}: {entry.key} is given twice; first in {entries[entry.key].place}. Remove one."
+                f"{entry.location}: {entry.key} is given twice; first in {entries[entry.key].location}. Remove one."
             )
         entries[entry.key] = entry
     return entries
@@ -135,23 +133,22 @@ def _collect(yaml: Any, root: Any, path: Path) -> dict[str, Entry]:
 
 def _walk(yaml: Any, node: Any, path: Path, prefix: str) -> Iterator[Entry]:
     for key_node, value_node in node.value:
-        place = f"{path}, line {key_node.start_mark.line + 1}"
+        location = f"{path}, line {key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigurationError(f"{place}: a key must be a name.")
+            raise ConfigurationError(f"{location}: a key must be a name.")
         key = prefix + str(key_node.value)
-        yield Entry(key, _construct(yaml, value_node, place), place)
+        yield Entry(key, _construct(yaml, value_node, location), location)
         if isinstance(value_node, yaml.MappingNode):
             yield from _walk(yaml, value_node, path, f"{key}.")
 
 
-def _construct(yaml: Any, node: Any, place: str) -> Any:
-    loader = yaml.SafeLoader("")
+def _construct(yaml: Any, node: Any, location: str) -> Any:
     try:
-        value = loader.construct_object(node, deep=True)
-        repr(value)  # a number of more digits than Python writes could not be put into any message
+        value = yaml.SafeLoader("").construct_object(node, deep=True)
+        repr(value)  # raises on an integer with more digits than Python converts to text
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
-        # A tag on a value that it does not fit (`!!int x`) makes the reader stumble in many ways.
-        raise ConfigurationError(f"{place}: the value cannot be read: {_one_line(error)}") from None
+        # A tag that does not fit its value (`!!int x`) makes the loader raise many kinds of errors.
+        raise ConfigurationError(f"{location}: the value cannot be read: {_one_line(error)}") from None
     return value
 
 

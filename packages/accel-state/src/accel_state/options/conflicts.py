@@ -1,4 +1,4 @@
-"""Settings that contradict one another: the stronger one counts, and of two equally strong ones the user must choose."""
+"""Resolves contradicting settings: the stronger source wins; for equally strong ones the user must choose."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..errors import ConfigurationError
-from .option import OptionGroup
+from .declaration import OptionGroup
 from .resolution import Resolution, Setting, Source
 from .run_type import CLOUD_TYPES
 
-# What trains the model, and the kind of run it makes; at most one of them.
+# The engines, and the distributed_type of a run with each; at most one of them is on.
 ENGINES: Mapping[str, str] = {
     "use_deepspeed": "DEEPSPEED",
     "use_fsdp": "FSDP",
@@ -19,57 +19,57 @@ ENGINES: Mapping[str, str] = {
     "tpu": "XLA",
 }
 
-_SAME_IN_VERSION_2: Mapping[str, bool] = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
-"""What sharding strategies of FSDP 1 say of resharding after the forward pass in version 2."""
+# The reshard_after_forward of FSDP 2 that corresponds to a sharding strategy of FSDP 1.
+_RESHARD_OF_STRATEGY: Mapping[str, bool] = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 
 _HYBRID = (
-    "keeps a copy on each machine by a mesh: --parallelism_config_dp_replicate_size and "
+    "replicates the model with a device mesh: --parallelism_config_dp_replicate_size and "
     "--parallelism_config_dp_shard_size"
 )
+# Values that FSDP 2 does not support, and what it does or offers instead.
 _ONLY_IN_VERSION_1: Mapping[str, Mapping[object, str]] = {
     "fsdp_sharding_strategy": {
-        "NO_SHARD": "divides every model: leave out --use_fsdp to train whole ones",
+        "NO_SHARD": "shards every model: leave out --use_fsdp to keep full copies",
         "HYBRID_SHARD": _HYBRID,
         "HYBRID_SHARD_ZERO2": _HYBRID,
     },
     "fsdp_backward_prefetch": {
-        "BACKWARD_POST": "fetches the next parameters before gradients are reduced: leave it out"
+        "BACKWARD_POST": "all-gathers the next parameters before gradients are reduced: leave it out"
     },
     "fsdp_forward_prefetch": {
-        True: "fetches ahead by itself (model.set_modules_to_forward_prefetch asks for more): leave it out"
+        True: "prefetches implicitly (model.set_modules_to_forward_prefetch requests more): leave it out"
     },
     "fsdp_use_orig_params": {False: "always keeps the original parameters: leave it out"},
     "fsdp_state_dict_type": {
         "LOCAL_STATE_DICT": "writes SHARDED_STATE_DICT, for any number of processes, or FULL_STATE_DICT"
     },
 }
-"""Options and their values that version 2 has not, and what it does instead."""
 
 
 def check(settings: Resolution) -> Resolution:
-    """Decide between settings that cannot both hold, and refuse those that are wrong together.
+    """Resolve contradictions, and reject invalid combinations.
 
     Args:
         settings: every option, as resolved.
 
     Returns:
-        The same, with at most one engine on, and with ``distributed_type`` saying which.
+        The settings with at most one engine on, and with the ``distributed_type`` of that engine.
 
     Raises:
-        ConfigurationError: two settings of the same strength contradict each other, or a value is wrong beside another
-            one; the message names both, with file and line where they come from one.
+        ConfigurationError: two settings of the same strength contradict each other, or a combination is invalid; the
+            message names both, with file and line.
     """
-    settled = _settle_version_2(_settle_kind(_settle_engine(settings)))
+    settled = _settle_version_2(_settle_type(_settle_engine(settings)))
     for rule in RULES:
         rule(settled)
     return settled
 
 
-def weaker(one: Setting, other: Setting) -> Setting | None:
-    """Which of two contradicting settings gives way; None where both were set in the same way."""
-    if one.source is other.source:
+def weaker(first: Setting, second: Setting) -> Setting | None:
+    """The one of two contradicting settings that is overridden; None if both come from the same source."""
+    if first.source is second.source:
         return None
-    return min(one, other, key=lambda setting: setting.source.strength)
+    return min(first, second, key=lambda setting: setting.source.strength)
 
 
 def _settle_engine(settings: Resolution) -> Resolution:
@@ -87,58 +87,50 @@ def _settle_engine(settings: Resolution) -> Resolution:
     return settings
 
 
-def _settle_kind(settings: Resolution) -> Resolution:
-    """Let ``distributed_type`` say what the switches say."""
-    kind = settings.settings["distributed_type"]
+def _settle_type(settings: Resolution) -> Resolution:
+    """Make ``distributed_type`` agree with the engine switches."""
+    run_type = settings.settings["distributed_type"]
     for name, engine in ENGINES.items():
         switch = settings.settings[name]
-        if switch.value and kind.value != engine:
-            return settings.changed(replace(kind, value=engine, source=switch.source, where=switch.where))
-        if not switch.value and kind.value == engine:
-            kind = replace(kind, value=None, source=switch.source, where=switch.where)
-    return settings.changed(kind)
+        if switch.value and run_type.value != engine:
+            return settings.changed(replace(run_type, value=engine, source=switch.source, where=switch.where))
+        if not switch.value and run_type.value == engine:
+            run_type = replace(run_type, value=None, source=switch.source, where=switch.where)
+    return settings.changed(run_type)
 
 
 def _settle_version_2(settings: Resolution) -> Resolution:
-    """Say in the words of version 2 of FSDP what is asked for in those of version 1, where it is the same; a note tells
-    the user.
-    """
+    """Translate settings of FSDP 1 that have an equivalent in FSDP 2, with a note to the user."""
     if not settings["use_fsdp"] or settings["fsdp_version"] != 2:
         return settings
     notes = []
     if settings["fsdp_backward_prefetch"] == "BACKWARD_PRE":
-        notes.append(f"{settings.where('fsdp_backward_prefetch')} can be left out: --fsdp_version 2 always does so")
+        notes.append(f"{settings.where('fsdp_backward_prefetch')} can be left out: --fsdp_version 2 always does this")
     strategy, reshard = settings.settings["fsdp_sharding_strategy"], settings.settings["fsdp_reshard_after_forward"]
-    if strategy.value in _SAME_IN_VERSION_2 and settings.is_set("fsdp_sharding_strategy"):
-        wanted = _SAME_IN_VERSION_2[strategy.value]
+    if strategy.value in _RESHARD_OF_STRATEGY and settings.is_set("fsdp_sharding_strategy"):
+        wanted = _RESHARD_OF_STRATEGY[strategy.value]
+        equivalent = f"--fsdp_reshard_after_forward {str(wanted).lower()}"
         if settings.is_set("fsdp_reshard_after_forward") and reshard.value is not wanted:
             raise ConfigurationError(
-                f"{strategy.where} means --fsdp_reshard_after_forward {str(wanted).lower()} with --fsdp_version 2, "
-                f"and {reshard.where} "
-                "says otherwise. Leave out the sharding strategy, which is of version 1."
+                f"{strategy.where} means {equivalent} with --fsdp_version 2, which contradicts {reshard.where}. Leave "
+                "out the sharding strategy, an option of version 1."
             )
         settings = settings.changed(replace(reshard, value=wanted, source=strategy.source, where=strategy.where))
-        notes.append(
-            f"{strategy.where} is of version 1; with --fsdp_version 2 it is --fsdp_reshard_after_forward "
-            f"{str(wanted).lower()}"
-        )
+        notes.append(f"{strategy.where} is an option of version 1; with --fsdp_version 2 it is {equivalent}")
     return replace(settings, file_notes=(*settings.file_notes, *notes))
 
 
-def _check_place(settings: Resolution) -> None:
-    kind = settings["distributed_type"]
+def _check_run_type(settings: Resolution) -> None:
+    run_type = settings["distributed_type"]
     if settings["compute_environment"] == "AMAZON_SAGEMAKER":
-        wrong, allowed = kind is not None and kind not in CLOUD_TYPES, ", ".join(CLOUD_TYPES)
+        wrong, allowed = run_type is not None and run_type not in CLOUD_TYPES, ", ".join(CLOUD_TYPES)
     else:
-        wrong, allowed = (
-            kind in CLOUD_TYPES and kind != "NO",
-            "a kind of local run, or compute_environment AMAZON_SAGEMAKER",
-        )
+        wrong = run_type in CLOUD_TYPES and run_type != "NO"
+        allowed = "a type of local run, or compute_environment AMAZON_SAGEMAKER"
     if wrong:
         raise ConfigurationError(
-            f"{settings.where('distributed_type')} does not go with compute_environment "
-            f"{settings['compute_environment']} "
-            f"({settings.where('compute_environment')}). Allowed: {allowed}."
+            f"{settings.where('distributed_type')} cannot be used with compute_environment "
+            f"{settings['compute_environment']} ({settings.where('compute_environment')}). Allowed: {allowed}."
         )
 
 
@@ -146,33 +138,26 @@ def _check_rank(settings: Resolution) -> None:
     machines = settings["num_machines"]
     if settings["machine_rank"] >= machines and settings.is_set("machine_rank"):
         raise ConfigurationError(
-            f"{settings.where('machine_rank')}: with {machines} machine(s), ranks go from 0 to {machines - 1}. "
+            f"{settings.where('machine_rank')}: with {machines} machine(s), ranks are 0 to {machines - 1}. "
             "Set --num_machines to the number of machines, or correct the rank."
         )
 
 
 def _check_effect(settings: Resolution) -> None:
-    """Refuse what a user typed and what would have no effect. A variable or a file may have been made for several runs."""
+    """Reject flags without effect. A variable or a file may be meant for other runs too, so those are not rejected."""
     for group in settings.groups:
+        # An undecided switch, such as the precision, may still be set by the script.
+        if group.enabled_by is None or settings.is_enabled(group) or settings[group.enabled_by[0]] is None:
+            continue
         for opt in group.options():
             setting = settings.settings[opt.name]
-            if (
-                setting.source is Source.COMMAND_LINE
-                and not settings.is_enabled(group)
-                and _is_decided(settings, group)
-            ):
+            if setting.source is Source.COMMAND_LINE:
                 raise ConfigurationError(
-                    f"{setting.where} has no effect without {_switch_text(settings, group)}. Add it, or leave the "
-                    "option out."
+                    f"{setting.where} has no effect without {_switch_text(group)}. Add it, or leave the option out."
                 )
 
 
-def _is_decided(settings: Resolution, group: type[OptionGroup]) -> bool:
-    # Where nobody says which precision to use, the script may.
-    return group.enabled_by is not None and settings[group.enabled_by[0]] is not None
-
-
-def _switch_text(settings: Resolution, group: type[OptionGroup]) -> str:
+def _switch_text(group: type[OptionGroup]) -> str:
     name, value = group.enabled_by or ("", None)
     return f"--{name}" if value is True else f"--{name} {value}"
 
@@ -183,24 +168,22 @@ def _check_fsdp(settings: Resolution) -> None:
     if settings["fsdp_version"] == 2:
         _check_version_2(settings)
         return
-    if settings["fsdp_cpu_ram_efficient_loading"] and not settings["fsdp_sync_module_states"]:
-        if not settings.is_set("fsdp_cpu_ram_efficient_loading"):
-            return
+    loads_on_rank_0 = settings["fsdp_cpu_ram_efficient_loading"] and settings.is_set("fsdp_cpu_ram_efficient_loading")
+    if loads_on_rank_0 and not settings["fsdp_sync_module_states"]:
         raise ConfigurationError(
             f"{settings.where('fsdp_cpu_ram_efficient_loading')} needs --fsdp_sync_module_states true, not "
-            f"{settings.where('fsdp_sync_module_states')}: the other processes would train random weights."
+            f"{settings.where('fsdp_sync_module_states')}: all other processes would train random weights."
         )
 
 
 def _check_version_2(settings: Resolution) -> None:
-    """Refuse what only version 1 of FSDP can do."""
+    """Reject values that only FSDP 1 supports."""
     for name, values in _ONLY_IN_VERSION_1.items():
         instead = values.get(settings[name])
         if instead is not None and settings.is_set(name):
             raise ConfigurationError(
-                f"{settings.where(name)} is of --fsdp_version 1, and {settings.where('fsdp_version')} asks for 2, "
-                f"which {instead}. A "
-                "file of version 1 is converted by `accel to-fsdp2 --config_file FILE`."
+                f"{settings.where(name)} requires --fsdp_version 1, and {settings.where('fsdp_version')} selects 2, "
+                f"which {instead}. Convert a file of version 1 with `accel to-fsdp2 --config_file FILE`."
             )
 
 
@@ -210,8 +193,7 @@ def _check_deepspeed(settings: Resolution) -> None:
     if settings["deepspeed_inclusion_filter"] and settings["deepspeed_exclusion_filter"]:
         raise ConfigurationError(
             f"{settings.where('deepspeed_inclusion_filter')} and {settings.where('deepspeed_exclusion_filter')} "
-            "contradict each other. "
-            "Give one of them."
+            "contradict each other. Give one of them."
         )
     stage = settings["zero_stage"]
     for name, least in (("offload_optimizer_device", 1), ("offload_param_device", 3)):
@@ -230,14 +212,12 @@ def _check_mesh(settings: Resolution) -> None:
     if settings["parallelism_config_cp_size"] > 1 and settings["parallelism_config_sp_size"] > 1:
         raise ConfigurationError(
             f"{settings.where('parallelism_config_cp_size')} and {settings.where('parallelism_config_sp_size')} "
-            "contradict each other: "
-            "a sequence is shared in one way. Leave one of them at 1."
+            "contradict each other: context and sequence parallelism cannot be combined. Leave one of them at 1."
         )
     if settings["use_fsdp"] and settings["parallelism_config_dp_shard_size"] > 1 and settings["fsdp_version"] != 2:
         raise ConfigurationError(
             f"{settings.where('parallelism_config_dp_shard_size')} needs --fsdp_version 2, not "
-            f"{settings['fsdp_version']} "
-            f"({settings.where('fsdp_version')})."
+            f"{settings['fsdp_version']} ({settings.where('fsdp_version')})."
         )
     processes = settings["num_processes"]
     if processes is not None and math.prod(sizes.values()) != processes:
@@ -257,13 +237,13 @@ def _check_megatron(settings: Resolution) -> None:
     if processes % (tensor * pipeline * context):
         raise ConfigurationError(
             f"{settings.where('num_processes')} is not a multiple of megatron_lm_tp_degree={tensor} x "
-            f"megatron_lm_pp_degree={pipeline} x "
-            f"megatron_lm_context_parallel_size={context} = {tensor * pipeline * context}."
+            f"megatron_lm_pp_degree={pipeline} x megatron_lm_context_parallel_size={context} = "
+            f"{tensor * pipeline * context}."
         )
 
 
 RULES: tuple[Callable[[Resolution], None], ...] = (
-    _check_place,
+    _check_run_type,
     _check_rank,
     _check_effect,
     _check_fsdp,

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration file beside options of our own: what both set is refused, rather than one of them ignored."""
+"""Rejects options that a DeepSpeed configuration file sets too, since one of the two would be ignored."""
 
 from __future__ import annotations
 
@@ -10,40 +10,39 @@ from typing import Any
 from ..errors import ConfigurationError
 from .config_file import expand
 from .deepspeed import FILE_PATHS
-from .option import look_up
+from .declaration import look_up
 from .resolution import Resolution
 
-_AUTO = "auto"
-_HALF = ("fp16", "bf16")
+_HALF_PRECISIONS = ("fp16", "bf16")
 
 
 def check_deepspeed_file(settings: Resolution, must_exist: bool = True) -> None:
-    """Refuse options that the DeepSpeed configuration file has a value of its own for.
+    """Reject options that the DeepSpeed configuration file gives a value too.
 
     Args:
         settings: every option, as resolved.
-        must_exist: whether a missing file is an error; it need not be here yet where nothing is started.
+        must_exist: whether a missing file is an error, which it is not if nothing is started on this machine.
 
     Raises:
-        ConfigurationError: the file cannot be read, or it sets what an option sets too; the message names both places
-            and values.
+        ConfigurationError: the file cannot be read, or it sets an option too; the message names both places and values.
     """
     path = settings["deepspeed_config_file"]
     if not settings["use_deepspeed"] or path is None or not (must_exist or os.path.exists(expand(path))):
         return
     content = read_deepspeed_file(path, settings.where("deepspeed_config_file"))
-    taken = {name: f"{path} has {key}: {json.dumps(value)}" for name, key, value in _taken(settings, content)}
-    precision = _other_precision(settings, content)
-    if not taken and not (precision and settings.is_set("mixed_precision")):
+    conflicts: dict[str, str] = {}
+    for name, key in FILE_PATHS.items():
+        value = look_up(content, key)
+        if settings.is_set(name) and value not in (None, "auto"):
+            conflicts[name] = f"{path} has {key}: {json.dumps(value)}"
+    precision = next((name for name in _HALF_PRECISIONS if look_up(content, f"{name}.enabled") is True), None)
+    differs = precision is not None and precision != (settings["mixed_precision"] or "no")
+    if not conflicts and not (differs and settings.is_set("mixed_precision")):
         return
-    if precision:
-        taken["mixed_precision"] = f"{path} enables {precision}"
-    raise both_set(
-        {
-            name: f"{settings.where(name) if settings.is_set(name) else name + ' (not set)'}, {file}"
-            for name, file in taken.items()
-        }
-    )
+    if differs:
+        conflicts["mixed_precision"] = f"{path} enables {precision}"
+    places = {name: settings.where(name) if settings.is_set(name) else f"{name} (not set)" for name in conflicts}
+    raise both_set({name: f"{places[name]}, {in_file}" for name, in_file in conflicts.items()})
 
 
 def both_set(pairs: Mapping[str, str]) -> ConfigurationError:
@@ -54,13 +53,10 @@ def both_set(pairs: Mapping[str, str]) -> ConfigurationError:
     """
     return ConfigurationError(
         f"When using `deepspeed_config_file`, the following accel config variables will be ignored: {list(pairs)}. "
-        "Please specify them "
-        "appropriately in the DeepSpeed config file. If you are using an accel config file, remove other config "
-        "variables mentioned in "
-        "the above specified list. The easiest method is to create a new config following the questionnaire via "
-        "`accel config`. It will "
-        f"only ask for the necessary config variables when using `deepspeed_config_file`. Both set: "
-        f"{'; '.join(pairs.values())}."
+        "Please specify them appropriately in the DeepSpeed config file. If you are using an accel config file, remove "
+        "other config variables mentioned in the above specified list. The easiest method is to create a new config "
+        "following the questionnaire via `accel config`. It will only ask for the necessary config variables when "
+        f"using `deepspeed_config_file`. Both set: {'; '.join(pairs.values())}."
     )
 
 
@@ -69,10 +65,10 @@ def read_deepspeed_file(path: str, where: str) -> dict[str, Any]:
 
     Args:
         path: the file.
-        where: what names it, for the message.
+        where: the setting that names it, for the message.
 
     Raises:
-        ConfigurationError: it is missing or unreadable, not JSON, or not an object.
+        ConfigurationError: the file is missing, unreadable, not JSON, or not an object.
     """
     try:
         content = json.loads(expand(path).read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
@@ -90,28 +86,16 @@ def read_deepspeed_file(path: str, where: str) -> dict[str, Any]:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, for ``object_pairs_hook``.
+    """A JSON object, for ``object_pairs_hook``.
 
     Raises:
-        ConfigurationError: a key stands there twice; JSON would take the last one, and DeepSpeed takes neither.
+        ConfigurationError: a key is given twice, which json would accept and DeepSpeed rejects.
     """
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:
             raise ConfigurationError(
-                f"the key {key!r} stands there twice, as {json.dumps(seen[key])} and {json.dumps(value)}. Remove one."
+                f"the key {key!r} is given twice, as {json.dumps(seen[key])} and {json.dumps(value)}. Remove one."
             )
         seen[key] = value
     return seen
-
-
-def _taken(settings: Resolution, content: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Options that somebody set and that the file has a value for: name, path in the file, value there."""
-    found = ((name, key, look_up(content, key)) for name, key in FILE_PATHS.items() if settings.is_set(name))
-    return [(name, key, value) for name, key, value in found if value not in (None, _AUTO)]
-
-
-def _other_precision(settings: Resolution, content: Mapping[str, Any]) -> str | None:
-    """The precision that the file enables, where it is not ours."""
-    enabled = next((name for name in _HALF if look_up(content, f"{name}.enabled") is True), None)
-    return enabled if enabled != (settings["mixed_precision"] or "no") else None

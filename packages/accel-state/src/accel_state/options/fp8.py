@@ -1,185 +1,100 @@
-"""Training in 8-bit floating point, as the launcher hands it to the processes."""
+"""FP8 training settings that the launcher passes to the processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..env import str_to_bool
-from ..errors import ConfigurationError
-from .option import OptionGroup, option
+from .declaration import OptionGroup, option
 
 BACKENDS = ("native", "ao", "te", "msamp")
-FORMATS = ("HYBRID", "E4M3", "E5M2")
-AMAX_ALGORITHMS = ("max", "most_recent")
-SCALINGS = ("delayed", "dynamic", "rowwise")
-OPT_LEVELS = ("O1", "O2")
-AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-MAX_MARGIN = 32
-MAX_HISTORY = 1_000_000
 
-_CHOICES = {
-    "backend": BACKENDS,
-    "fp8_format": FORMATS,
-    "amax_compute_algo": AMAX_ALGORITHMS,
-    "scaling": SCALINGS,
-    "opt_level": OPT_LEVELS,
-    "ao_recipe": AO_RECIPES,
-}
-_RANGES = {"margin": (0, MAX_MARGIN), "interval": (1, None), "amax_history_len": (1, MAX_HISTORY)}
-_SWITCHES = ("use_autocast_during_eval", "pad_inner_dim", "enable_fsdp_float8_all_gather", "use_mxfp8_block_scaling")
-
-_FP8: Mapping[str, tuple[Any, ...]] = {"mixed_precision": ("fp8",)}
+_fp8 = functools.partial(
+    option,
+    section="fp8_config",
+    prefix="fp8_",
+    prefixed_keys=False,
+    env_prefix="ACCELERATE_FP8_",
+    exported=True,
+    asked_when={"mixed_precision": ("fp8",)},
+)
 
 
 def parse_override(text: str) -> tuple[bool, bool, bool]:
-    """Which of fprop, dgrad and wgrad compute in higher precision.
+    """Read which of fprop, dgrad and wgrad compute in higher precision.
 
     Args:
-        text: one word for all three ("false"), or three words with commas between them, in brackets or not.
+        text: one boolean for all three ("false"), or three separated by commas, with or without brackets.
 
     Raises:
-        ConfigurationError: (a ValueError) a word is neither true nor false.
-        ValueError: there are neither one nor three words.
+        ConfigurationError: (a ValueError) an entry is not a boolean.
+        ValueError: there are neither one nor three entries.
     """
-    words = text.strip("()[] ").split(",")
-    if len(words) not in (1, 3):
+    entries = text.strip("()[] ").split(",")
+    if len(entries) not in (1, 3):
         raise ValueError(
             f"{text!r} is neither true or false, nor three of them for fprop, dgrad and wgrad, such as false,false,true"
         )
-    flags = [bool(str_to_bool(word)) for word in words]
+    flags = [bool(str_to_bool(entry)) for entry in entries]
     return (flags[0], flags[0], flags[0]) if len(flags) == 1 else (flags[0], flags[1], flags[2])
 
 
 def checked(name: str, value: Any) -> Any:
-    """A setting that was given in code, as it is meant: a word in its own spelling, one switch for three as three.
+    """Check a setting that was passed in code, and normalize its spelling.
 
     Args:
-        name: field of :class:`FP8Options`; a setting that is none of them is returned as it is.
-        value: what was given.
+        name: field of :class:`FP8Options`; other settings are returned unchanged.
+        value: the value that was passed.
 
     Raises:
-        ConfigurationError: it is not allowed; the message says what is.
+        ConfigurationError: the value is not allowed; the message says what is.
     """
-    if name in _CHOICES:
-        return _word(name, value, _CHOICES[name])
-    if name in _RANGES:
-        return _number(name, value, *_RANGES[name])
-    if name in _SWITCHES and not isinstance(value, bool):
-        raise ConfigurationError(f"{name}={value!r} is neither True nor False.")
-    return _three_switches(value) if name == "override_linear_precision" else value
-
-
-def _word(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    words = {choice.lower(): choice for choice in choices}
-    if not isinstance(value, str) or value.lower() not in words:
-        raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(choices)}.")
-    return words[value.lower()]
-
-
-def _number(name: str, value: Any, least: int, most: int | None) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ConfigurationError(f"{name}={value!r} is not an integer {allowed}.")
-    return value
-
-
-def _three_switches(value: Any) -> tuple[bool, bool, bool]:
-    switches = (value,) * 3 if isinstance(value, bool) else tuple(value) if isinstance(value, (tuple, list)) else ()
-    if len(switches) != 3 or not all(isinstance(switch, bool) for switch in switches):
-        raise ConfigurationError(
-            f"override_linear_precision={value!r} is not three of True or False, for fprop, dgrad and wgrad, nor one "
-            "for all of them."
-        )
-    return switches[0], switches[1], switches[2]
-
-
-def _number_up_to(name: str, least: int, most: int) -> Any:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise ValueError(f"{text!r} is not an integer from {least} to {most}, which {name} must be")
-        return int(text)
-
-    return parse
-
-
-def _fp8(default: Any, field: str, *old_names: str, **declaration: Any) -> Any:
-    """An option of this group: flag, variable and key follow from its field."""
-    short = field.removeprefix("fp8_")
-    return option(
-        default,
-        name=f"fp8_{short}",
-        env=f"ACCELERATE_FP8_{short.upper()}",
-        key=f"fp8_config.{field}",
-        other_keys=[f"fp8_config.{name}" for name in old_names],
-        exported=True,
-        asked_when=_FP8,
-        **declaration,
-    )
+    known = {opt.field for opt in FP8Options.options()}
+    return FP8Options.declaration(name).check(name, value) if name in known else value
 
 
 @dataclass(frozen=True)
 class FP8Options(OptionGroup):
-    """What ``mixed_precision="fp8"`` computes with, and how; in a file they stand in the section ``fp8_config``."""
+    """Settings of ``mixed_precision="fp8"``; a configuration file holds them in the section ``fp8_config``."""
 
     title: ClassVar[str] = "8-bit floating point"
-    description: ClassVar[str] = "Used with --mixed_precision fp8. A recipe in the script wins over these."
+    description: ClassVar[str] = "Used with --mixed_precision fp8. A recipe given in the script takes precedence."
 
     backend: str | None = _fp8(
         None,
-        "backend",
-        kind=str,
         choices=BACKENDS,
-        help="What computes in 8 bits; left out, the best that device and environment support.",
-        question="What should compute in 8 bits (FP8)?",
+        help="FP8 implementation. Left out, the best one that the device and the installed packages support.",
+        question="Which FP8 implementation should be used?",
     )
     use_autocast_during_eval: bool = _fp8(
-        False,
-        "use_autocast_during_eval",
-        kind=bool,
-        help="Compute in 8 bits in evaluation mode too (native, te); metrics are generally better without.",
+        False, help="Compute in FP8 in evaluation mode too (native, te); metrics are usually better without it."
     )
     margin: int = _fp8(
-        0,
-        "margin",
-        kind=int,
-        parser=_number_up_to("the margin", 0, MAX_MARGIN),
-        help="Powers of two of room that scales leave above the largest value (native, te).",
+        0, minimum=0, maximum=32, help="Headroom of the scales above the largest value, in powers of two (native, te)."
     )
-    interval: int = _fp8(
-        1,
-        "interval",
-        kind=int,
-        minimum=1,
-        help="Forward passes between two computations of the scales (native, te).",
-    )
+    interval: int = _fp8(1, minimum=1, help="Number of forward passes between two updates of the scales (native, te).")
     fp8_format: str = _fp8(
         "HYBRID",
-        "fp8_format",
-        kind=str,
-        choices=FORMATS,
-        help="HYBRID: E4M3 forward and E5M2 for gradients; E4M3: that one throughout.",
+        choices=("HYBRID", "E4M3", "E5M2"),
+        help="HYBRID: E4M3 in the forward pass and E5M2 for gradients; E4M3: E4M3 everywhere.",
     )
     amax_history_len: int = _fp8(
         1024,
-        "amax_history_len",
-        "amax_history_length",
-        kind=int,
-        parser=_number_up_to("the length of the history", 1, MAX_HISTORY),
-        help="How many of the last largest values a delayed scale remembers (native, te).",
+        minimum=1,
+        maximum=1_000_000,
+        other_keys=("fp8_config.amax_history_length",),
+        help="Length of the history of absolute maxima (amax) for delayed scaling (native, te).",
     )
     amax_compute_algo: str = _fp8(
         "most_recent",
-        "amax_compute_algo",
-        "amax_compute_algorithm",
-        kind=str,
-        choices=AMAX_ALGORITHMS,
-        help="Which of them a delayed scale follows (native, te).",
+        choices=("max", "most_recent"),
+        other_keys=("fp8_config.amax_compute_algorithm",),
+        help="Which entry of the amax history sets a delayed scale (native, te).",
     )
     override_linear_precision: tuple[bool, bool, bool] = _fp8(
         (False, False, False),
-        "override_linear_precision",
         kind=str,
         parser=parse_override,
         metavar="BOOL,BOOL,BOOL",
@@ -187,43 +102,26 @@ class FP8Options(OptionGroup):
     )
     opt_level: str = _fp8(
         "O2",
-        "opt_level",
-        "optimization_level",
-        kind=str,
-        choices=OPT_LEVELS,
-        help="How much MS-AMP keeps in 8 bits (msamp).",
+        choices=("O1", "O2"),
+        other_keys=("fp8_config.optimization_level",),
+        help="Optimization level of MS-AMP: how much it keeps in FP8 (msamp).",
     )
     enable_fsdp_float8_all_gather: bool = _fp8(
-        True,
-        "enable_fsdp_float8_all_gather",
-        kind=bool,
-        alone=False,
-        help="Gather the shards of FSDP 2 in 8 bits (ao, recipe tensorwise).",
+        True, alone=False, help="All-gather the shards of FSDP 2 in FP8 (ao, recipe tensorwise)."
     )
     pad_inner_dim: bool = _fp8(
-        True,
-        "pad_inner_dim",
-        kind=bool,
-        alone=False,
-        help="Pad the inner dimension of products to a multiple of 16 (ao).",
+        True, alone=False, help="Pad the inner dimension of matrix products to a multiple of 16 (ao)."
     )
     use_mxfp8_block_scaling: bool = _fp8(
-        False,
-        "use_mxfp8_block_scaling",
-        kind=bool,
-        help="Give blocks of 32 elements a scale of their own, where the device can (te).",
+        False, help="Use one scale per block of 32 elements (MXFP8), on devices that support it (te)."
     )
     scaling: str = _fp8(
         "delayed",
-        "scaling",
-        kind=str,
-        choices=SCALINGS,
-        help="delayed: scales from a history; dynamic: from the tensor itself; rowwise: one for each row (native).",
+        choices=("delayed", "dynamic", "rowwise"),
+        help="delayed: scales from the amax history; dynamic: from the current tensor; rowwise: one per row (native).",
     )
     ao_recipe: str = _fp8(
         "tensorwise",
-        "ao_recipe",
-        kind=str,
-        choices=AO_RECIPES,
-        help="Which of torchao's recipes to train with (ao).",
+        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        help="Float8 recipe of torchao (ao).",
     )

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .option import OptionGroup, option
+from .declaration import OptionGroup, option
 from .run_type import ACCELERATED_TYPES
 
-_BUILT_IN = "torch itself has these optimisations by now, so there is nothing to switch on"
+_BUILT_IN = "these optimizations are part of torch and always on"
 
 
 def parse_gpu_ids(text: str) -> str:
-    """Check a comma-separated list of device indices or UUIDs; "all" comes back as it is.
+    """Check a comma-separated list of device indices or UUIDs; "all" is returned unchanged.
 
     Raises:
-        ValueError: an entry is empty or comes twice.
+        ValueError: an entry is empty, malformed or repeated.
     """
     if text.lower() == "all":
         return "all"
@@ -36,58 +36,47 @@ class HardwareOptions(OptionGroup):
 
     multi_gpu: bool = option(
         False,
-        kind=bool,
-        env="ACCELERATE_MULTI_GPU",
-        help="Insist on GPUs: one process for each visible one unless --num_processes says otherwise; an error if "
-        "there are not enough.",
+        help="Require GPUs: one process per visible GPU unless --num_processes is given; an error if there are not "
+        "enough.",
     )
     gpu_ids: str | None = option(
         None,
-        kind=str,
         parser=parse_gpu_ids,
-        env="ACCELERATE_GPU_IDS",
         metavar="IDS",
-        help="GPUs of this machine to use, by index or UUID, such as 0,1,3; all means every one.",
+        help="GPUs of this machine to use, by index or UUID, such as 0,1,3; all uses every GPU.",
         question="Which GPUs (by id) should be used for training on this machine, as a comma-separated list?",
         asked_when={"distributed_type": ACCELERATED_TYPES, "num_machines": (1,), "cpu": (False,)},
         suggested="all",
     )
     tpu: bool = option(
         False,
-        kind=bool,
         env="ACCELERATE_USE_TPU",
         implied_by=("distributed_type", ("XLA",)),
         help="Train on the cores of a TPU.",
     )
     enable_cpu_affinity: bool = option(
         False,
-        kind=bool,
         env="ACCELERATE_CPU_AFFINITY",
         exported=True,
-        help="Bind each process to the CPU cores that are closest to its GPU.",
+        help="Bind each process to the CPU cores closest to its GPU (NUMA affinity).",
         question="Should each process be bound to the CPU cores closest to its GPU?",
         asked_when={"distributed_type": ACCELERATED_TYPES, "cpu": (False,)},
     )
     ipex: bool = option(
         False,
-        kind=bool,
         env="ACCELERATE_USE_IPEX",
         key="ipex_config.ipex",
         retired=_BUILT_IN,
-        help="Accepted for older command lines and files; torch has these optimisations built in.",
+        help="Accepted for older command lines and files, without effect: torch includes these optimizations.",
     )
     use_xpu: bool = option(
         False,
-        kind=bool,
-        env="ACCELERATE_USE_XPU",
         key="ipex_config.use_xpu",
         retired=_BUILT_IN,
-        help="Accepted for older command lines and files; torch finds the device by itself.",
+        help="Accepted for older command lines and files, without effect: Intel GPUs are detected automatically.",
     )
     use_mps_device: bool = option(
         False,
-        kind=bool,
-        env="ACCELERATE_USE_MPS_DEVICE",
-        retired="the device of an Apple machine is found without it",
-        help="Accepted for older command lines and files; the device of an Apple machine is found without it.",
+        retired="the GPU of an Apple machine is detected automatically",
+        help="Accepted for older command lines and files, without effect: Apple GPUs are detected automatically.",
     )

@@ -1,4 +1,4 @@
-"""Configuration files that other versions of this format wrote: their keys are understood, with a note for each."""
+"""Reads configuration files of other versions of this format: translates their keys, with a note for each."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import replace
 
 from ..errors import ConfigurationError
 from .config_file import ConfigFile, Entry
-from .option import Option, OptionGroup
+from .declaration import Option, OptionGroup
 
-# Nothing to mend: files of today have it in either place.
+# Current files use either key, so this one is not legacy.
 _CURRENT = frozenset({"deepspeed_config.gradient_accumulation_steps"})
 
 
 def migrate(config: ConfigFile, groups: Iterable[type[OptionGroup]]) -> ConfigFile:
-    """Read keys and values of other versions as those of this one.
+    """Translate keys and values of other versions to those of this one.
 
     Args:
         config: a file as it was read.
-        groups: every group of options, whose ``other_keys`` are the former names.
+        groups: every option group; their ``other_keys`` are the legacy names.
 
     Returns:
-        The file under today's keys, with a note for each key that was another.
+        The file under its current keys, with a note for each translated key.
 
     Raises:
-        ConfigurationError: a former key and today's contradict each other.
+        ConfigurationError: a legacy key and the current one contradict each other.
     """
     options = [opt for group in groups for opt in group.options()]
     renamed = {other: opt for opt in options for other in opt.other_keys if other not in _CURRENT}
@@ -36,78 +36,69 @@ def migrate(config: ConfigFile, groups: Iterable[type[OptionGroup]]) -> ConfigFi
 
 
 def _rename(entries: dict[str, Entry], old: str, opt: Option) -> list[str]:
-    entry, key = entries.pop(old), str(opt.key)
-    if entry.value in (None, ""):
+    legacy, key = entries.pop(old), str(opt.key)
+    if legacy.value in (None, ""):
         return []
-    today = entries.get(key)
-    if today is not None and today.value is not None:
-        _must_agree(opt, today, entry)
-    entries[key] = today if today is not None and today.value is not None else Entry(key, entry.value, entry.place)
+    current = entries.get(key)
+    if current is None or current.value is None:
+        entries[key] = Entry(key, legacy.value, legacy.location)
+    elif opt.parse(current.value, f"{key} in {current.location}") != opt.parse(
+        legacy.value, f"{old} in {legacy.location}"
+    ):
+        raise ConfigurationError(
+            f"{legacy.location}: {old}={legacy.value!r} contradicts {key}={current.value!r} in {current.location}: "
+            f"both are {opt.flags[0]}. Remove one."
+        )
     section, _, inner = key.rpartition(".")
     if section and not isinstance(getattr(entries.get(section), "value", None), dict):
-        entries[section] = Entry(section, {inner: entry.value}, entry.place)
-    return [f"{entry.place}: {old} is read as {key}; `accel config update` writes it so"]
-
-
-def _must_agree(opt: Option, one: Entry, other: Entry) -> None:
-    if opt.parse(one.value, f"{one.key} in {one.place}") != opt.parse(other.value, f"{other.key} in {other.place}"):
-        raise ConfigurationError(
-            f"{other.place}: {other.key}={other.value!r} contradicts {one.key}={one.value!r} in {one.place}: both are "
-            f"{opt.flags[0]}. Remove one."
-        )
+        entries[section] = Entry(section, {inner: legacy.value}, legacy.location)
+    return [f"{legacy.location}: {old} is read as {key}; `accel config update` rewrites the file"]
 
 
 def _half_precision(entries: dict[str, Entry]) -> list[str]:
-    """``fp16: true`` stood for ``mixed_precision: fp16``; ``bf16: true``, which many write, is read likewise."""
-    old = [
-        entry for name in ("fp16", "bf16") if (entry := entries.pop(name, None)) is not None and entry.value is not None
-    ]
-    for entry in old:
+    """Translate ``fp16: true`` to ``mixed_precision: fp16``, and likewise ``bf16``."""
+    removed = [entries.pop(name) for name in ("fp16", "bf16") if name in entries]
+    legacy = [entry for entry in removed if entry.value is not None]
+    for entry in legacy:
         if not isinstance(entry.value, bool):
             raise ConfigurationError(
-                f"{entry.place}: {entry.key}={entry.value!r} is not true or false. Write mixed_precision: {entry.key} "
-                "instead."
+                f"{entry.location}: {entry.key}={entry.value!r} is not true or false. "
+                f"Write mixed_precision: {entry.key} instead."
             )
-    # Those that are switched on come first: `fp16: false` beside `bf16: true` says no more than that.
-    for entry in sorted(old, key=lambda entry: not entry.value):
-        _set_precision(entries, entry)
-    return [
-        f"{entry.place}: {entry.key} is now a value of mixed_precision; `accel config update` writes it so"
-        for entry in old
-    ]
-
-
-def _set_precision(entries: dict[str, Entry], entry: Entry) -> None:
-    today = entries.get("mixed_precision")
-    if today is None or today.value is None:
-        entries["mixed_precision"] = Entry("mixed_precision", entry.key if entry.value else "no", entry.place)
-    elif entry.value and str(today.value).lower() != entry.key:
-        raise ConfigurationError(
-            f"{entry.place}: {entry.key}={entry.value!r} contradicts mixed_precision={today.value!r} in "
-            f"{today.place}. Remove one of them."
-        )
+    # True first: `fp16: false` next to `bf16: true` adds nothing.
+    for entry in sorted(legacy, key=lambda entry: not entry.value):
+        current = entries.get("mixed_precision")
+        if current is None or current.value is None:
+            entries["mixed_precision"] = Entry("mixed_precision", entry.key if entry.value else "no", entry.location)
+        elif entry.value and str(current.value).lower() != entry.key:
+            raise ConfigurationError(
+                f"{entry.location}: {entry.key}={entry.value!r} contradicts mixed_precision={current.value!r} in "
+                f"{current.location}. Remove one of them."
+            )
+    note = "is now a value of mixed_precision; `accel config update` rewrites the file"
+    return [f"{entry.location}: {entry.key} {note}" for entry in legacy]
 
 
 def _tensor_parallel(entries: dict[str, Entry]) -> list[str]:
-    """``distributed_type: TP`` was a kind of its own, with its size in ``tp_config``; both are part of a mesh now."""
-    kind, section = entries.get("distributed_type"), entries.pop("tp_config", None)
+    """Translate ``distributed_type: TP`` with its ``tp_config`` to a mesh."""
+    run_type, section = entries.get("distributed_type"), entries.pop("tp_config", None)
     if section is not None and section.value is not None and not isinstance(section.value, dict):
         raise ConfigurationError(
-            f"{section.place}: tp_config must be a mapping of keys to values, not {section.value!r}."
+            f"{section.location}: tp_config must be a mapping of keys to values, not {section.value!r}."
         )
-    if kind is None or str(kind.value).upper() != "TP":
+    if run_type is None or str(run_type.value).upper() != "TP":
         return []
-    entries["distributed_type"] = replace(kind, value="MULTI_GPU")
+    entries["distributed_type"] = replace(run_type, value="MULTI_GPU")
     return [
-        f"{kind.place}: distributed_type TP is read as MULTI_GPU with a parallelism_config; `accel config update` "
-        "writes it so"
+        f"{run_type.location}: distributed_type TP is read as MULTI_GPU with a parallelism_config; `accel config "
+        "update` rewrites the file"
     ]
 
 
 def _unknown_count(entries: dict[str, Entry]) -> list[str]:
-    """``num_processes: -1`` stood for a number that nobody gave."""
+    """Translate ``num_processes: -1``, which meant "not set"."""
     entry = entries.get("num_processes")
     if entry is None or str(entry.value).strip() != "-1":
         return []
     entries["num_processes"] = replace(entry, value=None)
-    return [f"{entry.place}: num_processes -1 is read as not given; `accel config update` removes it"]
+    return [f"{entry.location}: num_processes -1 is read as not set; `accel config update` removes it"]

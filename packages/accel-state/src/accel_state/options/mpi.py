@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .option import GIVEN, MORE_THAN_ONE, OptionGroup, option
+from .declaration import GIVEN, MORE_THAN_ONE, OptionGroup, option
+
+_mpirun = functools.partial(option, section="mpirun_config", prefix="mpirun_", env_prefix="ACCELERATE_MPIRUN_")
 
 
 @dataclass(frozen=True)
 class MpiOptions(OptionGroup):
-    """mpirun of OpenMPI, Intel MPI (Hydra), MPICH or MVAPICH, whichever is installed."""
+    """mpirun of OpenMPI, Intel MPI (Hydra), MPICH or MVAPICH, depending on which is installed."""
 
     title: ClassVar[str] = "MPI"
 
-    hostfile: str | None = option(
+    hostfile: str | None = _mpirun(
         None,
-        name="mpirun_hostfile",
-        kind=str,
-        env="ACCELERATE_MPIRUN_HOSTFILE",
-        key="mpirun_config.mpirun_hostfile",
         metavar="FILE",
-        help="Have mpirun start the processes, on the machines that this file lists, one on a line.",
-        question="Path of a hostfile, to have mpirun start the processes (leave it empty not to use mpirun)?",
+        help="Start the processes with mpirun on the machines listed in this file, one per line.",
+        question="Path of a hostfile, to start the processes with mpirun (leave it empty not to use mpirun)?",
         asked_when={"cpu": (True,), "num_machines": (MORE_THAN_ONE,)},
     )
-    ccl: int | None = option(
+    ccl: int | None = _mpirun(
         None,
-        name="mpirun_ccl",
-        kind=int,
         minimum=1,
         env="CCL_WORKER_COUNT",
         exported=True,
-        key="mpirun_config.mpirun_ccl",
-        metavar="N",
-        help="Worker threads of oneCCL in each process.",
+        help="Number of oneCCL worker threads per process.",
         question="How many oneCCL worker threads should each process have?",
         asked_when={"mpirun_hostfile": (GIVEN,)},
         suggested=1,

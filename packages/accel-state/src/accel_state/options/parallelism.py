@@ -1,108 +1,75 @@
-"""A mesh of processes with several parallel axes, as the launcher hands it to the processes."""
+"""Settings of a device mesh that the launcher passes to the processes."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .option import MORE_THAN_ONE, OptionGroup, in_section
+from .declaration import MORE_THAN_ONE, OptionGroup, option
 
-_axis = in_section("parallelism_config", "parallelism_config_")
+_axis = functools.partial(
+    option,
+    section="parallelism_config",
+    prefix="parallelism_config_",
+    env_prefix="PARALLELISM_CONFIG_",
+    exported=True,
+    alone=False,
+)
 
 
 @dataclass(frozen=True)
 class ParallelismOptions(OptionGroup):
-    """Sizes of the axes; their product is the number of processes."""
+    """Sizes of the mesh axes; their product is the number of processes."""
 
     title: ClassVar[str] = "mesh"
     description: ClassVar[str] = (
-        "Used with --use_parallelism_config. The product of the sizes is the number of processes."
+        "Used with --use_parallelism_config. The product of the sizes must be the number of processes."
     )
     enabled_by: ClassVar[tuple[str, Any] | None] = ("use_parallelism_config", True)
 
     dp_replicate_size: int = _axis(
         1,
-        "dp_replicate_size",
-        kind=int,
         minimum=1,
-        metavar="N",
-        help="Replicas of the model (data parallelism).",
+        help="Number of model replicas (data parallelism).",
         question="How many replicas of the model should there be?",
     )
     dp_shard_size: int = _axis(
         1,
-        "dp_shard_size",
-        kind=int,
         minimum=1,
-        metavar="N",
-        help="Processes that a replica is sharded over.",
-        question="Over how many processes should a replica be sharded?",
+        help="Number of processes that each replica is sharded over (FSDP).",
+        question="Over how many processes should each replica be sharded?",
     )
     tp_size: int = _axis(
         1,
-        "tp_size",
-        other_keys=("tp_config.tp_size",),
-        kind=int,
         minimum=1,
-        metavar="N",
-        help="Processes that share each layer (tensor parallelism).",
-        question="How many processes should share each layer (tensor parallelism)?",
+        other_keys=("tp_config.tp_size",),
+        help="Number of processes that each layer is split over (tensor parallelism).",
+        question="Over how many processes should each layer be split (tensor parallelism)?",
     )
     cp_size: int = _axis(
         1,
-        "cp_size",
-        kind=int,
         minimum=1,
-        metavar="N",
-        help="Processes that share a long sequence (context parallelism).",
-        question="How many processes should share a sequence (context parallelism)?",
+        help="Number of processes that each sequence is split over (context parallelism).",
+        question="Over how many processes should each sequence be split (context parallelism)?",
     )
-    cp_backend: str = _axis(
-        "torch", "cp_backend", kind=str, choices=("torch",), help="Implementation of context parallelism."
-    )
+    cp_backend: str = _axis("torch", choices=("torch",), help="Implementation of context parallelism.")
     cp_comm_strategy: str = _axis(
         "allgather",
-        "cp_comm_strategy",
-        kind=str,
         choices=("allgather", "alltoall"),
-        help="How keys and values travel in context parallelism.",
-        question="How should keys and values travel in context parallelism?",
+        help="How context parallelism exchanges keys and values.",
+        question="How should context parallelism exchange keys and values?",
         asked_when={"parallelism_config_cp_size": (MORE_THAN_ONE,)},
     )
     sp_size: int = _axis(
-        1,
-        "sp_size",
-        kind=int,
-        minimum=1,
-        metavar="N",
-        help="Processes that share a sequence by attention heads (sequence parallelism).",
+        1, minimum=1, help="Number of processes that attention heads are split over (Ulysses sequence parallelism)."
     )
-    sp_backend: str = _axis(
-        "deepspeed", "sp_backend", kind=str, choices=("deepspeed",), help="Implementation of sequence parallelism."
-    )
+    sp_backend: str = _axis("deepspeed", choices=("deepspeed",), help="Implementation of sequence parallelism.")
     sp_seq_length: int | None = _axis(
-        None,
-        "sp_seq_length",
-        kind=int,
-        minimum=1,
-        metavar="N",
-        help="Tokens of a sequence, where they are always as many.",
+        None, minimum=1, help="Sequence length in tokens, if it is the same for all batches."
     )
-    sp_seq_length_is_variable: bool = _axis(
-        True, "sp_seq_length_is_variable", kind=bool, help="Whether sequences differ in length."
-    )
+    sp_seq_length_is_variable: bool = _axis(True, help="Whether the sequence length differs between batches.")
     sp_attn_implementation: str = _axis(
-        "sdpa",
-        "sp_attn_implementation",
-        kind=str,
-        metavar="NAME",
-        help="Implementation of attention under sequence parallelism.",
+        "sdpa", metavar="NAME", help="Attention implementation under sequence parallelism."
     )
-    pp_size: int = _axis(
-        1,
-        "pp_size",
-        kind=int,
-        minimum=1,
-        metavar="N",
-        help="Stages of a pipeline that the model is cut into (pipeline parallelism).",
-    )
+    pp_size: int = _axis(1, minimum=1, help="Number of pipeline stages that the model is split into.")

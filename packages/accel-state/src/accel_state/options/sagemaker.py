@@ -1,16 +1,20 @@
-"""Training jobs of Amazon SageMaker."""
+"""Training jobs on Amazon SageMaker."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .option import OptionGroup, option
+from .declaration import OptionGroup, option
+
+_NO_IMAGE: dict[str, tuple[Any, ...]] = {"image_uri": (None,)}
+_sagemaker = functools.partial(option, env_prefix="ACCELERATE_SAGEMAKER_")
 
 
 @dataclass(frozen=True)
 class SageMakerOptions(OptionGroup):
-    """A SageMaker training job. Keys are for configuration files with ``compute_environment: AMAZON_SAGEMAKER``."""
+    """A SageMaker training job. The keys are those of files with ``compute_environment: AMAZON_SAGEMAKER``."""
 
     title: ClassVar[str] = "AWS"
     description: ClassVar[str] = "Used with compute_environment AMAZON_SAGEMAKER."
@@ -18,126 +22,101 @@ class SageMakerOptions(OptionGroup):
 
     aws_access_key_id: str | None = option(
         None,
-        kind=str,
         env="AWS_ACCESS_KEY_ID",
         key=None,
         secret=True,
         metavar="ID",
-        help="Access key; never stored in a file. A profile of AWS's own configuration is the better way.",
+        help="AWS access key id; never stored in a file. Prefer a profile of the AWS configuration.",
     )
     aws_secret_access_key: str | None = option(
         None,
-        kind=str,
         env="AWS_SECRET_ACCESS_KEY",
         key=None,
         secret=True,
         metavar="KEY",
-        help="Secret key; never stored in a file. On a command line other users of the machine can see it.",
+        help="AWS secret access key; never stored in a file. Other users of the machine can see a command line.",
     )
     profile: str | None = option(
         None,
         name="aws_profile",
-        kind=str,
         env="AWS_PROFILE",
         key="profile",
         metavar="NAME",
-        help="Profile of AWS's own configuration that holds the credentials.",
+        help="Profile of the AWS configuration that holds the credentials.",
         question="Which profile of your AWS configuration holds the credentials (leave it empty for the default one)?",
     )
     region: str = option(
         "us-east-1",
         name="aws_region",
-        kind=str,
         env="AWS_DEFAULT_REGION",
         key="region",
         metavar="REGION",
         help="AWS region of the job.",
         question="In which AWS region should the job run?",
     )
-    iam_role_name: str | None = option(
+    iam_role_name: str | None = _sagemaker(
         None,
-        kind=str,
-        env="ACCELERATE_SAGEMAKER_IAM_ROLE_NAME",
         metavar="ROLE",
-        help="IAM role, by name or ARN, that the job runs under.",
-        question="Under which IAM role should the job run (its name or ARN)?",
+        help="IAM role of the job, by name or ARN.",
+        question="Which IAM role should the job run under (its name or ARN)?",
     )
-    ec2_instance_type: str | None = option(
+    ec2_instance_type: str | None = _sagemaker(
         None,
-        kind=str,
-        env="ACCELERATE_SAGEMAKER_EC2_INSTANCE_TYPE",
         metavar="TYPE",
-        help="Kind of machine, such as ml.p3.2xlarge; local runs the container on this machine.",
-        question="On which kind of machine should the job run?",
+        help="EC2 instance type, such as ml.p3.2xlarge; local runs the container on this machine.",
+        question="On which EC2 instance type should the job run?",
         suggested="ml.p3.2xlarge",
     )
-    image_uri: str | None = option(
+    image_uri: str | None = _sagemaker(
         None,
-        kind=str,
-        env="ACCELERATE_SAGEMAKER_IMAGE_URI",
         metavar="URI",
-        help="Container image; left out, the one for the versions below.",
-        question="Which container image should be used (leave it empty for the one of the versions asked next)?",
+        help="Container image. Left out, the image with the versions below.",
+        question="Which container image should be used (leave it empty to choose versions instead)?",
     )
-    base_job_name: str = option(
+    base_job_name: str = _sagemaker(
         "accelerate-sagemaker-1",
-        kind=str,
-        env="ACCELERATE_SAGEMAKER_BASE_JOB_NAME",
         metavar="NAME",
-        help="What the names of jobs begin with.",
-        question="What should the names of jobs begin with?",
+        help="Prefix of the names of jobs.",
+        question="What should be the prefix of job names?",
     )
-    pytorch_version: str = option(
+    pytorch_version: str = _sagemaker(
         "1.10.2",
-        kind=str,
-        env="ACCELERATE_SAGEMAKER_PYTORCH_VERSION",
         metavar="VERSION",
-        help="torch in the container image.",
-        question="Which version of torch should the container have?",
-        asked_when={"image_uri": (None,)},
+        help="PyTorch version of the container image.",
+        question="Which PyTorch version should the container have?",
+        asked_when=_NO_IMAGE,
     )
-    transformers_version: str = option(
+    transformers_version: str = _sagemaker(
         "4.17.0",
-        kind=str,
-        env="ACCELERATE_SAGEMAKER_TRANSFORMERS_VERSION",
         metavar="VERSION",
-        help="transformers in the container image.",
-        question="Which version of transformers should the container have?",
-        asked_when={"image_uri": (None,)},
+        help="Transformers version of the container image.",
+        question="Which Transformers version should the container have?",
+        asked_when=_NO_IMAGE,
     )
-    py_version: str = option(
+    py_version: str = _sagemaker(
         "py38",
-        kind=str,
-        env="ACCELERATE_SAGEMAKER_PY_VERSION",
         metavar="VERSION",
-        help="Python in the container image, such as py38.",
-        question="Which version of Python should the container have?",
-        asked_when={"image_uri": (None,)},
+        help="Python version of the container image, such as py38.",
+        question="Which Python version should the container have?",
+        asked_when=_NO_IMAGE,
     )
-    inputs_file: str | None = option(
+    inputs_file: str | None = _sagemaker(
         None,
         name="sagemaker_inputs_file",
-        kind=str,
-        env="ACCELERATE_SAGEMAKER_INPUTS_FILE",
         metavar="FILE",
-        help="Tab-separated file with a channel's name and its S3 address in each row, below a heading.",
+        help="Tab-separated file of input channels, with a header row; each row has a channel's name and its S3 URI.",
         question="Path of a file that lists input channels (leave it empty for none)?",
     )
-    metrics_file: str | None = option(
+    metrics_file: str | None = _sagemaker(
         None,
         name="sagemaker_metrics_file",
-        kind=str,
-        env="ACCELERATE_SAGEMAKER_METRICS_FILE",
         metavar="FILE",
-        help="Tab-separated file with a metric's name and its regular expression in each row, below a heading.",
+        help="Tab-separated file of metrics, with a header row; each row has a metric's name and a regular expression.",
         question="Path of a file that lists metrics (leave it empty for none)?",
     )
-    additional_args: dict[str, Any] | None = option(  # noqa: RUF009
+    additional_args: dict[str, Any] | None = _sagemaker(  # noqa: RUF009
         None,
         name="sagemaker_additional_args",
-        kind=dict,
-        env="ACCELERATE_SAGEMAKER_ADDITIONAL_ARGS",
         key="additional_args",
-        metavar="JSON",
-        help="Further settings of SageMaker's Estimator, such as use_spot_instances and max_wait.",
+        help="Additional arguments of the SageMaker Estimator, such as use_spot_instances and max_wait.",
     )

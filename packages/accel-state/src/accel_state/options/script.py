@@ -1,42 +1,33 @@
-"""What is started, and how much the launcher says about it."""
+"""The script to launch, and what the launcher prints."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .option import OptionGroup, option
+from .declaration import OptionGroup, option
+
+_once = functools.partial(option, key=None, env=None)
 
 
 @dataclass(frozen=True)
 class ScriptOptions(OptionGroup):
-    """Options of one call of the launcher: no configuration file sets them."""
+    """Options of a single launch, which a configuration file cannot set."""
 
     title: ClassVar[str] = "script"
 
     config_file: str | None = option(
         None,
-        kind=str,
-        env="ACCELERATE_CONFIG_FILE",
         key=None,
         metavar="FILE",
-        help="YAML or JSON file with values for the options below. Left out, default_config.yaml (or .json) is read, "
-        "if it exists, from "
-        "the folder accel in $HF_HOME, else in $XDG_CACHE_HOME/huggingface, else in ~/.cache/huggingface.",
+        help="YAML or JSON file with values for the options below. Left out, default_config.yaml (or .json) in the "
+        "directory accel of $HF_HOME, else of $XDG_CACHE_HOME/huggingface, else of ~/.cache/huggingface, if it exists.",
     )
-    module: bool = option(
-        False, kind=bool, short="-m", key=None, help="The script is a module name, run as by python -m."
+    module: bool = _once(False, short="-m", help="The script is the name of a module, to run with python -m.")
+    no_python: bool = _once(False, help="The script is an executable: do not run it with python.")
+    quiet: bool = _once(False, short="-q", help="Print errors and tracebacks only, without the launcher's notes.")
+    dry_run: bool = _once(
+        False, help="Print what would be started on each machine, with its environment, without starting anything."
     )
-    no_python: bool = option(
-        False, kind=bool, key=None, help="The script is an executable of any kind: do not put python before it."
-    )
-    quiet: bool = option(
-        False, kind=bool, short="-q", key=None, help="No notes from the launcher; errors and tracebacks only."
-    )
-    dry_run: bool = option(
-        False,
-        kind=bool,
-        key=None,
-        help="Print what each machine would start, with its environment, and start nothing.",
-    )
-    json: bool = option(False, kind=bool, key=None, help="With --dry-run: print it as JSON.")
+    json: bool = _once(False, help="With --dry-run: print the result as JSON.")

@@ -17,7 +17,7 @@ import torch
 
 from accel_data import PreparedLoader, loop_hooks
 from accel_state.errors import ConfigurationError
-from accel_state.preemption import PREEMPTED_EXIT_CODE, Note, folder_of_launcher, leave_note, take_note_back
+from accel_state.preemption import PREEMPTED_EXIT_CODE, Note, launcher_directory, write_note, remove_note
 
 from ..checkpoint.atomic_dir import CheckpointFolder, recover_all
 from ..checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
@@ -205,10 +205,10 @@ class Preemption:
         self._former = {}
         if loop_hooks.current() is self:
             loop_hooks.set_current(None)
-        folder = folder_of_launcher()
+        folder = launcher_directory()
         # The note of a process is not for a worker that it forked to take back.
         if folder is not None and folder.is_dir() and self._process == os.getpid():
-            take_note_back(folder)
+            remove_note(folder)
 
     def _dropped(self, _: Any) -> None:
         # Nobody is left to save; garbage may be collected in any thread, and only the main one may touch handlers.
@@ -216,9 +216,9 @@ class Preemption:
             self.remove()
 
     def _note(self, saved: str | None) -> None:
-        folder = folder_of_launcher()
+        folder = launcher_directory()
         if folder is not None and folder.is_dir():
-            leave_note(
+            write_note(
                 folder, Note(os.getpid(), self.signals, self.settings.grace_seconds, self.settings.exit_code, saved)
             )
 

@@ -1,13 +1,39 @@
-"""Sizes of files and elements."""
+"""Sizes in bytes: formatted, parsed, and per element type."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from accel_state import CustomDtype
 from accel_state.dtypes import dtype_byte_size
-from accel_state.humanize import convert_file_size_to_int
+from accel_state.humanize import convert_bytes, convert_file_size_to_int
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KB"),
+        (123456789, "117.74 MB"),
+        (5 * 10**12, "4.55 TB"),
+        (10**16, "8.88 PB"),
+        (-2048, "-2.0 KB"),
+    ],
+)
+def test_examples(size, text):
+    assert convert_bytes(size) == text
+
+
+@given(st.integers(0, 2**60))
+def test_the_text_is_the_number_to_half_a_percent(size):
+    number, unit = convert_bytes(size).split()
+    power = ["bytes", "KB", "MB", "GB", "TB", "PB"].index(unit)
+    assert abs(float(number) * 1024**power - size) <= 0.005 * 1024**power + 1e-9 * size
+    assert float(number) <= 1024
 
 
 def test_sizes() -> None:
@@ -31,5 +57,5 @@ def test_element_sizes() -> None:
     }
     assert {dtype: dtype_byte_size(dtype) for dtype in sizes} == sizes
     assert [dtype_byte_size(d) for d in (CustomDtype.INT2, CustomDtype.INT4, CustomDtype.FP8)] == [0.25, 0.5, 1]
-    with pytest.raises(TypeError, match="'fp32' is not an element type"):
+    with pytest.raises(TypeError, match="'fp32' is not a dtype"):
         dtype_byte_size("fp32")  # type: ignore[arg-type]

@@ -348,7 +348,7 @@ class TestDeepSpeedFile:
             ('"\\ud800', "not valid JSON"),
             (
                 '{"bf16": {"enabled": true, "enabled": "auto"}}',
-                "the key 'enabled' stands there twice, as true and \"auto\". Remove one",
+                "the key 'enabled' is given twice, as true and \"auto\". Remove one",
             ),
         ],
     )
@@ -442,26 +442,29 @@ VERSION_2 = {"use_fsdp": "true", "fsdp_version": "2"}
     [
         (
             {"fsdp_sharding_strategy": "NO_SHARD"},
-            "--fsdp_sharding_strategy NO_SHARD is of --fsdp_version 1.*leave out --use_fsdp",
+            "--fsdp_sharding_strategy NO_SHARD requires --fsdp_version 1.*leave out --use_fsdp",
         ),
         (
             {"fsdp_sharding_strategy": "4"},
-            "--fsdp_sharding_strategy 4 is of --fsdp_version 1.*--parallelism_config_dp_replicate_size",
+            "--fsdp_sharding_strategy 4 requires --fsdp_version 1.*--parallelism_config_dp_replicate_size",
         ),
         (
             {"fsdp_backward_prefetch": "BACKWARD_POST"},
-            "--fsdp_backward_prefetch BACKWARD_POST is of --fsdp_version 1.*leave it out",
+            "--fsdp_backward_prefetch BACKWARD_POST requires --fsdp_version 1.*leave it out",
         ),
         (
             {"fsdp_forward_prefetch": "true"},
-            "--fsdp_forward_prefetch true is of --fsdp_version 1, and --fsdp_version 2 asks for 2",
+            "--fsdp_forward_prefetch true requires --fsdp_version 1, and --fsdp_version 2 selects 2",
         ),
-        ({"fsdp_use_orig_params": "false"}, "--fsdp_use_orig_params false is of --fsdp_version 1"),
-        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is of --fsdp_version 1.*SHARDED_STATE_DICT"),
+        ({"fsdp_use_orig_params": "false"}, "--fsdp_use_orig_params false requires --fsdp_version 1"),
+        (
+            {"fsdp_state_dict_type": "LOCAL_STATE_DICT"},
+            "LOCAL_STATE_DICT requires --fsdp_version 1.*SHARDED_STATE_DICT",
+        ),
         (
             {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_reshard_after_forward": "true"},
-            "SHARD_GRAD_OP means --fsdp_reshard_after_forward false with --fsdp_version 2, and "
-            "--fsdp_reshard_after_forward true says",
+            "SHARD_GRAD_OP means --fsdp_reshard_after_forward false with --fsdp_version 2, which contradicts "
+            "--fsdp_reshard_after_forward true",
         ),
     ],
 )

@@ -1,0 +1,342 @@
+"""Declares an option once, as a dataclass field that carries its flag, variable, configuration key and help.
+
+Everything that deals with options derives from the declaration: the argument parser, the schema of the configuration
+file, the environment of the launched processes, the object that reads it back, the documentation tables. Torch-free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+from ..env import read_str
+from ..errors import ConfigurationError
+from .parsing import ValueSpec
+
+G = TypeVar("G", bound="OptionGroup")
+
+_METADATA_KEY = "accel.option"
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, tuple, dict)}
+_METAVARS = {bool: "BOOL", int: "N", float: "NUMBER", str: "TEXT", tuple: "TEXT", dict: "JSON"}
+
+# Conditions of ``Option.asked_when`` that are not values: the answer is a number above one; there is any answer.
+MORE_THAN_ONE = "> 1"
+GIVEN = "given"
+
+
+@dataclass(frozen=True)
+class Option(ValueSpec):
+    """One option: its names, the values that it accepts and what it does.
+
+    Attributes:
+        field: name of the attribute in its group.
+        default: the value when the option is not set; None means "not set".
+        flags: spellings on the command line, the main one first, each with underscores and with dashes.
+        undo_flags: flags without a value that set a boolean option to false.
+        env: environment variable that sets it, or None.
+        key: key in a configuration file, ``section.key`` if nested; None if a file cannot set it.
+        other_keys: keys of files written by other versions of this format, each read as ``key`` is.
+        exported: whether the launched processes receive it (under ``env``).
+        alone: whether a boolean option may be given without a value (``--cpu``).
+        implied_by: another option, and its values that set this one to true unless this one is set.
+        retired: why the option has no effect any more, for a note to the user; None for all others.
+        secret: whether its value must not be shown or stored.
+        help: what it does, for ``--help`` and the documentation.
+        question: how a questionnaire asks for it, or None if it does not.
+        asked_when: the question is asked if, for each option named here, the answer is among these values.
+        suggested: the questionnaire's proposal, if that is not the default.
+        metavar: how the value is shown in ``--help``.
+    """
+
+    field: str
+    default: Any
+    flags: tuple[str, ...]
+    undo_flags: tuple[str, ...]
+    env: str | None
+    key: str | None
+    other_keys: tuple[str, ...]
+    exported: bool
+    alone: bool
+    implied_by: tuple[str, tuple[Any, ...]] | None
+    retired: str | None
+    secret: bool
+    help: str
+    question: str | None
+    asked_when: Mapping[str, tuple[Any, ...]]
+    suggested: Any
+    metavar: str
+
+    @property
+    def name(self) -> str:
+        """The main flag without its dashes, which is unique over all groups ("num_processes")."""
+        return self.flags[0].lstrip("-").replace("-", "_")
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether it is given alone (``--cpu``) rather than with a value (``--num_processes 2``)."""
+        return self.kind is bool and self.alone
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key that sets it, the main one first."""
+        return (self.key, *self.other_keys) if self.key else ()
+
+    def parse(self, raw: Any, where: str) -> Any:
+        """Read a value.
+
+        Args:
+            raw: text, or a value from a configuration file.
+            where: flag, variable, or key with file and line, for the message.
+
+        Raises:
+            ConfigurationError: ``raw`` is not allowed.
+        """
+        try:
+            return self.convert(raw)
+        except ValueError as error:
+            raise ConfigurationError(f"{where}: {'the value is not allowed' if self.secret else error}") from None
+
+    def shown(self, value: Any) -> str:
+        """The text of a value for display; a secret is hidden."""
+        return "(hidden)" if self.secret else self.format(value)
+
+
+def option(
+    default: Any,
+    *,
+    help: str,
+    kind: type | None = None,
+    name: str | None = None,
+    prefix: str = "",
+    short: str | None = None,
+    also: Iterable[str] = (),
+    undo: str | None = None,
+    env: str | None = "",
+    env_prefix: str = "ACCELERATE_",
+    key: str | None = "",
+    section: str | None = None,
+    prefixed_keys: bool = True,
+    other_keys: Iterable[str] = (),
+    choices: Iterable[str] | None = None,
+    synonyms: Mapping[str, str] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    exported: bool = False,
+    alone: bool = True,
+    implied_by: tuple[str, tuple[Any, ...]] | None = None,
+    retired: str | None = None,
+    secret: bool = False,
+    parser: Callable[[str], Any] | None = None,
+    question: str | None = None,
+    asked_when: Mapping[str, tuple[Any, ...]] | None = None,
+    suggested: Any = None,
+    metavar: str | None = None,
+) -> Any:
+    """Declare a dataclass field that is an option; see :class:`Option` for the arguments that are not listed here.
+
+    A group whose options share a prefix or a section binds them with ``functools.partial``.
+
+    Args:
+        kind: type of a value; by default from the field's annotation.
+        name: the flag without dashes; by default ``prefix`` and the name of the field.
+        prefix: start of the flag's name, added unless the field already begins with it ("fsdp_").
+        short: one-letter alias ("-m").
+        also: further names of the flag, without dashes.
+        undo: name, without dashes, of a flag that sets a boolean option to false.
+        env: the variable; by default ``env_prefix`` and the field in upper case; None: no variable.
+        env_prefix: start of the variable's name.
+        key: the configuration key; by default ``name``, inside ``section``; None: no file can set it.
+        section: section of the configuration file that holds the key ("fsdp_config").
+        prefixed_keys: whether keys in the section carry the flag's prefix.
+    """
+
+    def bind(field: str, annotation: str) -> Option:
+        base = field.removeprefix(prefix)
+        flag = name or prefix + base
+        stored = flag if prefixed_keys else field
+        value_kind = kind or _KINDS[re.split(r"\W", annotation)[0]]
+        allowed = tuple(choices) if choices is not None else None
+        spellings = [spelling for spelled in (flag, *also) for spelling in _spell(spelled)]
+        return Option(
+            kind=value_kind,
+            choices=allowed,
+            synonyms=dict(synonyms or {}),
+            minimum=minimum,
+            maximum=maximum,
+            parser=parser,
+            field=field,
+            default=default,
+            flags=(*spellings, short) if short else tuple(spellings),
+            undo_flags=_spell(undo) if undo else (),
+            env=env_prefix + base.upper() if env == "" else env,
+            key=(f"{section}.{stored}" if section else stored) if key == "" else key,
+            other_keys=tuple(other_keys),
+            exported=exported,
+            alone=alone,
+            implied_by=implied_by,
+            retired=retired,
+            secret=secret,
+            help=help,
+            question=question,
+            asked_when=dict(asked_when or {}),
+            suggested=suggested,
+            metavar=metavar or _default_metavar(value_kind, allowed),
+        )
+
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: bind})
+
+
+def _spell(flag: str) -> tuple[str, ...]:
+    dashed = flag.replace("_", "-")
+    return (f"--{flag}", f"--{dashed}") if dashed != flag else (f"--{flag}",)
+
+
+def _default_metavar(kind: type, choices: tuple[str, ...] | None) -> str:
+    return "{" + ",".join(choices) + "}" if choices and len(choices) < 6 else _METAVARS[kind]
+
+
+@dataclass(frozen=True)
+class OptionGroup:
+    """Options that belong together. A subclass is a frozen dataclass whose fields are all made by :func:`option`.
+
+    Attributes:
+        title: heading in ``--help`` and in the documentation.
+        description: a sentence under it.
+        enabled_by: the option, and its value, without which the group has no effect, or None. While it is enabled,
+            every exported option of the group that is not None reaches the processes, defaults included.
+    """
+
+    title: ClassVar[str] = ""
+    description: ClassVar[str] = ""
+    enabled_by: ClassVar[tuple[str, Any] | None] = None
+    _declared: ClassVar[dict[str, Option]]
+
+    @classmethod
+    def _declarations(cls) -> dict[str, Option]:
+        # Cached on the class itself: a subclass with more fields must not use its parent's.
+        if "_declared" not in vars(cls):
+            made = (field.metadata[_METADATA_KEY](field.name, _annotation(field)) for field in fields(cls))
+            cls._declared = {opt.field: opt for opt in made}
+        return cls._declared
+
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        """The declarations, in order."""
+        return tuple(cls._declarations().values())
+
+    @classmethod
+    def declaration(cls, field: str) -> Option:
+        """The declaration of one field: its choices, default, variable and help, for a plugin with the same setting.
+
+        Raises:
+            KeyError: the group has no such field.
+        """
+        return cls._declarations()[field]
+
+    @classmethod
+    def read(cls, field: str, environ: Mapping[str, str] | None = None) -> Any:
+        """Read one field from its environment variable; its default if the variable is unset or empty.
+
+        Raises:
+            ConfigurationError: the variable holds a value that is not allowed.
+        """
+        opt = cls.declaration(field)
+        value = read_variable(opt, environ)
+        return opt.default if value is None else value
+
+    @classmethod
+    def from_environment(cls: type[G], environ: Mapping[str, str] | None = None) -> G:
+        """Read the group from environment variables; unset and empty ones leave the default.
+
+        Args:
+            environ: the variables; by default those of this process.
+
+        Raises:
+            ConfigurationError: a variable holds a value that is not allowed; the message names it.
+        """
+        return cls(**{opt.field: cls.read(opt.field, environ) for opt in cls.options()})
+
+    @classmethod
+    def from_mapping(cls: type[G], mapping: Mapping[str, Any]) -> G:
+        """Read the group from configuration keys, with sections as nested mappings; other keys are ignored.
+
+        Raises:
+            ConfigurationError: a value is not allowed; the message names its key.
+        """
+        values = {
+            opt.field: opt.parse(raw, key)
+            for opt in cls.options()
+            for key in reversed(opt.keys)
+            if (raw := look_up(mapping, key)) is not None
+        }
+        return cls(**values)
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables that pass this group to a process, without those at their default."""
+        values = ((opt, getattr(self, opt.field)) for opt in self.options() if opt.exported)
+        return {str(opt.env): opt.format(value) for opt, value in values if value is not None and value != opt.default}
+
+    @classmethod
+    def add_to_parser(cls, parser: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
+        """Add the group's flags. Each is stored as text under :attr:`Option.name`, only if it was given.
+
+        Args:
+            leave_out: names of options that the parser already defines.
+        """
+        section = parser.add_argument_group(cls.title, cls.description or None)
+        for opt in cls.options():
+            if opt.name not in leave_out:
+                add_argument(section, opt)
+
+
+def _annotation(field: dataclasses.Field[Any]) -> str:
+    return field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+
+
+def add_argument(section: argparse._ArgumentGroup, opt: Option) -> None:
+    """Add one option's flags; a boolean one may be given alone, or as ``--flag=false`` to override a file."""
+    text = f"{opt.help}{describe(opt)}".replace("%", "%%")
+    # Stored as text: one place checks values of the command line, the environment and files alike.
+    settings: dict[str, Any] = {"dest": opt.name, "default": argparse.SUPPRESS}
+    if opt.is_flag:
+        section.add_argument(*opt.flags, nargs="?", const="true", metavar="BOOL", help=text, **settings)
+    else:
+        action = "append" if opt.kind is tuple else "store"
+        section.add_argument(*opt.flags, action=action, metavar=opt.metavar, help=text, **settings)
+    if opt.undo_flags:
+        text = f"The same as {opt.flags[0]}=false."
+        section.add_argument(*opt.undo_flags, action="store_const", const="false", help=text, **settings)
+
+
+def describe(opt: Option) -> str:
+    """The end of the help text: choices that are too long for the metavar, the default, the variable and the key."""
+    notes = []
+    if opt.choices and len(opt.choices) >= 6:
+        notes.append("one of " + ", ".join(opt.choices))
+    if opt.default not in (None, "", ()) and not (opt.is_flag and opt.default is False):
+        notes.append(f"default: {opt.format(opt.default)}")
+    if opt.env:
+        notes.append(f"variable {opt.env}")
+    if opt.key and opt.key != opt.name:
+        notes.append(f"key {opt.key}")
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def read_variable(opt: Option, environ: Mapping[str, str] | None = None) -> Any:
+    """The option's value from its variable; None if the option has none, or it is unset or empty."""
+    raw = read_str(opt.env, environ=environ) if opt.env else None
+    return None if raw is None else opt.parse(raw, f"environment variable {opt.env}")
+
+
+def look_up(mapping: Mapping[str, Any], key: str | None) -> Any:
+    """The value at a key of nested mappings, which may be ``section.key``; None if there is none."""
+    value: Any = mapping
+    for part in key.split(".") if key else ():
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
+    return value if key else None
