@@ -234,7 +234,7 @@ def test_a_model_of_ones_own() -> None:
         "no submodule of Net",
         "rank 0 could not split the model: RuntimeError",
         "num_chunks=-1",
-        "no batch size can be found",
+        "cannot find a batch size",
         "use_cache=True: the cache of each layer would live on its own rank",
         "is a pipeline already",
     ]

@@ -532,7 +532,7 @@ def test_a_dry_run_hands_it_over(
         ("tp_config: 2", "tp_config must be a mapping of keys to values, not 2"),
         ("num_processes: [2]", "num_processes in {path}, line 2: [2] is not an integer of at least 1"),
         ("fsdp_config: {fsdp_version: 3}", "fsdp_config.fsdp_version in {path}, line 2: '3' is not one of 1, 2"),
-        ("machine_rank: 1", "machine_rank: 1 in {path}, line 2: with 1 machine(s), ranks go from 0 to 0"),
+        ("machine_rank: 1", "machine_rank: 1 in {path}, line 2: with 1 machine(s), ranks are 0 to 0"),
         (
             "mixed_precision: bf16\nfp16: true",
             "{path}, line 3: fp16=True contradicts mixed_precision='bf16' in {path}, line 2",

@@ -370,7 +370,7 @@ class TestOnATerminal:
             ("type of machine", DOWN + ENTER),
             ("How many different machines", ENTER),
             ("checked while running", "n"),
-            ("Which back end of torch.compile", DOWN + DOWN + DOWN + ENTER),
+            ("Which backend of torch.compile", DOWN + DOWN + DOWN + ENTER),
             ("Which mode", DOWN + UP + ENTER),
             ("one graph", "n"),
             ("Do shapes change", "y"),

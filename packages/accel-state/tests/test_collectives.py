@@ -27,7 +27,7 @@ DTYPES = [
 
 
 def make(rank: int) -> dict[str, Any]:
-    """A batch with everything that has ever gone wrong: scalars, empties, bools, bf16, non-contiguous, large and small."""
+    """A batch of known difficult cases: scalars, empties, bools, bf16, non-contiguous, large and small."""
     generator = torch.Generator().manual_seed(rank)
     return {
         "dtypes": [(torch.randn(3, generator=generator) * 3).to(d) for d in DTYPES],
@@ -70,7 +70,7 @@ def check_gather(rank: int, everyone: list[Any]) -> None:
     ]
     assert equal(gathered, ops.concatenate(at_least_1d))
     assert type(gathered["pair"]) is Pair and not gathered["pair"].b[0].requires_grad
-    with pytest.raises(TypeError, match="it met a str"):
+    with pytest.raises(TypeError, match="not a str"):
         ops.gather({"a": "text"})
 
 
@@ -149,7 +149,7 @@ def test_a_single_process_is_a_world_of_one() -> None:
     collectives = PartialState().collectives
     assert (collectives.rank, collectives.world_size) == (0, 1)
     assert collectives.scatter_object(["mine"]) == "mine" and collectives.broadcast_object(3) == 3
-    with pytest.raises(ValueError, match="one object a rank"):
+    with pytest.raises(ValueError, match="one object per rank"):
         collectives.scatter_object(["a", "b"])
 
 

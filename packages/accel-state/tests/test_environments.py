@@ -319,7 +319,7 @@ def test_reading_the_environment_needs_no_torch():
 
 @pytest.mark.parametrize("text", ["", ",", "a,,b", "n[1", "n]1", "n[a-b]", "n[1-]", "n[[1]]"])
 def test_what_is_no_host_list(text):
-    with pytest.raises(ConfigurationError, match="is not a host list of SLURM"):
+    with pytest.raises(ConfigurationError, match="is not a SLURM host list"):
         expand_hosts(text)
 
 

@@ -55,7 +55,7 @@ def test_peer_to_peer(tmp_path, monkeypatch, names, driver, expected):
 
 def test_a_failing_nvidia_smi_is_told(tmp_path, monkeypatch):
     install_nvidia_smi(tmp_path, monkeypatch, [], status=9)
-    with pytest.warns(RuntimeWarning, match="could not be asked about peer-to-peer"):
+    with pytest.warns(RuntimeWarning, match="nvidia-smi failed, so peer-to-peer"):
         assert hardware.check_cuda_p2p_ib_support() is True
     with pytest.raises(subprocess.CalledProcessError):
         hardware.get_gpu_info()

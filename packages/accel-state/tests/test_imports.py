@@ -50,7 +50,8 @@ def test_no_check_imports_what_it_looks_for():
             # This one says in its docstring that it imports; it has no other way to know.
             if name != "is_bitsandbytes_multi_backend_available":
                 vars(imports)[name]()
-        loaded = {"torch", "transformers", "pandas", "datasets", "wandb", "pytest", "numpy", "bitsandbytes"} & set(sys.modules)
+        loaded = {"torch", "transformers", "pandas", "datasets", "wandb", "pytest", "numpy", "bitsandbytes"}
+        loaded &= set(sys.modules)
         # The parent of a dotted name is imported, where it is installed.
         assert loaded <= ({"torch", "numpy"} if "torchdata" in sys.modules else set()), loaded
     """

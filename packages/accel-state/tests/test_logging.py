@@ -89,7 +89,7 @@ def test_a_logger_can_be_made_but_not_used_before_the_state(name):
     logger = get_logger(name)
     stream = capture(logger)
     for call in (logger.info, logger.warning, logger.warning_once, lambda text: logger.log(logging.ERROR, text)):
-        with pytest.raises(RuntimeError, match=r"make a PartialState\(\) or an Accelerator\(\) before you log"):
+        with pytest.raises(RuntimeError, match=r"create a PartialState\(\) or an Accelerator\(\) before logging"):
             call("too early")
     PartialState(cpu=True)
     logger.warning_once("too early")

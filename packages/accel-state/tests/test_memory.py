@@ -145,7 +145,7 @@ def test_a_reduction_that_does_not_reduce_is_an_error():
     def train(batch_size):
         raise MemoryError
 
-    with pytest.raises(ConfigurationError, match="gave 8 after 8"):
+    with pytest.raises(ConfigurationError, match="returned 8 after 8"):
         train()
 
 

@@ -63,18 +63,18 @@ def test_a_used_port_is_never_given(monkeypatch):
 
 
 def test_without_room_below_the_ephemeral_range_the_kernel_is_asked(monkeypatch, tmp_path):
-    ports = tmp_path / "range"
-    ports.write_text("1024\t65535\n")
-    monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", ports)
+    range_file = tmp_path / "range"
+    range_file.write_text("1024\t65535\n")
+    monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", range_file)
     assert 1024 <= get_free_port() < 65536
     monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", tmp_path / "missing")
     assert 1024 <= get_free_port() < 65536
 
 
 def test_ports_come_from_below_the_ephemeral_range(monkeypatch, tmp_path):
-    ports = tmp_path / "range"
-    ports.write_text("32768\t60999\n")
-    monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", ports)
+    range_file = tmp_path / "range"
+    range_file.write_text("32768\t60999\n")
+    monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", range_file)
     assert all(25000 <= get_free_port() < 32768 for _ in range(20))
 
 

@@ -37,7 +37,7 @@ def test_one_process():
 
 
 def test_the_old_first_argument_is_refused():
-    with pytest.raises(ConfigurationError, match="main_process_only by its name"):
+    with pytest.raises(ConfigurationError, match="main_process_only as a keyword"):
         tqdm(True, range(3))
 
 

@@ -1,4 +1,4 @@
-"""Seeds and synchronised generators, on real ranks."""
+"""Seeds and synchronized generators, on real ranks."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_deterministic_kernels_are_asked_for():
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch", "generator"])
-def test_one_generator_is_synchronised_and_the_others_stay_apart(kind, world):
+def test_one_generator_is_synchronized_and_the_others_stay_apart(kind, world):
     results = run_world(synchronized_draws, world, [kind])
     columns = dict(
         zip(

@@ -82,7 +82,7 @@ def test_precision_comes_from_the_argument_then_the_environment() -> None:
         assert AcceleratorState(cpu=True).mixed_precision == "bf16"
         AcceleratorState._reset_state()
         assert AcceleratorState(mixed_precision="FP16", cpu=True).mixed_precision == "fp16"
-    with pytest.raises(ConfigurationError, match=r"mixed_precision='no' was asked for.*'fp16' is in use"):
+    with pytest.raises(ConfigurationError, match=r"mixed_precision='no', but this process already has .*'fp16'"):
         AcceleratorState(mixed_precision="no")
     assert AcceleratorState(mixed_precision="fp16").mixed_precision == "fp16"
     AcceleratorState._reset_state()

@@ -284,7 +284,7 @@ def test_a_failure_shows_every_rank():
     assert failed is not None and "1" in failed[1].split(", "), str(error)
     assert "ValueError: boom on 1" in error.reports[1]
     assert "test_testing.py" in error.reports[1]
-    assert "_rank_process.py" not in error.reports[1]
+    assert "_test_worker.py" not in error.reports[1]
     for other in (0, 2):
         assert "in fail_on" in error.reports[other], error.reports[other]
     assert not error.timed_out
@@ -415,7 +415,7 @@ def test_a_function_inside_a_function_is_refused():
     def inner() -> None: ...
 
     for unusable in (inner, lambda: None):
-        with pytest.raises(ConfigurationError, match="at the top of a module"):
+        with pytest.raises(ConfigurationError, match="module-level function"):
             run_world(unusable, 2)
 
 

@@ -237,7 +237,7 @@ class TestJson:
             ),
             ("%%%", "neither the path"),
             (base64.b64encode(b"[1, 2]").decode(), "decodes to a JSON list"),
-            (base64.b64encode(b'{"a": 1, "a": 2}').decode(), "'a' stands there twice, as 1 and 2"),
+            (base64.b64encode(b'{"a": 1, "a": 2}').decode(), "'a' is given twice, as 1 and 2"),
             ("a" * 5000, "aaa... is neither|neither the path"),
         ],
     )
@@ -250,7 +250,7 @@ class TestJson:
         [
             ("{", "not valid JSON"),
             ("[1]", "is a JSON object, not list"),
-            ('{"a": {"b": 1, "b": 2}}', "the key 'b' stands there twice"),
+            ('{"a": {"b": 1, "b": 2}}', "the key 'b' is given twice"),
         ],
     )
     def test_files_that_cannot_be_read(self, tmp_path: Path, text: str, message: str) -> None:

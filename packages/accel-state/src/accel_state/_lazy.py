@@ -1,8 +1,8 @@
 """Lazy package exports, declared once in the package's ``__init__.pyi``.
 
-A package that imports everything eagerly makes `accel --help` pay for torch. A package that lists its exports twice
-(once for type checkers, once for the runtime) drifts. Here the stub file is the only list: type checkers read it as
-they always do, and :func:`attach` reads the same file to resolve a name the first time somebody asks for it.
+The stub is the only list of exports: type checkers read it, and :func:`attach` reads it to import a name on first use,
+so that `accel --help` does not import torch. lazy_loader's ``attach_stub`` is not enough: it accepts only relative
+imports of the same package, and our stubs re-export names from sibling distributions.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for ``package``, from the stub beside its ``__init__.py``.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for ``package``, from the stub of its ``__init__.py``.
 
     Args:
         package: the importing module's ``__name__``.
 
     Raises:
-        ImportError: the stub holds something other than ``from module import name as name`` lines.
+        ImportError: the stub contains anything other than ``from module import name as name`` lines.
     """
     module = sys.modules[package]
     file = module.__file__
@@ -35,13 +35,10 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
             source, attribute = exports[name]
         except KeyError:
             raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
-        value = (
-            importlib.import_module(source)
-            if attribute is None
-            else getattr(importlib.import_module(source), attribute)
-        )
-        # The next access then finds the name without coming here.
-        setattr(module, name, value)
+        value: Any = importlib.import_module(source)
+        if attribute is not None:
+            value = getattr(value, attribute)
+        setattr(module, name, value)  # later accesses bypass __getattr__
         return value
 
     def __dir__() -> list[str]:
@@ -51,9 +48,9 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
 
 
 def _read_exports(stub: Path, package: str) -> dict[str, tuple[str, str | None]]:
-    """Map each exported name to (module, attribute); the attribute is None where the name is a submodule."""
+    """Map each exported name to (module, attribute); the attribute is None if the name is a submodule."""
     exports: dict[str, tuple[str, str | None]] = {}
-    # In a plain module one dot means its package; in a package, the package itself.
+    # One dot is the package itself in an __init__, and the containing package in a plain module.
     parts = package.split(".") if stub.stem == "__init__" else package.split(".")[:-1]
     for node in ast.parse(stub.read_text(encoding="utf-8"), str(stub)).body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

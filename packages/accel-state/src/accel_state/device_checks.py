@@ -1,4 +1,4 @@
-"""Which devices this machine has, and what its torch supports. Devices are not initialized unless a docstring says so."""
+"""Devices of this machine, and features of its torch. Does not initialize a device unless a docstring says so."""
 
 from __future__ import annotations
 

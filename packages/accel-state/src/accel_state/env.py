@@ -1,7 +1,6 @@
-"""Environment variables: the only module that reads or writes those that a launcher hands to its processes.
+"""The only module that reads or writes the environment variables that a launcher passes to its processes.
 
-Torch-free. Everybody else asks the readers here, or the option groups of :mod:`accel_state.options`, which are built on
-them.
+Torch-free. All other code uses these functions, or the option groups of :mod:`accel_state.options`.
 """
 
 from __future__ import annotations
@@ -18,33 +17,31 @@ from typing import Any, TypeVar
 from .errors import ConfigurationError
 
 PREFIX = "ACCELERATE_"
-"""Variables with this prefix belong to the launcher and are the ones that :func:`purge_accelerate_environment`
-restores.
-"""
+"""Prefix of the launcher's variables, which :func:`purge_accelerate_environment` restores."""
 
 TRUE_WORDS = ("y", "yes", "t", "true", "on", "1")
 FALSE_WORDS = ("n", "no", "f", "false", "off", "0")
 
-# Characters that would end an assignment early, or begin another command, where KEY=VALUE lines are given to a shell.
+# Characters with a meaning to a shell that reads KEY=VALUE lines.
 _UNSAFE_IN_VALUE = frozenset(";\n<> ")
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 
 def str_to_bool(value: Any, to_bool: bool = False) -> int | bool:
-    """Read a word as true or false.
+    """Parse a boolean.
 
     Args:
         value: one of y, yes, t, true, on, 1 or n, no, f, false, off, 0, in any case.
         to_bool: return a bool rather than 1 or 0.
 
     Raises:
-        ConfigurationError: (a ValueError) any other word.
+        ConfigurationError: (a ValueError) any other text.
     """
-    word = str(value).strip().lower()
-    if word in TRUE_WORDS:
+    text = str(value).strip().lower()
+    if text in TRUE_WORDS:
         return True if to_bool else 1
-    if word in FALSE_WORDS:
+    if text in FALSE_WORDS:
         return False if to_bool else 0
     raise ConfigurationError(
         f"{value!r} is neither true nor false. Allowed: {', '.join(TRUE_WORDS)} or {', '.join(FALSE_WORDS)}."
@@ -52,9 +49,7 @@ def str_to_bool(value: Any, to_bool: bool = False) -> int | bool:
 
 
 def read_str(key: str, default: str | None = None, environ: Mapping[str, str] | None = None) -> str | None:
-    """The variable's text, or ``default`` where it is unset or empty (``KEY= command`` is how a shell unsets one for a
-    command).
-    """
+    """The variable's text, or ``default`` if it is unset or empty (as in the shell command ``KEY= command``)."""
     value = (os.environ if environ is None else environ).get(key, "")
     return value if value.strip() else default
 
@@ -65,7 +60,7 @@ def all_variables() -> dict[str, str]:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The variable as a flag; ``default`` where it is unset or empty.
+    """The variable as a boolean; ``default`` if it is unset or empty.
 
     Raises:
         ConfigurationError: the variable is neither true nor false; the message names it.
@@ -80,12 +75,12 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The variable as text; ``str(default)`` where it is unset."""
+    """The variable as text; ``str(default)`` if it is unset."""
     return str(os.environ.get(key, str(default)))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first of several variables that holds an integer of at least 0; ``default`` where none does.
+    """The first non-negative integer among several variables; ``default`` if there is none.
 
     Raises:
         ConfigurationError: a variable is set to something that is not an integer.
@@ -98,7 +93,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def read_int(key: str, environ: Mapping[str, str] | None = None) -> int | None:
-    """The variable as an integer; None where it is unset or empty.
+    """The variable as an integer; None if it is unset or empty.
 
     Raises:
         ConfigurationError: the variable is not an integer; the message names it.
@@ -120,15 +115,13 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def export(**variables: str) -> None:
-    """Set variables for this process, for what it starts, and for the libraries it loads."""
+    """Set variables of this process, which child processes inherit."""
     os.environ.update(variables)
 
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set variables (names are upper-cased) for the time of a ``with`` block.
-
-    On leaving it the former values are back, also when the block raised.
+    """Set variables (names are upper-cased) for a ``with`` block, and restore the previous values afterwards.
 
     Example:
         >>> with patch_environment(accelerate_mixed_precision="bf16"):
@@ -146,7 +139,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment for the time of a ``with`` block; variables set inside it are dropped on leaving it."""
+    """Empty the environment for a ``with`` block, and restore it afterwards."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -157,10 +150,9 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
-    """Decorate a function, or every test method of a class, so that it leaves no ACCELERATE_ variable changed behind.
+    """Decorate a function, or every test method of a class, to restore the ACCELERATE_ variables when it ends.
 
-    Variables that were set before keep their values; those that the function added are removed, also when it raises.
-    On a class, ``setUp`` and ``tearDown`` style methods are left alone: what they set is meant to last for the test.
+    On a class, methods such as ``setUp`` are not decorated: the variables that they set must last for the test.
     """
     if not inspect.isclass(func_or_cls):
         purged: T = _purged(func_or_cls)
@@ -172,16 +164,15 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    r"""``KEY=value\n`` lines for a file of variables; an entry that a shell would misread is left out with a warning."""
+    r"""``KEY=value\n`` lines; an entry that a shell would misread is left out with a warning."""
     lines = []
     for key, value in current_env.items():
         if key and str(value) and not _UNSAFE_IN_VALUE & set(f"{key}{value}"):
             lines.append(f"{key}={value}\n")
         else:
             warnings.warn(
-                f"environment variable {key}={str(value)!r} is left out: an empty one, or one with ; < > space or "
-                "newline, "
-                "cannot be written as KEY=value",
+                f"environment variable {key}={str(value)!r} is left out: a name or value that is empty or contains "
+                "; < > space or newline cannot be written as KEY=value",
                 stacklevel=2,
             )
     return lines
@@ -207,7 +198,7 @@ def _purged(function: Any) -> Any:
 
 @contextmanager
 def preserve_accelerate_environment() -> Iterator[None]:
-    """Put every ACCELERATE_ variable back as it was, on leaving the ``with`` block."""
+    """Restore every ACCELERATE_ variable after a ``with`` block."""
     before: dict[str, str | None] = {key: value for key, value in os.environ.items() if key.startswith(PREFIX)}
     try:
         yield

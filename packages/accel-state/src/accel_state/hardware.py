@@ -1,4 +1,4 @@
-"""Facts about this machine: its kernel, its GPUs and their driver."""
+"""Information about this machine: kernel, GPUs and driver."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from . import devices
 from .errors import MissingDependencyError
 
 _LOWEST_KERNEL = Version("5.5.0")
-# Consumer cards (GeForce) of the RTX 40 series have neither peer-to-peer nor InfiniBand transfers; drivers before this
-# one # claimed they had, and NCCL then hung or failed.
+# GeForce cards of the RTX 40 series support neither peer-to-peer nor InfiniBand transfers. Older drivers report that
+# they do, and NCCL then hangs or fails.
 _RTX_40_FIXED_DRIVER = Version("550.40.07")
 
 
 def check_os_kernel() -> None:
-    """Warn where the Linux kernel is older than 5.5: processes have been seen to hang there."""
+    """Warn if the Linux kernel is older than 5.5, with which distributed processes can hang."""
     if platform.system() != "Linux":
         return
     release = platform.release()
@@ -27,27 +27,24 @@ def check_os_kernel() -> None:
     try:
         old = Version(numbers) < _LOWEST_KERNEL
     except InvalidVersion:
-        return  # a vendor's own numbering says nothing about its age
+        return  # a vendor's version scheme, which does not tell the age
     if old:
         warnings.warn(
-            f"the Linux kernel {release} is older than {_LOWEST_KERNEL}, with which distributed processes have been "
-            "seen to hang. "
-            "Upgrade the kernel if that happens.",
+            f"the Linux kernel {release} is older than {_LOWEST_KERNEL}: distributed processes can hang. Upgrade the "
+            "kernel if that happens.",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The torch device type that this machine computes on and the kind of a distributed run on it: ``("cuda",
-    "MULTI_GPU")``.
-    """
+    """This machine's torch device type, and the type of a distributed run on it: ``("cuda", "MULTI_GPU")``."""
     device = devices.detect()
     return device.name, str(device.distributed_type)
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Names and number of this machine's NVIDIA GPUs, from nvidia-smi, which initialises none of them.
+    """Names and number of this machine's NVIDIA GPUs, from nvidia-smi, without initializing them.
 
     Raises:
         MissingDependencyError: nvidia-smi is not installed.
@@ -73,8 +70,8 @@ def get_driver_version() -> str:
 def check_cuda_p2p_ib_support() -> bool:
     """Whether NCCL may use peer-to-peer and InfiniBand transfers between this machine's GPUs.
 
-    False for several consumer GPUs of NVIDIA's RTX 40 series under a driver older than 550.40.07; then set
-    NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1. True where there is no nvidia-smi to ask.
+    False for several GeForce RTX 40 GPUs with a driver older than 550.40.07: set NCCL_P2P_DISABLE=1 and
+    NCCL_IB_DISABLE=1. True without nvidia-smi.
     """
     if shutil.which("nvidia-smi") is None:
         return True
@@ -83,7 +80,7 @@ def check_cuda_p2p_ib_support() -> bool:
         return count < 2 or p2p_ib_supported(names, get_driver_version())
     except (subprocess.SubprocessError, OSError, InvalidVersion) as error:
         warnings.warn(
-            f"nvidia-smi could not be asked about peer-to-peer transfers, so they stay on: {error}",
+            f"nvidia-smi failed, so peer-to-peer transfers stay enabled: {error}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -96,7 +93,7 @@ def p2p_ib_supported(gpu_names: list[str], driver_version: str) -> bool:
 
 
 def _nvidia_smi(field: str) -> list[str]:
-    """One field for each GPU."""
+    """One field of every GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise MissingDependencyError("nvidia-smi is not on the PATH; it comes with the NVIDIA driver")

@@ -1,4 +1,4 @@
-"""Logging in a run of many processes: by default only the main process writes."""
+"""Logging in distributed runs: by default only the main process writes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _already_warned: set[tuple[str, str]] = set()
 
 
 class LoggingBeforeStateError(AccelError, RuntimeError):
-    """A logger was called before this process knew its rank."""
+    """A logger was called before the rank of this process was known."""
 
 
-# Generic for type checkers alone before Python 3.11.
+# Generic only for type checkers before Python 3.11.
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger whose methods take two more arguments, ``main_process_only`` (True) and ``in_order`` (False).
+    """A logger whose methods take ``main_process_only`` (default True) and ``in_order`` (default False).
 
-    Each message begins with the rank it comes from: ``[RANK 0] ...``.
+    Each message starts with its rank: ``[RANK 0] ...``.
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
@@ -29,12 +29,12 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
 
         Args:
             level: as in :mod:`logging`.
-            msg: the message, with ``%`` place holders for ``args``.
-            *args: values of the place holders.
+            msg: the message, with ``%`` placeholders for ``args``.
+            *args: values of the placeholders.
             **kwargs: of :meth:`logging.Logger.log`, and
                 main_process_only (bool, True): only rank 0 writes.
-                in_order (bool, False): with main_process_only=False, the ranks write one after the other; all must
-                    call.
+                in_order (bool, False): with main_process_only=False, the ranks write one after the other; every
+                    rank must make the call.
 
         Raises:
             LoggingBeforeStateError: no PartialState or Accelerator exists yet.
@@ -42,33 +42,26 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         state = _state()
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        # The caller's line, not this one.
-        kwargs.setdefault("stacklevel", 2)
+        kwargs.setdefault("stacklevel", 2)  # report the line of the caller
         enabled = self.isEnabledFor(level)
         text, options = self.process(msg, kwargs)
         if main_process_only or not in_order:
             if enabled and (state.is_main_process or not main_process_only):
                 self.logger.log(level, text, *args, **options)
             return
-        # Whether a level is enabled may differ between ranks; that everybody waits must not.
+        # The level may be enabled on some ranks only, but every rank must reach every barrier.
         for rank in range(state.num_processes):
             if enabled and rank == state.process_index:
                 self.logger.log(level, text, *args, **options)
             state.wait_for_everyone()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Put the rank before the message."""
+        """Prepend the rank to the message."""
         text, kwargs = super().process(msg, kwargs)
         return f"[RANK {_state().process_index}] {text}", kwargs
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a warning the first time that this logger is given this message with these values.
-
-        Args:
-            msg: as in :meth:`log`.
-            *args: as in :meth:`log`.
-            **kwargs: as in :meth:`log`.
-        """
+        """Log a warning once for the same message and arguments; the arguments are those of :meth:`log`."""
         key = (self.logger.name, f"{msg!r} {args!r}")
         if key in _already_warned:
             return
@@ -78,17 +71,17 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """A logger for a run of many processes.
+    """Get a logger for distributed runs.
 
-    It may be made at import time; its methods need a PartialState or an Accelerator.
+    It can be created at import time; its methods need a PartialState or an Accelerator.
 
     Args:
         name: as in :func:`logging.getLogger`, usually ``__name__``.
-        log_level: DEBUG, INFO, WARNING, ERROR or CRITICAL; the variable ACCELERATE_LOG_LEVEL when None, and the level
-            that the logger has, or inherits, when that is not set either. The root logger is left alone.
+        log_level: DEBUG, INFO, WARNING, ERROR or CRITICAL. None uses the variable ACCELERATE_LOG_LEVEL, and leaves the
+            level unchanged if that is not set. The root logger is never changed.
 
     Raises:
-        ConfigurationError: no such level.
+        ConfigurationError: the level is not one of these.
     """
     logger = logging.getLogger(name)
     source = "log_level"
@@ -107,8 +100,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 def _state() -> PartialState:
     if not PartialState._shared_state:
         raise LoggingBeforeStateError(
-            "this logger writes by rank, and no rank is known yet: make a PartialState() or an Accelerator() before "
-            "you log, or use "
-            "logging.getLogger for messages from before that"
+            "the rank of this process is not known yet: create a PartialState() or an Accelerator() before logging, or "
+            "use logging.getLogger for earlier messages"
         )
     return PartialState()

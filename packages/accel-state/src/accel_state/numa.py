@@ -1,7 +1,7 @@
-"""Binding a process to the cores that are near its device, so that host memory and the device stay on one NUMA node.
+"""Binds a process to the CPU cores near its device, so that host memory and the device are on the same NUMA node.
 
-Works from ``/sys`` and psutil, for any device: where the device has a place on the PCI bus, the kernel knows its NUMA
-node; where it has none, the NUMA nodes, and then their cores, are dealt out evenly to the processes of the machine.
+Works from ``/sys`` and psutil, for any device. The kernel knows the NUMA node of a device on the PCI bus; without one,
+the NUMA nodes or their cores are divided evenly among the processes of the machine.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import TypeVar
 
 import psutil
 
-from . import devices, env, environments
+from . import devices, environments
 from .errors import ConfigurationError
+from .options.core import CoreOptions
 
 T = TypeVar("T")
 _SYS = Path("/sys")
@@ -25,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class CPUInformation:
-    """This process's place in the run, as its launcher tells it.
+    """This process's rank in the run, as set by its launcher.
 
     Attributes:
         rank: among all processes.
@@ -41,40 +42,34 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """This process's place in the run.
+    """This process's rank in the run.
 
     Raises:
         ConfigurationError: the launcher's variables contradict each other.
     """
-    found = environments.detect()
-    return CPUInformation(found.rank, found.world_size, found.local_rank, found.local_world_size)
+    environment = environments.detect()
+    return CPUInformation(
+        environment.rank, environment.world_size, environment.local_rank, environment.local_world_size
+    )
 
 
 @functools.cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """:func:`override_numa_affinity`, at most once for a local rank in the life of the process.
-
-    Args:
-        local_process_index: as there.
-        verbose: as there.
-
-    Raises:
-        ConfigurationError: as there.
-    """
+    """Call :func:`override_numa_affinity` once per process and local rank."""
     override_numa_affinity(local_process_index, verbose)
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the cores near its device, or to its even share of the cores where the device has no place.
+    """Bind this process to the cores near its device, or to an even share of the cores if those are unknown.
 
-    Never leaves the cores that the process was allowed before the first call (a container's, a batch system's).
+    Only uses cores that the process was allowed before the first call (by a container or a batch system).
 
     Args:
         local_process_index: this process's rank on its node.
-        verbose: log the cores at level INFO. None: where ACCELERATE_DEBUG_MODE is set.
+        verbose: log the cores at level INFO. None: if ACCELERATE_DEBUG_MODE is set.
 
     Raises:
-        ConfigurationError: the operating system has no way to bind a process, or there is no such local rank.
+        ConfigurationError: the operating system cannot bind a process, or the local rank does not exist.
     """
     ranks = get_cpu_distributed_information().local_world_size
     if not 0 <= local_process_index < max(ranks, 1):
@@ -82,19 +77,13 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
             f"local_process_index={local_process_index} is not between 0 and the number of local processes {ranks}"
         )
     allowed = _cores_at_start()
-    device = devices.detect(cpu=env.parse_flag_from_env("ACCELERATE_USE_CPU"))
-    places = [_device_cores(device, index, allowed) for index in range(min(ranks, device.device_count()))]
-    cores = choose_cores(local_process_index, ranks, allowed, places, _numa_nodes(_SYS))
+    device = devices.detect(cpu=CoreOptions.read("cpu"))
+    near = [_device_cores(device, index, allowed) for index in range(min(ranks, device.device_count()))]
+    cores = choose_cores(local_process_index, ranks, allowed, near, _numa_nodes(_SYS))
     psutil.Process().cpu_affinity(cores)
-    if verbose if verbose is not None else env.parse_flag_from_env("ACCELERATE_DEBUG_MODE"):
-        _logger.info(
-            "local rank %d of %d is bound to %d of %d cores: %s",
-            local_process_index,
-            ranks,
-            len(cores),
-            len(allowed),
-            cores,
-        )
+    if verbose if verbose is not None else CoreOptions.read("debug"):
+        message = "local rank %d of %d is bound to %d of %d cores: %s"
+        _logger.info(message, local_process_index, ranks, len(cores), len(allowed), cores)
 
 
 def choose_cores(
@@ -104,14 +93,14 @@ def choose_cores(
     device_cores: Sequence[Sequence[int]],
     nodes: Sequence[Sequence[int]],
 ) -> list[int]:
-    """Cores for one process; those of all processes together are a partition where there are enough of them.
+    """Choose the cores of one process; the processes partition the cores if there are enough.
 
     Args:
         local_rank: of the process.
-        local_world_size: processes on the machine.
+        local_world_size: number of processes on the machine.
         allowed: cores that the processes may use.
-        device_cores: cores near the device of each local rank, empty where that is unknown.
-        nodes: cores of each NUMA node; none where the machine does not tell.
+        device_cores: cores near the device of each local rank, empty if unknown.
+        nodes: cores of each NUMA node, empty if unknown.
 
     Returns:
         At least one core, in ascending order.
@@ -119,12 +108,11 @@ def choose_cores(
     allowed = sorted(set(allowed))
     near = [sorted(set(allowed) & set(cores)) for cores in device_cores]
     if local_rank < len(near) and near[local_rank]:
-        # Devices of one node share it.
+        # Devices of one NUMA node share its cores.
         sharing = [rank for rank, cores in enumerate(near) if cores == near[local_rank]]
         return _share(near[local_rank], sharing.index(local_rank), len(sharing))
     usable = [cores for node in nodes if (cores := sorted(set(node) & set(allowed)))]
-    # Cores that belong to no node that we know of would be lost.
-    if sum(map(len, usable)) != len(allowed):
+    if sum(map(len, usable)) != len(allowed):  # some cores belong to no known node
         usable = [allowed]
     if local_world_size <= len(usable):
         return sorted(core for node in _share(usable, local_rank, local_world_size) for core in node)
@@ -134,9 +122,7 @@ def choose_cores(
 
 
 def _share(items: Sequence[T], index: int, count: int) -> list[T]:
-    """The index-th of ``count`` contiguous, nearly equal parts; with fewer items than parts, one item that others have
-    too.
-    """
+    """The index-th of ``count`` contiguous, nearly equal parts; with fewer items than parts, one shared item."""
     if len(items) < count:
         return [items[index % len(items)]]
     return list(items[index * len(items) // count : (index + 1) * len(items) // count])
@@ -144,19 +130,17 @@ def _share(items: Sequence[T], index: int, count: int) -> list[T]:
 
 @functools.cache
 def _cores_at_start() -> tuple[int, ...]:
-    """The cores this process was allowed before it was first bound; a second binding must not share out a share."""
+    """The cores this process was allowed before it was first bound, so that a second call does not divide a share."""
     process = psutil.Process()
     if not hasattr(process, "cpu_affinity"):
         raise ConfigurationError(
-            "CPU affinity was asked for (--enable_cpu_affinity, ACCELERATE_CPU_AFFINITY), but this operating system "
-            "cannot bind a process "
-            "to cores. Leave it off here."
+            "CPU affinity (--enable_cpu_affinity, ACCELERATE_CPU_AFFINITY) is not available: this operating system "
+            "cannot bind a process to cores. Turn it off."
         )
     return tuple(process.cpu_affinity())
 
 
 def _device_cores(device: devices.Device, index: int, allowed: Sequence[int]) -> list[int]:
-    """Cores of the NUMA node that a device is attached to, empty where the kernel does not know it."""
     address = device.pci_address(index)
     return [] if address is None else [core for core in cores_near_pci(address, _SYS) if core in allowed]
 
@@ -169,25 +153,25 @@ def cores_near_pci(address: str, sys_root: Path = _SYS) -> list[int]:
         sys_root: where sysfs is mounted.
 
     Returns:
-        Cores in ascending order; none where the device is unknown, or attached to no node (a virtual machine).
+        Cores in ascending order; empty if the device is unknown or attached to no node (as in a virtual machine).
     """
-    folder = sys_root / "bus" / "pci" / "devices" / address.lower()
-    node = _read(folder / "numa_node")
+    directory = sys_root / "bus" / "pci" / "devices" / address.lower()
+    node = _read(directory / "numa_node")
     if not node or int(node) < 0:
         return []
     return parse_core_list(
-        _read(folder / "local_cpulist") or _read(sys_root / f"devices/system/node/node{int(node)}/cpulist")
+        _read(directory / "local_cpulist") or _read(sys_root / f"devices/system/node/node{int(node)}/cpulist")
     )
 
 
 def _numa_nodes(sys_root: Path) -> list[list[int]]:
-    """Cores of each NUMA node, by node; nodes of memory alone are left out."""
-    folders = sorted(sys_root.glob("devices/system/node/node[0-9]*"), key=lambda folder: int(folder.name[4:]))
-    return [cores for folder in folders if (cores := parse_core_list(_read(folder / "cpulist")))]
+    """Cores of each NUMA node, without memory-only nodes."""
+    nodes = sorted(sys_root.glob("devices/system/node/node[0-9]*"), key=lambda node: int(node.name[4:]))
+    return [cores for node in nodes if (cores := parse_core_list(_read(node / "cpulist")))]
 
 
 def parse_core_list(text: str) -> list[int]:
-    """The kernel's notation for a set of cores: ``"0-3,8,10-11"``."""
+    """Parse the kernel's notation for a set of cores: ``"0-3,8,10-11"``."""
     cores: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -196,7 +180,7 @@ def parse_core_list(text: str) -> list[int]:
 
 
 def _read(file: Path) -> str:
-    """A file of sysfs, or an empty text where the kernel has none."""
+    """A file of sysfs; empty if it does not exist."""
     try:
         return file.read_text().strip()
     except OSError:

@@ -15,10 +15,9 @@ _LOWEST_PORT = 25000
 
 
 def get_free_port() -> int:
-    """A TCP port that nothing on this machine listens on.
+    """Find a TCP port that nothing on this machine listens on.
 
-    Taken from below the range that the kernel hands out for outgoing connections, where it has room: between this call
-    and the moment the caller listens, no connection of another process can take it.
+    It is below the ephemeral range if possible, so that no outgoing connection takes it before the caller listens.
     """
     with _taken_port() as holder:
         return int(holder.getsockname()[1])
@@ -26,17 +25,15 @@ def get_free_port() -> int:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A free TCP port that :func:`get_free_port` gives to nobody else, in no process of this machine, until the context
-    is left.
+    """Reserve a free TCP port on this machine: within the context, :func:`get_free_port` of no process returns it.
 
-    A server listens on it all the same, if it sets SO_REUSEADDR, as servers do (torch's stores among them). Only Linux
-    shares a port in this way: elsewhere it is merely free when the context is entered.
+    A server that sets SO_REUSEADDR, as torch's stores do, can listen on it. This needs Linux; on other systems the
+    port is only known to be free when the context is entered.
     """
     with _taken_port() as holder:
         port = int(holder.getsockname()[1])
         if sys.platform == "linux":
-            # Now and not before it was taken: whoever looks for a port is refused, and whoever was told of this one is
-            # not.
+            # After bind: a search for a free port, which binds without the option, fails; a server with it succeeds.
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         else:
             holder.close()
@@ -44,9 +41,9 @@ def reserved_port() -> Iterator[int]:
 
 
 def _taken_port() -> socket.socket:
-    """A socket that is bound to a free port, and does not listen."""
+    """A socket bound to a free port that does not listen."""
     candidates = range(_LOWEST_PORT, _first_ephemeral_port())
-    # SystemRandom: the choice must not depend on, nor disturb, a seed that the user set.
+    # SystemRandom: independent of the seed that the user set.
     generator = random.SystemRandom()
     for _ in range(64 if candidates else 0):
         holder = _bound(generator.choice(candidates))
@@ -60,8 +57,7 @@ def _taken_port() -> socket.socket:
 def _bound(port: int) -> socket.socket | None:
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # Without SO_REUSEADDR: a port that somebody has reserved, or whose last connection is still closing, is not
-        # free.
+        # Without SO_REUSEADDR, so that bind fails on a reserved port, and on one whose last connection is closing.
         holder.bind(("", port))
     except OSError:
         holder.close()
@@ -84,5 +80,5 @@ def _first_ephemeral_port() -> int:
     try:
         return int(_EPHEMERAL_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        # No Linux: IANA's range begins at 49152, but a system may use less; then the fallback decides.
+        # Not Linux: the ephemeral range is unknown, so let the system choose a port.
         return _LOWEST_PORT

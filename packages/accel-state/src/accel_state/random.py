@@ -1,9 +1,9 @@
-"""Seeding every random number generator, and making the generators of all processes equal."""
+"""Seeds every random number generator, and synchronizes generators across processes."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -13,62 +13,73 @@ from .enums import RNGType
 from .errors import ConfigurationError
 from .state import PartialState
 
-_MAX_SEED = 2**32 - 1  # numpy's limit; torch would take more
+_MAX_SEED = 2**32 - 1  # numpy's limit
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed the generators of python, numpy and torch, on the CPU and on the device that this process computes on.
+    """Seed the generators of python, numpy and torch, on the CPU and on the device of this process.
 
     Args:
         seed: 0 to 2**32 - 1.
         device_specific: add the rank, so that processes draw different numbers.
-        deterministic: let torch run deterministic kernels only; it raises where an operation has none.
+        deterministic: use only deterministic kernels in torch, which raises if an operation has none.
 
     Raises:
-        ConfigurationError: the seed, or the seed plus the rank, is outside the range.
+        ConfigurationError: the seed, or the seed plus the rank, is out of range.
     """
     rank = PartialState().process_index if device_specific else 0
     if not 0 <= seed + rank <= _MAX_SEED or seed < 0:
         with_rank = f" plus the rank {rank}" if rank else ""
         raise ConfigurationError(
-            f"seed={seed}{with_rank} is not between 0 and 2**32 - 1 = {_MAX_SEED}, the range that numpy takes"
+            f"seed={seed}{with_rank} is not between 0 and 2**32 - 1 = {_MAX_SEED}, the range that numpy accepts"
         )
     seed += rank
     random.seed(seed)
     np.random.seed(seed)
-    # Reaches the CPU and every device that torch itself knows; the next line those of plug-ins that it does not.
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # the CPU and the device types that torch knows
     device = devices.detect()
-    device.manual_seed_all(seed)
+    device.manual_seed_all(seed)  # those of vendor plug-ins
     if deterministic:
         device.set_deterministic()
 
 
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
-    """Give all processes the state that one generator has on rank 0. Every rank must call it.
+    """Copy the state of a generator from rank 0 to all processes. Every rank must call it.
 
     Args:
-        rng_type: which generator: "torch" (the CPU's), "cuda", "xla" and the other devices, "numpy", "python", or
-            "generator", the one given as ``generator``. None means "generator".
+        rng_type: "torch" (the CPU's generator), a device ("cuda", "xla", ...), "numpy", "python", or "generator" for
+            the one passed as ``generator``. None means "generator".
         generator: for "generator".
 
     Raises:
-        ConfigurationError: no such type, its device is not available here, or no generator was given for "generator".
+        ConfigurationError: the type is unknown, its device is not available, or ``generator`` is missing.
     """
     kind = RNGType(rng_type) if rng_type is not None else RNGType.GENERATOR
+    collectives = PartialState().collectives
     if kind is RNGType.GENERATOR:
         if generator is None:
             raise ConfigurationError(
                 "rng_type 'generator' needs the generator: synchronize_rng_state('generator', generator=...)"
             )
-        generator.set_state(_of_rank_zero(generator.get_state()))
+        generator.set_state(collectives.broadcast(generator.get_state().clone()))
+    elif kind is RNGType.TORCH:
+        torch.set_rng_state(collectives.broadcast(torch.get_rng_state().clone()))
+    elif kind is RNGType.NUMPY:
+        np.random.set_state(collectives.broadcast_object(np.random.get_state()))
+    elif kind is RNGType.PYTHON:
+        random.setstate(collectives.broadcast_object(random.getstate()))
     else:
-        _SYNCHRONIZE.get(kind, lambda: _synchronize_device(kind))()
+        device = devices.get(str(kind))
+        if not device.is_available():
+            raise ConfigurationError(
+                f"the generator {kind.value!r} cannot be synchronized: this machine has no {kind.value} device. "
+                f"It has: {', '.join(other.name for other in devices.available())}."
+            )
+        device.set_rng_state(collectives.broadcast(device.get_rng_state().clone()))
 
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
-    """Call :func:`synchronize_rng_state` for each type, in the order given. Every rank must call it, with the same
-    types.
+    """Call :func:`synchronize_rng_state` for each type. Every rank must pass the same types in the same order.
 
     Args:
         rng_types: see :func:`synchronize_rng_state`.
@@ -79,36 +90,3 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
     """
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)
-
-
-def _of_rank_zero(state: torch.Tensor) -> torch.Tensor:
-    return PartialState().collectives.broadcast(state.clone())
-
-
-def _synchronize_torch() -> None:
-    torch.set_rng_state(_of_rank_zero(torch.get_rng_state()))
-
-
-def _synchronize_numpy() -> None:
-    np.random.set_state(PartialState().collectives.broadcast_object(np.random.get_state()))
-
-
-def _synchronize_python() -> None:
-    random.setstate(PartialState().collectives.broadcast_object(random.getstate()))
-
-
-def _synchronize_device(kind: RNGType) -> None:
-    device = devices.get(str(kind))
-    if not device.is_available():
-        raise ConfigurationError(
-            f"the generator {kind.value!r} cannot be synchronised: this machine has no {kind.value} device. "
-            f"It has: {', '.join(found.name for found in devices.available())}."
-        )
-    device.set_rng_state(_of_rank_zero(device.get_rng_state()))
-
-
-_SYNCHRONIZE: dict[RNGType, Callable[[], None]] = {
-    RNGType.TORCH: _synchronize_torch,
-    RNGType.NUMPY: _synchronize_numpy,
-    RNGType.PYTHON: _synchronize_python,
-}

@@ -1,4 +1,4 @@
-"""Registries of variants: a name, and where its code lives. Nothing is imported until somebody asks for it."""
+"""Registries of variants: names, and where their code lives. A variant is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Registry(Generic[T]):
     """Named variants of one concept (devices, strategies, commands, ...).
 
     Args:
-        kind: what is registered, in the singular, for error messages ("strategy").
+        kind: the concept in the singular, for error messages ("strategy").
         builtin: name to ``"module:attribute"``.
-        entry_point_group: group under which other distributions add their own ("accel.strategies").
+        entry_point_group: group in which other distributions add variants ("accel.strategies").
     """
 
     def __init__(self, kind: str, builtin: Mapping[str, str], entry_point_group: str | None = None) -> None:
@@ -32,25 +32,21 @@ class Registry(Generic[T]):
         """Add a variant.
 
         Raises:
-            ConfigurationError: the name is taken by another target; both are named.
+            ConfigurationError: the name is already registered with another target; the message has both.
         """
-        known = self._targets.get(name)
-        if known is not None and known != target:
+        existing = self._targets.setdefault(name, target)
+        if existing != target:
             raise ConfigurationError(
-                f"the {self.kind} {name!r} is registered twice: as {known} and as {target}. Rename one of them."
+                f"the {self.kind} {name!r} is registered twice: as {existing} and as {target}. Rename one of them."
             )
-        self._targets[name] = target
 
     def names(self) -> list[str]:
-        """Every registered name, built-in ones first, in the order of registration."""
+        """Every registered name, in the order of registration, built-in ones first."""
         self._search_entry_points()
         return list(self._targets)
 
     def __contains__(self, name: object) -> bool:
-        if name in self._targets:
-            return True
-        self._search_entry_points()
-        return name in self._targets
+        return name in self._targets or name in self.names()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -59,37 +55,42 @@ class Registry(Generic[T]):
         """The ``"module:attribute"`` of a name, without importing it.
 
         Raises:
-            ConfigurationError: no such name; the message lists the known ones.
+            ConfigurationError: the name is unknown; the message lists the known ones.
         """
         if name not in self:
+            hint = ""
+            if self.entry_point_group:
+                hint = f" A package can add its own with an entry point in the group {self.entry_point_group!r}."
             raise ConfigurationError(
-                f"{name!r} is not a known {self.kind}. Known: {', '.join(self.names()) or 'none'}."
-                + (
-                    f" A package adds its own through the entry point group {self.entry_point_group!r}."
-                    if self.entry_point_group
-                    else ""
-                )
+                f"{name!r} is not a known {self.kind}. Known: {', '.join(self.names()) or 'none'}.{hint}"
             )
         return self._targets[name]
 
     def load(self, name: str) -> T:
-        """Import and return what is registered under ``name``.
+        """Import and return the variant of a name.
 
         Raises:
-            ConfigurationError: no such name.
+            ConfigurationError: the name is unknown, or its module has no such attribute.
         """
-        module, _, attribute = self.target(name).partition(":")
-        value: Any = getattr(importlib.import_module(module), attribute)
+        target = self.target(name)
+        module_name, _, path = target.partition(":")
+        value: Any = importlib.import_module(module_name)
+        for attribute in filter(None, path.split(".")):
+            if not hasattr(value, attribute):
+                raise ConfigurationError(
+                    f"the {self.kind} {name!r} is registered as {target}, but {module_name} has no {path}. Correct the "
+                    "registration, or upgrade the package that made it."
+                )
+            value = getattr(value, attribute)
         return value
 
     def _search_entry_points(self) -> None:
-        # Reading the metadata of every installed distribution costs milliseconds, so only when a built-in did not
-        # match.
+        # Reading the metadata of every installed distribution takes milliseconds, so only if no built-in name matches.
         if self._searched_entry_points or self.entry_point_group is None:
             return
-        self._searched_entry_points = True
-        # Importing it takes longer than all the rest of a command line.
+        # Imported here, because it takes longer than the rest of a command line.
         from importlib.metadata import entry_points
 
         for entry in entry_points(group=self.entry_point_group):
-            self.register(entry.name, entry.value)
+            self.register(entry.name, entry.value.partition("[")[0].strip())
+        self._searched_entry_points = True

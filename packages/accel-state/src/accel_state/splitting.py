@@ -1,4 +1,4 @@
-"""Dividing inputs between processes."""
+"""Divides inputs between processes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from .operations.nested import is_namedtuple, rebuild_mapping
+from .containers import is_namedtuple, rebuild_mapping
 
 
 def share_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Start and end of a rank's contiguous share of ``length`` items; the first ranks get the odd ones."""
+    """Start and end of a rank's contiguous share of ``length`` items; a remainder goes to the first ranks."""
     base, odd = divmod(length, world_size)
     start = rank * base + min(rank, odd)
     return start, start + base + (rank < odd)
@@ -32,61 +32,46 @@ def share_of(inputs: Any, rank: int, world_size: int, apply_padding: bool = Fals
 
 
 def _common_length(inputs: Any) -> int:
-    members = inputs if isinstance(inputs, Mapping) else inputs._asdict() if is_namedtuple(inputs) else None
-    if members is None:
-        return _length(inputs)
-    lengths = {key: _common_length(value) for key, value in members.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"split_between_processes needs members of one length, but got {lengths}.")
-    return next(iter(lengths.values()), 0)
-
-
-def _length(inputs: Any) -> int:
+    if is_namedtuple(inputs):
+        inputs = inputs._asdict()
+    if isinstance(inputs, Mapping):
+        lengths = {key: _common_length(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"split_between_processes needs members of one length, but got {lengths}.")
+        return next(iter(lengths.values()), 0)
     if isinstance(inputs, (torch.Tensor, np.ndarray)):
         if inputs.ndim == 0:
-            raise TypeError(
-                "split_between_processes got a 0-dimensional tensor, which cannot be split. Put it into a list."
-            )
+            raise TypeError("split_between_processes cannot split a 0-dimensional tensor. Put it into a list.")
         return int(inputs.shape[0])
     if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
         raise TypeError(
-            f"split_between_processes cannot split a {type(inputs).__name__}. It takes lists, tuples, tensors, "
-            "arrays, data sets "
-            "with a length, and dictionaries of those."
+            f"split_between_processes cannot split a {type(inputs).__name__}. It accepts lists, tuples, tensors, "
+            "arrays, data sets with a length, and dictionaries of those."
         )
     return len(inputs)
 
 
 def _take(inputs: Any, start: int, end: int, padding: int) -> Any:
-    """Items ``start`` to ``end`` and then the very last item ``padding`` times."""
+    """Items ``start`` to ``end``, followed by the last item ``padding`` times."""
     if isinstance(inputs, Mapping):
         return rebuild_mapping(inputs, {key: _take(value, start, end, padding) for key, value in inputs.items()})
     if is_namedtuple(inputs):
         return type(inputs)(*(_take(value, start, end, padding) for value in inputs))
     if isinstance(inputs, torch.Tensor):
-        return (
-            torch.cat([inputs[start:end], inputs[-1:].expand(padding, *inputs.shape[1:])])
-            if padding
-            else inputs[start:end]
-        )
+        share = inputs[start:end]
+        return torch.cat([share, inputs[-1:].expand(padding, *inputs.shape[1:])]) if padding else share
     if isinstance(inputs, np.ndarray):
-        return (
-            np.concatenate([inputs[start:end], inputs[-1:].repeat(padding, axis=0)]) if padding else inputs[start:end]
-        )
-    if isinstance(inputs, list):
+        share = inputs[start:end]
+        return np.concatenate([share, inputs[-1:].repeat(padding, axis=0)]) if padding else share
+    if isinstance(inputs, (list, tuple)):
         return inputs[start:end] + inputs[-1:] * padding
-    if isinstance(inputs, tuple):
-        return inputs[start:end] + inputs[-1:] * padding
-    return _take_items(inputs, [*range(start, end), *[len(inputs) - 1] * padding])
-
-
-def _take_items(inputs: Any, indices: list[int]) -> Any:
-    if hasattr(inputs, "select"):  # a table-like data set keeps its own type
+    indices = [*range(start, end), *[len(inputs) - 1] * padding]
+    if hasattr(inputs, "select"):  # a Hugging Face data set, which keeps its type
         return inputs.select(indices)
     if isinstance(inputs, Dataset):
         return Subset(inputs, indices)
     if isinstance(inputs, Sequence):
         return [inputs[i] for i in indices]
     raise TypeError(
-        f"split_between_processes cannot take single items from a {type(inputs).__name__}. Turn it into a list first."
+        f"split_between_processes cannot take single items from a {type(inputs).__name__}. Convert it to a list first."
     )

@@ -1,10 +1,8 @@
-"""Distributed tests without a launcher: ``run_world(fn, n)`` runs a function on n ranks of one gloo world and returns
-what they return.
+"""Distributed tests without a launcher: ``run_world(fn, n)`` runs a function on n gloo ranks and returns their results.
 
-Ranks are forked from a server process that has imported torch once, so a world of four is up in a fraction of a second.
-A rank that raises, dies or hangs makes :class:`WorldError`, which shows for every rank what happened to it, or where it
-stood. Nothing stays behind: each rank leads a process group of its own, which is killed when the call ends, however it
-ends.
+Ranks are forked from a server process that has imported torch, so a world of four starts in a fraction of a second. If
+a rank raises, dies or hangs, :class:`WorldError` reports for every rank what happened, or where it is. Each rank leads
+a process group, which is killed when the call ends, so no process is left behind.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -25,49 +23,42 @@ from . import _test_worker
 from .errors import AccelError, ConfigurationError
 from .ports import reserved_port
 
-# What every rank imports anyway. The packages load their modules on demand, so those that a rank needs are named.
+# Modules that every rank imports. Packages import lazily, so the modules inside them are listed too.
 _PRELOAD = [
     *("torch", "torch.distributed", "numpy", "accel_state._test_worker", "accel_state.state.partial"),
     *("accel_state.collectives.torch", "accel_state.devices.cpu", "accel_state.environments.torchrun"),
 ]
 _wanted: list[str] = []
 _server_has_started = False
-# After the first failure the others get this long to end by themselves: their own tracebacks say more than where they
-# stood.
-_GRACE_SECONDS = 3.0
-# To leave the process group, when all have finished.
-_LEAVE_SECONDS = 30.0
-# Until the server says how a rank has ended that has closed its connection.
-_END_SECONDS = 30.0
-# What a rank that is asked where it stands may take between two lines of its answer, and after the last one.
-_DUMP_SECONDS = 10.0
-_QUIET_SECONDS = 0.1
+_GRACE_SECONDS = 3.0  # after the first failure, for the other ranks to end with their own tracebacks
+_LEAVE_SECONDS = 30.0  # to destroy the process group after all ranks have finished
+_EXIT_SECONDS = 30.0  # for the exit code of a rank that has closed its connection
+_DUMP_SECONDS = 10.0  # between two lines of a stack dump
+_QUIET_SECONDS = 0.1  # after the last line of a stack dump
 
 
 def preload(*modules: str) -> None:
-    """Have the server that ranks are forked from import more modules, so that not every rank does: for a
-    ``conftest.py``.
+    """Import modules in the server that ranks are forked from, so that not every rank does: for a ``conftest.py``.
 
     Args:
-        *modules: names; those that are not installed are passed over.
+        *modules: names; those that are not installed are skipped.
 
     Raises:
-        ConfigurationError: ranks have been started already, and with them the server, without one of these modules.
+        ConfigurationError: the server was started already, without one of these modules.
     """
     late = [name for name in modules if name not in _wanted]
     if late and _server_has_started:
         raise ConfigurationError(
-            f"preload({late[0]!r}, ...) comes too late: ranks have been started already. Call it where pytest "
-            "collects, in conftest.py."
+            f"preload({late[0]!r}, ...) comes too late: ranks have been started already. Call it in conftest.py."
         )
     _wanted.extend(late)
 
 
 class WorldError(AccelError):
-    """A rank raised, died, or had not finished in time. The message has a section for every rank.
+    """A rank raised, died, or did not finish in time. The message has a section for every rank.
 
     Attributes:
-        reports: what happened to each rank, by rank: its traceback, its exit code, or where it stood.
+        reports: for each rank, its traceback, its exit code, or where it is.
         timed_out: whether the time limit ended the run.
     """
 
@@ -88,27 +79,25 @@ def run_world(
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``n`` ranks and return their results, by rank.
 
-    Every rank has one thread, the caller's environment and the variables that torchrun sets (RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...), with ACCELERATE_USE_CPU=true.
-    ``PartialState(cpu=True)`` is up when ``fn`` is called. When all ranks have finished, the process group is destroyed
-    and the ranks exit.
+    Every rank has one thread, the caller's environment, torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) and
+    ACCELERATE_USE_CPU=true. ``PartialState(cpu=True)`` exists when ``fn`` is called. The process group is destroyed
+    when all ranks have finished.
 
     Args:
-        fn: a function at the top of its module. The module is loaded by its file, so a test module need not be
-            importable by name.
+        fn: a module-level function. Its module is loaded from its file, so a test module need not be importable.
         n: number of ranks.
-        *args: handed to ``fn``; picklable.
-        timeout: seconds until the ranks are killed and WorldError says where each one stood.
-        env: variables to set in the ranks; None as value unsets one.
+        *args: picklable arguments of ``fn``.
+        timeout: seconds until the ranks are killed.
+        env: variables to set in the ranks; None unsets one.
         state: False leaves the process group to ``fn``.
 
     Raises:
-        WorldError: a rank raised, died or was not finished in time.
-        ConfigurationError: ``fn`` is not at the top of its module, or ``n`` is not positive.
+        WorldError: a rank raised, died or did not finish in time.
+        ConfigurationError: ``fn`` is not a module-level function, or ``n`` is not positive.
     """
     if n < 1:
-        raise ConfigurationError(f"n={n} ranks cannot run; n must be at least 1")
-    job = _test_worker.Job.of(fn, args, start_state=state)
+        raise ConfigurationError(f"n={n} is not a positive number of ranks")
+    job = _test_worker.RankJob.of(fn, args, start_state=state)
     with _start(job, n, env or {}) as ranks:
         return _collect(ranks, timeout)
 
@@ -122,7 +111,7 @@ class _Rank:
     go: Connection
     dump: int
     outcome: tuple[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
+    position: str = ""
 
     @property
     def finished(self) -> bool:
@@ -133,41 +122,40 @@ class _Rank:
         return self.outcome is not None and self.outcome[0] != "result"
 
     def receive(self) -> None:
-        """Take the rank's message, or its death."""
+        """Receive the rank's result or traceback, or notice that it died."""
         try:
             self.outcome = pickle.loads(self.results.recv_bytes())
-        except (EOFError, OSError):  # the latter in the middle of its message
-            self.process.join(_END_SECONDS)
+        except (EOFError, OSError):
+            self.process.join(_EXIT_SECONDS)
             self.outcome = ("death", _describe_exit(self.process.exitcode))
 
     def kill(self) -> None:
-        """Kill the rank and whatever it started."""
+        """Kill the rank and all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        # The rank leads a group of its own only once it has got that far. What has ended may have left its number to a
-        # stranger.
+        # The rank may not lead its group yet. Only while it is alive: its process id may be reused afterwards.
         if self.process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGKILL)
 
     def report(self) -> str:
-        """What to tell about this rank."""
+        """What happened to this rank, or where it is."""
         if self.finished:
             return "finished"
         if self.failed and self.outcome is not None:
             return str(self.outcome[1])
-        return "\n".join(self.notes) or "not finished; it had not begun to run the function"
+        return self.position or "not finished; it had not begun to run the function"
 
 
 @contextlib.contextmanager
-def _start(job: _test_worker.Job, n: int, env: Mapping[str, str | None]) -> Iterator[list[_Rank]]:
-    """Start the ranks; at exit none of their processes is left."""
+def _start(job: _test_worker.RankJob, n: int, env: Mapping[str, str | None]) -> Iterator[list[_Rank]]:
+    """Start the ranks, and end all of their processes at exit."""
     global _server_has_started
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *(name for name in ("pytest",) if name in sys.modules), *_wanted])
     _server_has_started = True
     ranks: list[_Rank] = []
-    # Reserved: of the worlds of several test runs, none may find another's port in the seconds until rank 0 listens.
+    # Reserved, so that no other test run uses the port before rank 0 listens.
     with reserved_port() as port:
         try:
             for rank in range(n):
@@ -179,21 +167,18 @@ def _start(job: _test_worker.Job, n: int, env: Mapping[str, str | None]) -> Iter
                     started.kill()
             for started in ranks:
                 started.go.close()
-                # It has given its result: that it cannot leave its process group is no reason to wait for ever.
                 started.process.join(_LEAVE_SECONDS)
-                # Also what a rank left running that has finished well.
-                started.kill()
+                started.kill()  # also what a finished rank left running
                 started.process.join()
                 started.results.close()
                 os.close(started.dump)
 
 
-def _start_rank(context: Any, job: _test_worker.Job, environment: dict[str, str]) -> _Rank:
+def _start_rank(context: Any, job: _test_worker.RankJob, environment: dict[str, str]) -> _Rank:
     results, results_in_rank = context.Pipe(duplex=False)
     go_in_rank, go = context.Pipe(duplex=False)
     dump, dump_in_rank = os.pipe()
-    # What a test prints belongs where the test's own output goes now; the server's descriptors may be those of an
-    # earlier test.
+    # stdout and stderr as they are now: the server may have those of an earlier test.
     descriptors = [_test_worker.Descriptor(number) for number in (dump_in_rank, 1, 2)]
     process = context.Process(
         target=_test_worker.main, args=(job, environment, results_in_rank, go_in_rank, *descriptors), daemon=False
@@ -208,7 +193,6 @@ def _start_rank(context: Any, job: _test_worker.Job, environment: dict[str, str]
 
 
 def _rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str, str | None]) -> dict[str, str]:
-    """The whole environment of a rank."""
     environment: dict[str, str | None] = {
         **os.environ,
         **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"},
@@ -221,7 +205,7 @@ def _rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str,
 
 
 def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
-    """Wait for every rank's message.
+    """Wait for every rank's result.
 
     Raises:
         WorldError: see :func:`run_world`.
@@ -232,23 +216,17 @@ def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
         ready = wait([rank.results for rank in pending], max(deadline - time.monotonic(), 0))
         if not ready:
             timed_out = not any(rank.failed for rank in ranks)
-            _note_positions(pending)
+            _request_positions(pending)
             break
         for rank in pending:
             if rank.results in ready:
                 rank.receive()
                 if rank.failed:
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-    if all(rank.finished for rank in ranks):
-        return _results(ranks)
-    raise WorldError(_summary(ranks, timeout, timed_out), [rank.report() for rank in ranks], timed_out)
-
-
-def _results(ranks: list[_Rank]) -> list[Any]:
-    """Let the ranks go, and unpack what they returned."""
+    if not all(rank.finished for rank in ranks):
+        raise WorldError(_summary(ranks, timeout, timed_out), [rank.report() for rank in ranks], timed_out)
     for rank in ranks:
-        # A rank that has died in the meantime has given its result already.
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):  # died after it sent its result
             rank.go.send_bytes(b"leave")
     return [pickle.loads(rank.outcome[1]) for rank in ranks if rank.outcome is not None]
 
@@ -266,33 +244,27 @@ def _numbers(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _note_positions(ranks: list[_Rank]) -> None:
-    """Have each rank write where its threads stand, by the signal that faulthandler answers to without the
-    interpreter's help.
-    """
+def _request_positions(ranks: list[_Rank]) -> None:
+    """Have faulthandler dump the stacks of each rank, which works even if the interpreter is blocked."""
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, _test_worker.DUMP_SIGNAL)
     for rank in ranks:
         text = _read_dump(rank.dump)
         if text:
-            rank.notes.append(
-                "not finished; it stood at (most recent call first):\n" + _test_worker.readable_dump(text)
-            )
+            shown = _test_worker.readable_dump(text)
+            rank.position = f"not finished; it stood at (most recent call first):\n{shown}"
 
 
 def _read_dump(descriptor: int) -> str:
-    """What arrives in a pipe: all that faulthandler writes of a process, however long a busy machine takes over it."""
-    text = b""
-    # The main thread comes last. After its end only what other versions of Python may add is waited for.
-    while wait(
-        [descriptor], _QUIET_SECONDS if _test_worker.is_whole_dump(text.decode(errors="replace")) else _DUMP_SECONDS
-    ):
+    """Read a stack dump from a pipe, until its last line or a time-out."""
+    text = ""
+    while wait([descriptor], _QUIET_SECONDS if _test_worker.is_complete_dump(text) else _DUMP_SECONDS):
         chunk = os.read(descriptor, 65536)
         if not chunk:
             break
-        text += chunk
-    return text.decode(errors="replace")
+        text += chunk.decode(errors="replace")
+    return text
 
 
 def _describe_exit(code: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Comparing versions of installed packages."""
+"""Compares versions of installed packages."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Compare a version with a required one.
+    """Compare the version of a package with another one.
 
     Args:
         library_or_version: name of an installed distribution ("torch"), or a parsed version.
         operation: one of ``> >= == != <= <``.
-        requirement_version: what to compare with ("2.4").
+        requirement_version: the version to compare with ("2.6"); local parts and pre-releases count as in PEP 440.
 
     Raises:
-        ConfigurationError: no such operation, or ``requirement_version`` is not a version.
+        ConfigurationError: the operation or ``requirement_version`` is invalid.
         MissingDependencyError: the distribution is not installed.
     """
     compare = _OPERATIONS.get(operation)
@@ -41,22 +41,14 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         required = parse(requirement_version)
     except InvalidVersion:
         raise ConfigurationError(
-            f"requirement_version={requirement_version!r} is not a version such as '2.4' or '2.4.1rc1'"
+            f"requirement_version={requirement_version!r} is not a version such as '2.6' or '2.6.1rc1'"
         ) from None
     version = _installed_version(library_or_version) if isinstance(library_or_version, str) else library_or_version
     return bool(compare(version, required))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare the installed torch with a version; a local part such as ``+cpu`` and a pre-release count as in PEP 440.
-
-    Args:
-        operation: one of ``> >= == != <= <``.
-        version: what to compare with ("2.4").
-
-    Raises:
-        ConfigurationError: no such operation, or not a version.
-    """
+    """Compare the installed torch with a version, as :func:`compare_versions` does."""
     return compare_versions("torch", operation, version)
 
 
@@ -66,5 +58,5 @@ def _installed_version(library: str) -> Version:
         return parse(importlib.metadata.version(library))
     except importlib.metadata.PackageNotFoundError as error:
         raise MissingDependencyError(
-            f"the package {library!r} is not installed, so it has no version. pip install {library}"
+            f"the package {library!r} is not installed. Install it with: pip install {library}"
         ) from error

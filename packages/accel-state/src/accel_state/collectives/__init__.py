@@ -1,1 +1,1 @@
-"""Communication between the processes of a run, behind one interface; a single process has a null object."""
+"""Collectives between the processes of a run; a null object for a single process."""

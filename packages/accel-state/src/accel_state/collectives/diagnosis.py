@@ -1,8 +1,7 @@
-"""What to say when a collective does not complete.
+"""Explains why a collective did not complete.
 
-A hang is hard to understand because each rank sees only itself. When a collective fails on a rank, the rank writes
-where it waits into the store that all ranks share, and reads where the others wait. Nothing is written on the way of a
-collective that works.
+When a collective fails on a rank, the rank publishes its source line through the store that all ranks share, and
+collects the lines of the others. A collective that succeeds writes nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from .._torch_compat import default_store
 from ..errors import CollectiveTimeoutError
 
-# When one rank gives up, its peers' connections break and they fail within milliseconds; this is how long to wait for
-# the word of the slowest of them.
+# When one rank gives up, the connections of its peers break and they fail within milliseconds.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
@@ -30,11 +29,11 @@ def caller_location() -> str:
         if not _is_internal(frame):
             return _describe(frame)
         outermost, frame = frame, frame.f_back
-    return _describe(outermost) if outermost is not None else "an unknown place"
+    return _describe(outermost) if outermost is not None else "an unknown location"
 
 
 def _is_internal(frame: FrameType) -> bool:
-    # By the module's name, not its path: a user's project may well lie in a folder named accel.
+    # By module name, not path: a user's project may be in a directory named accel.
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return package in ("accel", "torch", "contextlib", "functools") or package.startswith("accel_")
 
@@ -44,14 +43,14 @@ def _describe(frame: FrameType) -> str:
 
 
 def explain(operation: str, rank: int, world_size: int, error: RuntimeError) -> CollectiveTimeoutError:
-    """Build the error of a collective that did not complete, naming the ranks that arrived and where they wait."""
-    location = caller_location()
-    arrived = _exchange(operation, location, rank, world_size)
-    arrived[rank] = f"{operation} at {location}"
+    """Build the error of a collective that did not complete, with the ranks that arrived and where they wait."""
+    here = f"{operation} at {caller_location()}"
+    arrived = _exchange(here, rank, world_size)
+    arrived[rank] = here
     missing = [r for r in range(world_size) if r not in arrived]
     lines = [f"{operation} did not complete on rank {rank} of {world_size}: {error}"]
     lines += [f"  rank {r} waits in {arrived[r]}" for r in sorted(arrived)]
-    lines += [f"  rank {r} did not arrive (still busy elsewhere, or ended)" for r in missing]
+    lines += [f"  rank {r} did not arrive (busy elsewhere, or exited)" for r in missing]
     lines.append(_advice(arrived, missing))
     return CollectiveTimeoutError("\n".join(lines))
 
@@ -60,9 +59,8 @@ def _advice(arrived: dict[int, str], missing: list[int]) -> str:
     if missing:
         ranks = ", ".join(str(r) for r in missing)
         return (
-            f"Look for what keeps rank {ranks} from this line: an exception, an `if` that only some ranks enter, or "
-            "longer work "
-            "than the timeout (InitProcessGroupKwargs(timeout=...))."
+            f"Find out why rank {ranks} did not reach this line: an exception, a branch that only some ranks take, or "
+            "work that takes longer than the timeout (InitProcessGroupKwargs(timeout=...))."
         )
     if len(set(arrived.values())) > 1:
         return "The ranks wait at different lines: every rank must call the same collectives in the same order."
@@ -72,21 +70,21 @@ def _advice(arrived: dict[int, str], missing: list[int]) -> str:
     )
 
 
-def _exchange(operation: str, location: str, rank: int, world_size: int) -> dict[int, str]:
-    """Write this rank's place into the shared store and read the others'. Empty when the store is gone with its host."""
-    found: dict[int, str] = {}
+def _exchange(here: str, rank: int, world_size: int) -> dict[int, str]:
+    """Publish where this rank waits through the shared store, and collect the same from all others."""
+    waiting: dict[int, str] = {}
     try:
-        store = dist.PrefixStore("accel/stuck", dist.distributed_c10d._get_default_store())
-        store.set(str(rank), json.dumps(f"{operation} at {location}"))
-        # Counted in looks: a machine that stood still for a while has not given the others that time.
-        left = _GRACE_SECONDS
-        while left > 0 and len(found) < world_size:
+        store = dist.PrefixStore("accel/stuck", default_store())
+        store.set(str(rank), json.dumps(here))
+        # Counted in polls, not by the clock: a machine that was suspended has not given the other ranks that time.
+        for _ in range(round(_GRACE_SECONDS / _POLL_SECONDS)):
             for other in range(world_size):
-                if other not in found and store.check([str(other)]):
-                    found[other] = json.loads(store.get(str(other)))
-            left -= _POLL_SECONDS
+                if other not in waiting and store.check([str(other)]):
+                    waiting[other] = json.loads(store.get(str(other)))
             time.sleep(_POLL_SECONDS)
+            if len(waiting) == world_size:
+                break
     except (RuntimeError, ValueError) as error:
-        # The host of the store is a rank too, and may have ended first. What was read so far is still worth reporting.
-        found.setdefault(rank, f"{operation} at {location} (the other ranks cannot be asked: {error})")
-    return found
+        # The rank that hosts the store may have exited first. Report what was collected until then.
+        waiting.setdefault(rank, f"{here} (the store of the process group is unreachable: {error})")
+    return waiting

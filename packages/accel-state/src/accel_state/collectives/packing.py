@@ -1,8 +1,7 @@
-"""Several tensors as one: a message costs far more than the bytes of a small tensor.
+"""Packs small tensors into one message, since the latency of a message exceeds its transfer time.
 
-Gathering and broadcasting only move bytes, so tensors of every dtype travel together in one uint8 buffer (which also
-carries the dtypes that a back end knows nothing of, such as bool or float8). Reducing needs numbers, so there the
-tensors of one dtype travel together.
+Gather and broadcast only move bytes, so tensors of all dtypes share one uint8 buffer, including dtypes that a backend
+does not support, such as bool or float8. Reductions pack tensors of the same dtype.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-# torch can reinterpret bytes as another dtype only where they are aligned for it; 16 bytes serve complex128.
+# Reinterpreting bytes as another dtype requires its alignment; 16 bytes suffice for complex128.
 _ALIGNMENT = 16
-# Above this a copy into the common buffer costs more than a message of its own.
+# Above this size, copying into the buffer costs more than a separate message.
 SMALL_BYTES = 1 << 18
 
 
@@ -23,7 +22,7 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 
 def split_small(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Positions of the tensors that travel together, and of those that travel alone; empty tensors are in neither."""
+    """Positions of the tensors to pack, and of those to send separately; empty tensors are in neither."""
     small = [i for i, tensor in enumerate(tensors) if 0 < nbytes(tensor) <= SMALL_BYTES]
     large = [i for i, tensor in enumerate(tensors) if nbytes(tensor) > SMALL_BYTES]
     if len(small) == 1:
@@ -32,7 +31,7 @@ def split_small(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
 
 
 class ByteLayout:
-    """Where each tensor's bytes lie in a common buffer. The same shapes and dtypes give the same layout on every rank."""
+    """The byte range of each tensor in a buffer, equal on all ranks for equal shapes and dtypes."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self.spans: list[tuple[int, int]] = []
@@ -65,7 +64,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def groups_by_dtype(tensors: Sequence[torch.Tensor], positions: Iterable[int]) -> list[list[int]]:
-    """Positions of tensors that can be reduced as one, because they share a dtype."""
+    """Positions of tensors with the same dtype, which can be reduced as one."""
     groups: dict[torch.dtype, list[int]] = {}
     for i in positions:
         groups.setdefault(tensors[i].dtype, []).append(i)

@@ -1,4 +1,4 @@
-"""The ways to communicate."""
+"""The implementations of collectives."""
 
 from __future__ import annotations
 

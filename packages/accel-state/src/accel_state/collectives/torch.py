@@ -1,4 +1,4 @@
-"""Several processes over torch.distributed (gloo, nccl, xccl, hccl, mpi, ...)."""
+"""Collectives over torch.distributed (gloo, nccl, xccl, hccl, mpi, ...)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .single import Collectives, ReduceOp
 
 T = TypeVar("T")
 
-# all_gather_single is the name of all_gather_into_tensor since torch 2.13, which warns about the older one.
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single, and warns about the old name.
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -24,9 +24,8 @@ class TorchCollectives(Collectives):
     """Collectives over a process group.
 
     Args:
-        device: where the back end wants its tensors. Tensors that live elsewhere are moved there and their results
-            back.
-        group: the processes that take part, with ranks of their own; None takes all.
+        device: device of the backend's tensors. Tensors on other devices are copied to it, and their results back.
+        group: the participating processes, whose ranks are counted within the group; None for all processes.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -128,8 +127,8 @@ class TorchCollectives(Collectives):
 
     def scatter_object(self, objects: Sequence[Any] | None, source: int = 0) -> Any:
         if self.rank == source and (objects is None or len(objects) != self.world_size):
-            raise ValueError(f"scatter_object needs one object a rank, so {self.world_size}; it got {objects!r}")
-        # One broadcast, of which each rank keeps its piece: not every back end has a scatter of its own.
+            raise ValueError(f"scatter_object needs one object per rank ({self.world_size}), not {objects!r}")
+        # A broadcast of which each rank keeps its part, because not every backend implements scatter.
         pieces: Sequence[Any] = self.broadcast_object(objects or (), source)
         return pieces[self.rank]
 
@@ -139,7 +138,7 @@ class TorchCollectives(Collectives):
 
 
 def _write_back(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Put a result into the tensor it was asked for, unless it is there already."""
+    """Copy a result into the caller's tensor, unless it shares its memory."""
     if values.data_ptr() != tensor.data_ptr() or values.device != tensor.device:
         with torch.no_grad():
             tensor.copy_(values)

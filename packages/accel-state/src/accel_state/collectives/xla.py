@@ -1,4 +1,4 @@
-"""Several XLA devices, over torch_xla's runtime."""
+"""Collectives over torch_xla."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class XlaCollectives(Collectives):
-    """Collectives of torch_xla, for processes that PJRT started.
+    """Collectives of torch_xla, for processes started by PJRT.
 
     Raises:
         MissingDependencyError: torch_xla is not installed.
@@ -43,9 +43,11 @@ class XlaCollectives(Collectives):
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         local = tensor.detach().to(self.device)
-        # XLA has no broadcast of its own: the sum over ranks of which all but one are zero is the value of that one.
+        # XLA has no broadcast: sum the values of the source and zeros of all other ranks.
         contribution = local if self.rank == source else torch.zeros_like(local)
-        summed = self._xm.all_reduce("sum", contribution.to(_summable(tensor.dtype)))
+        summed = self._xm.all_reduce(
+            "sum", contribution.to(torch.int32 if tensor.dtype == torch.bool else tensor.dtype)
+        )
         return _write_back(tensor, summed.to(tensor.dtype))
 
     def all_gather_object(self, obj: T) -> list[T]:
@@ -58,9 +60,5 @@ class XlaCollectives(Collectives):
     def scatter_object(self, objects: Sequence[Any] | None, source: int = 0) -> Any:
         pieces = self.all_gather_object(list(objects) if objects is not None else None)[source]
         if pieces is None or len(pieces) != self.world_size:
-            raise ValueError(f"scatter_object needs one object a rank, so {self.world_size}; it got {pieces!r}")
+            raise ValueError(f"scatter_object needs one object per rank ({self.world_size}), not {pieces!r}")
         return pieces[self.rank]
-
-
-def _summable(dtype: torch.dtype) -> torch.dtype:
-    return torch.int32 if dtype == torch.bool else dtype

@@ -12,46 +12,41 @@ from .base import Device
 
 
 class CpuDevice(Device):
-    """The CPU: always there, one for all processes of a node."""
+    """The CPU: always available, one for all processes of a node."""
 
     name = "cpu"
     collective_backend = "gloo"
     distributed_type = DistributedType.MULTI_CPU
-    # The second is what the allocator says on Windows.
+    # The second is the allocator's message on Windows.
     out_of_memory_messages = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
     @property
     def module(self) -> Any:
-        """``torch.cpu``."""
         return torch.cpu
 
     def is_available(self) -> bool:
-        """True."""
         return True
 
     def device_count(self) -> int:
-        """1: torch sees all cores as one device."""
         return 1
 
     def device(self, local_rank: int) -> torch.device:
-        """``torch.device("cpu")`` for every local rank."""
         return torch.device("cpu")
 
     def set_current(self, device: torch.device) -> None:
-        """Nothing to choose: there is one CPU device."""
+        """Do nothing: there is one CPU device."""
 
     def current(self) -> torch.device:
-        """``torch.device("cpu")``."""
         return torch.device("cpu")
 
     def synchronize(self) -> None:
-        """Nothing to wait for: work on the CPU is done when the call returns."""
+        """Do nothing: CPU operations are synchronous."""
 
     def empty_cache(self) -> None:
-        """Nothing to hand back: torch keeps no reserve of host memory."""
+        """Do nothing: torch does not cache host memory."""
 
     def memory_allocated(self, index: int = 0) -> int:
-        """Resident bytes of this process: host memory is not counted by tensor."""
+        """Resident set size of this process in bytes: host memory is not counted per tensor."""
         return int(psutil.Process().memory_info().rss)
 
     def _memory_info(self, index: int) -> tuple[int, int]:
@@ -59,30 +54,23 @@ class CpuDevice(Device):
         return int(memory.available), int(memory.total)
 
     def is_out_of_memory(self, exception: BaseException) -> bool:
-        """Whether torch's host allocator, numpy or Python ran out of memory."""
         return isinstance(exception, MemoryError) or super().is_out_of_memory(exception)
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed the CPU generator."""
         torch.default_generator.manual_seed(seed)
 
     def get_rng_state(self) -> torch.Tensor:
-        """The state of the CPU generator, a uint8 tensor."""
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Put a state back."""
         torch.set_rng_state(state)
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
-        """A list of the one state."""
         return [torch.get_rng_state()]
 
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
-        """Put the one state back."""
         (state,) = states
         torch.set_rng_state(state)
 
     def pci_address(self, index: int) -> str | None:
-        """None: a CPU is not on the PCI bus."""
         return None

@@ -21,14 +21,14 @@ class HpuDevice(Device):
     out_of_memory_messages = ("Allocation failed for size", "HPU out of memory")
 
     def _find_module(self) -> ModuleType | None:
-        # The package itself is a namespace; torch.hpu comes with this submodule.
+        # The package is a namespace; this submodule adds torch.hpu.
         if super()._find_module() is None and not _load_vendor_package("habana_frameworks"):
             return None
         _load_vendor_package("habana_frameworks.torch.hpu")
         return getattr(torch, "hpu", None)
 
     def device(self, local_rank: int) -> torch.device:
-        """``torch.device("hpu")``: a process holds one accelerator, which the runtime assigns by the local rank.
+        """``torch.device("hpu")``: the runtime assigns one accelerator to a process by its local rank.
 
         Raises:
             ConfigurationError: there are fewer devices than local ranks.
@@ -37,11 +37,10 @@ class HpuDevice(Device):
         return torch.device("hpu")
 
     def set_current(self, device: torch.device) -> None:
-        """Nothing to choose: the process's accelerator is assigned when the runtime starts."""
+        """Do nothing: the runtime assigns the accelerator."""
 
     def current(self) -> torch.device:
-        """``torch.device("hpu")``."""
         return torch.device("hpu")
 
     def empty_cache(self) -> None:
-        """Nothing to hand back: the runtime keeps no reserve that could be released."""
+        """Do nothing: the runtime has no cache that can be released."""

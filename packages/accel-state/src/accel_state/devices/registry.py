@@ -1,4 +1,4 @@
-"""The known devices, and which of them this process computes on."""
+"""The known devices, and the one that this process computes on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import functools
 from ..registry import Registry
 from .base import Device
 
-# The order is the order of detection. XLA is asked for explicitly (PJRT_DEVICE), so it goes first. Vendor plug-ins go
-# before # CUDA because some of them answer to torch.cuda as well. The CPU is always there and so comes last.
+# In the order of detection: XLA first, because it is requested explicitly (PJRT_DEVICE); vendor plug-ins before CUDA,
+# because some of them also implement torch.cuda; the CPU last, because it is always available.
 DEVICES: Registry[type[Device]] = Registry(
     "device",
     {
@@ -36,21 +36,21 @@ def get(name: str) -> Device:
     """The device of a torch device type ("cuda"), whether or not this machine has one.
 
     Raises:
-        ConfigurationError: no such device; the message lists the known ones.
+        ConfigurationError: the device is unknown; the message lists the known ones.
     """
     return DEVICES.load(name)()
 
 
 def available() -> list[Device]:
-    """The devices this machine has, in the order of detection; the last is the CPU. Initialises none of them."""
+    """The devices of this machine in the order of detection, the CPU last. Does not initialize them."""
     return [device for device in map(get, names()) if device.is_available()]
 
 
 def detect(cpu: bool = False) -> Device:
-    """The device this process computes on: the first available one in the order of :func:`names`. Initialises none.
+    """The device of this process: the first available one in the order of detection. Does not initialize it.
 
     Args:
-        cpu: take the CPU even where there is an accelerator.
+        cpu: use the CPU even if an accelerator is available.
     """
     if cpu:
         return get("cpu")

@@ -14,7 +14,7 @@ from .base import Device
 
 
 class XlaDevice(Device):
-    """XLA devices. Operations are recorded and compiled; a step is cut by ``torch_xla.sync()``."""
+    """XLA devices. Operations are recorded, and compiled and run by ``torch_xla.sync()``."""
 
     name = "xla"
     collective_backend = "xla"
@@ -27,47 +27,44 @@ class XlaDevice(Device):
 
     @property
     def module(self) -> Any:
-        """``torch_xla.core.xla_model``, which has the part that ``torch.<name>`` has for other devices."""
+        """``torch_xla.core.xla_model``, the counterpart of ``torch.<name>`` of other devices."""
         return importlib.import_module("torch_xla.core.xla_model")
 
-    def _runtime(self) -> Any:
-        return importlib.import_module("torch_xla.runtime")
-
     def is_available(self) -> bool:
-        """Whether torch_xla is installed and a run time is chosen: by PJRT_DEVICE, or by the TPU library being there.
+        """Whether torch_xla is installed and a runtime is selected by PJRT_DEVICE, or by an installed TPU library.
 
-        Asking torch_xla itself would start the run time.
+        Asking torch_xla would start the runtime.
         """
         if importlib.util.find_spec("torch_xla") is None:
             return False
         return bool(os.environ.get("PJRT_DEVICE")) or importlib.util.find_spec("libtpu") is not None
 
     def device_count(self) -> int:
-        """How many XLA devices this process can address. Starts the run time, which has no other way to tell."""
-        return int(self._runtime().addressable_device_count()) if self.is_available() else 0
+        """Number of XLA devices that this process can address. Starts the runtime."""
+        runtime = importlib.import_module("torch_xla.runtime") if self.is_available() else None
+        return 0 if runtime is None else int(runtime.addressable_device_count())
 
     def device(self, local_rank: int) -> torch.device:
-        """The XLA device of this process: the run time assigns it."""
+        """The XLA device that the runtime assigned to this process."""
         return self.current()
 
     def set_current(self, device: torch.device) -> None:
-        """Nothing to choose: the run time assigns a device to each process."""
+        """Do nothing: the runtime assigns a device to each process."""
 
     def current(self) -> torch.device:
-        """The XLA device of this process."""
         device: torch.device = importlib.import_module("torch_xla").device()
         return device
 
     def synchronize(self) -> None:
-        """Compile and run what is recorded, and wait for it."""
+        """Compile and run the recorded operations, and wait for them."""
         importlib.import_module("torch_xla").sync()
         self.module.wait_device_ops()
 
     def empty_cache(self) -> None:
-        """Nothing to hand back: XLA plans memory when it compiles."""
+        """Do nothing: XLA plans memory when it compiles."""
 
     def memory_allocated(self, index: int = 0) -> int:
-        """Bytes in use on the device, of all processes that share it."""
+        """Bytes in use on the device, by all processes that share it."""
         free, total = self._memory_info(index)
         return total - free
 
@@ -76,26 +73,21 @@ class XlaDevice(Device):
         return int(info["bytes_limit"]) - int(info["bytes_used"]), int(info["bytes_limit"])
 
     def manual_seed_all(self, seed: int) -> None:
-        """Set the seed of the device's generator."""
         self.module.set_rng_state(seed)
 
     def get_rng_state(self) -> torch.Tensor:
-        """The state, which in XLA is one integer, as an int64 tensor of one element."""
+        """The state, an integer in XLA, as an int64 tensor with one element."""
         return torch.tensor([int(self.module.get_rng_state())], dtype=torch.int64)
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Put a state back."""
         self.module.set_rng_state(int(state.item()))
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
-        """A list of the one state of this process."""
         return [self.get_rng_state()]
 
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
-        """Put the one state of this process back."""
         (state,) = states
         self.set_rng_state(state)
 
     def pci_address(self, index: int) -> str | None:
-        """None: torch_xla does not tell."""
         return None

@@ -1,4 +1,4 @@
-"""Environments: who started this process, and which rank it has. Torch-free; one file for each launcher."""
+"""Environments: the launcher of this process, and its rank. Torch-free; one file per launcher."""
 
 from accel_state._lazy import attach
 

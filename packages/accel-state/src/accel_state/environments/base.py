@@ -1,4 +1,4 @@
-"""What a launcher tells a process about its place in the run, and the checks that hold for every launcher."""
+"""A process's rank as its launcher sets it, and the checks common to all launchers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import ClassVar
 
 from ..errors import ConfigurationError
 
-# Above the well-known services, below the ports that get_free_port gives and those of outgoing connections.
+# Above well-known ports, and below those of get_free_port and outgoing connections.
 _DERIVED_PORTS = range(15000, 25000)
 
 
 class Variables:
-    """Environment variables with checked types.
-
-    Args:
-        environ: the process's environment, or a stand-in for it.
-    """
+    """Environment variables, read from a mapping with type checks."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -28,11 +24,11 @@ class Variables:
         return self.text(name) is not None
 
     def text(self, name: str) -> str | None:
-        """The value, or None where the variable is unset or empty."""
+        """The value, or None if the variable is unset or empty."""
         return self._environ.get(name, "").strip() or None
 
     def integer(self, name: str, minimum: int = 0) -> int | None:
-        """The value as an integer, or None where the variable is unset or empty.
+        """The value as an integer, or None if the variable is unset or empty.
 
         Raises:
             ConfigurationError: not an integer, or below ``minimum``.
@@ -53,8 +49,8 @@ class Variables:
 
         Args:
             name: of the variable.
-            minimum: the least value allowed.
-            because: the variable that makes this one necessary, for the message.
+            minimum: lower bound, inclusive.
+            because: the variable that requires this one, for the message.
 
         Raises:
             ConfigurationError: unset, not an integer, or below ``minimum``.
@@ -62,7 +58,7 @@ class Variables:
         value = self.integer(name, minimum)
         if value is None:
             raise ConfigurationError(
-                f"{because} is set but {name} is not. A launcher sets both: set {name} too, or unset {because}."
+                f"{because} is set but {name} is not. Set both, as launchers do, or unset {because}."
             )
         return value
 
@@ -73,24 +69,24 @@ class Variables:
 
 @dataclass(frozen=True)
 class Environment(ABC):
-    """A process's place in the run.
+    """A process's rank in the run.
 
     Attributes:
-        rank: of this process among all, 0 <= rank < world_size.
+        rank: rank among all processes, 0 <= rank < world_size.
         world_size: number of processes.
-        local_rank: of this process among those on its node.
-        local_world_size: number of processes on its node.
-        node_rank: of this process's node.
+        local_rank: rank among the processes of this node.
+        local_world_size: number of processes of this node.
+        node_rank: rank of this node.
         num_nodes: number of nodes.
-        main_address: host of rank 0, where the processes meet; None when the launcher doesn't tell.
-        main_port: port at that host; None when the launcher doesn't tell.
+        main_address: host of rank 0, for the rendezvous; None if unknown.
+        main_port: port on that host; None if unknown.
 
     Raises:
         ConfigurationError: the numbers contradict each other.
     """
 
     name: ClassVar[str]
-    """What the launcher is registered as."""
+    """The registered name of the launcher."""
 
     rank: int
     world_size: int
@@ -122,7 +118,7 @@ class Environment(ABC):
     @classmethod
     @abstractmethod
     def read(cls, variables: Variables) -> Environment | None:
-        """This process's place as the launcher's variables tell it, or None where that launcher did not start it.
+        """Read the rank from the launcher's variables; None if that launcher did not start this process.
 
         Raises:
             ConfigurationError: a variable is missing, not an integer, or contradicts another.
@@ -138,22 +134,13 @@ class Environment(ABC):
         local_world_size: int,
         job: str | None = None,
     ) -> Environment:
-        """Complete what an MPI launcher tells.
+        """Complete the counts of an MPI launcher, which sets no node rank and no address.
 
-        MPI launchers number neither the nodes nor an address. Nodes are counted as if filled one after the other, with
-        equally many ranks each. The address is that of MASTER_ADDR; without it, 127.0.0.1 where all ranks are on one
-        node. The port is MASTER_PORT; without it, one derived from ``job``, so that two jobs on one host do not meet at
-        the same port.
-
-        Args:
-            variables: where MASTER_ADDR and MASTER_PORT are looked up.
-            rank: of this process.
-            world_size: number of processes.
-            local_rank: of this process on its node.
-            local_world_size: number of processes on its node.
-            job: any text that is the same on all ranks of a job and differs between jobs.
+        Nodes are assumed to be filled in rank order with equal numbers of ranks. The address is MASTER_ADDR, or
+        127.0.0.1 on a single node. The port is MASTER_PORT, or is derived from ``job``, a text that is equal on all
+        ranks of a job and differs between jobs.
         """
-        # Checked here too: the divisions below need it, and __post_init__ comes after them.
+        # Checked before __post_init__, because the divisions need it.
         nodes = -(-world_size // local_world_size) if 0 < local_world_size <= world_size else 1
         address, port = main_endpoint(variables, one_node=local_world_size == world_size, job=job)
         node_rank = min(rank // max(local_world_size, 1), nodes - 1)
@@ -161,7 +148,7 @@ class Environment(ABC):
 
 
 def main_endpoint(variables: Variables, one_node: bool, job: str | None) -> tuple[str | None, int | None]:
-    """Where the processes meet; see :meth:`Environment.from_counts`."""
+    """Address and port of the rendezvous; see :meth:`Environment.from_counts`."""
     address = variables.text("MASTER_ADDR") or ("127.0.0.1" if one_node else None)
     port = variables.integer("MASTER_PORT", minimum=1)
     if port is None and job is not None:

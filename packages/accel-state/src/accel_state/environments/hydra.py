@@ -1,4 +1,4 @@
-"""The Hydra process manager of Intel MPI and MPICH, and launchers that speak the same protocol (Cray PALS)."""
+"""The Hydra process manager of Intel MPI and MPICH, and launchers with the same protocol (Cray PALS)."""
 
 from __future__ import annotations
 
@@ -32,23 +32,19 @@ class HydraEnvironment(Environment):
                 return None
             raise ConfigurationError(
                 f"PMI_RANK={rank} and PMI_SIZE={world_size} are set, but MPI_LOCALRANKID and MPI_LOCALNRANKS are not, "
-                "so the "
-                "process's place on its node is unknown. Set both, or unset PMI_RANK if no MPI launcher started this "
-                "process."
+                "so the local rank is unknown. Set both, or unset PMI_RANK if no MPI launcher started this process."
             )
-        places = (
-            variables.required(local_rank, because="PMI_RANK"),
-            variables.required(local_size, because="PMI_RANK", minimum=1),
-        )
-        return cls.from_counts(variables, rank, world_size, *places, job=_proxy() if places[1] == world_size else None)
+        local = variables.required(local_rank, because="PMI_RANK")
+        count = variables.required(local_size, because="PMI_RANK", minimum=1)
+        return cls.from_counts(variables, rank, world_size, local, count, job=_proxy() if count == world_size else None)
 
 
 def _proxy() -> str | None:
-    """Identity of the proxy process that started the ranks of this node: hydra names a job nowhere in the environment."""
+    """Identity of the proxy that started the ranks of this node, as hydra sets no job id."""
     import psutil
 
     for ancestor in psutil.Process().parents():
-        # A process may end, or belong to somebody who hides it, while we look.
+        # The process may have exited, or may not be readable.
         with contextlib.suppress(psutil.Error):
             if ancestor.name().startswith("hydra_pmi_proxy"):
                 return f"{ancestor.pid}@{_ticks_at_start(ancestor.pid) or ancestor.create_time()}"
@@ -56,14 +52,10 @@ def _proxy() -> str | None:
 
 
 def _ticks_at_start(pid: int) -> str | None:
-    """When a process began, in ticks since the machine did; None where the system does not tell.
-
-    As a time of day it would be another one after the clock has been set: to a rank that asks for it later, another
-    job.
-    """
+    """Start time of a process in ticks since boot, which does not change when the clock is set; None if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # The second field is the name of the program, in parentheses, with whatever is in it.
+    # The second field, the program name in parentheses, may contain spaces and parentheses.
     return stat.rpartition(")")[2].split()[19]

@@ -16,7 +16,6 @@ class MvapichEnvironment(Environment):
 
     @classmethod
     def read(cls, variables: Variables) -> Environment | None:
-        """See the base class."""
         rank = variables.integer("MV2_COMM_WORLD_RANK")
         if rank is None:
             return None

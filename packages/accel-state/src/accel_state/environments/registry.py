@@ -1,9 +1,9 @@
-"""The known launchers, and which of them started this process.
+"""The known launchers, and the one that started this process.
 
-The order of detection is the order of nesting, innermost first: torchrun may run under mpirun or srun, and mpirun may
-run under srun, whose variables are still there in the processes that mpirun starts.
+They are detected in the order of nesting, innermost first: torchrun can run under mpirun or srun, and mpirun under
+srun, and processes inherit the variables of the outer launchers.
 
-1. torchrun (RANK and WORLD_SIZE), also DeepSpeed's launcher, ``accel launch`` and variables set by hand
+1. torchrun (RANK and WORLD_SIZE), also DeepSpeed's launcher, ``accel launch`` and variables set by the user
 2. openmpi (OMPI_COMM_WORLD_RANK)
 3. mvapich (MV2_COMM_WORLD_RANK)
 4. hydra: Intel MPI, MPICH, Cray PALS (PMI_RANK)
@@ -33,14 +33,14 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment:
-    """This process's place in the run.
+    """The environment of this process.
 
     Args:
-        environ: variables to read instead of the process's own.
+        environ: the variables; by default those of this process.
 
     Raises:
         ConfigurationError: variables of the launcher are missing, not integers, or contradict each other.
     """
     variables = Variables(os.environ if environ is None else environ)
-    found = (ENVIRONMENTS.load(name).read(variables) for name in ENVIRONMENTS)
-    return next(environment for environment in found if environment is not None)
+    candidates = (ENVIRONMENTS.load(name).read(variables) for name in ENVIRONMENTS)
+    return next(environment for environment in candidates if environment is not None)

@@ -1,4 +1,4 @@
-"""One process, started by nobody in particular."""
+"""A single process without a launcher."""
 
 from __future__ import annotations
 
@@ -23,5 +23,4 @@ class SingleEnvironment(Environment):
 
     @classmethod
     def read(cls, variables: Variables) -> Environment | None:
-        """Always rank 0 of 1."""
         return cls()

@@ -10,7 +10,7 @@ from ..errors import ConfigurationError
 from .base import Environment, Variables, main_endpoint
 from .slurm_hosts import expand_hosts, find_address
 
-# Step ids from here on are SLURM's own: the shell of salloc, the batch script, the external step.
+# SLURM reserves step ids from here on: the shell of salloc, the batch script, the external step.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
@@ -18,15 +18,14 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 class SlurmEnvironment(Environment):
     """SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID and SLURM_STEP_* inside a step of srun.
 
-    A batch script and the shell of salloc hold some of these variables too, but are not ranks: they start the ranks.
-    The main address is MASTER_ADDR; without it, 127.0.0.1 on one node and else the first host of the step.
+    A batch script and the shell of salloc, which have some of these variables too, are not ranks.
+    The main address is MASTER_ADDR, or 127.0.0.1 on a single node, or the first host of the step.
     """
 
     name: ClassVar[str] = "slurm"
 
     @classmethod
     def read(cls, variables: Variables) -> Environment | None:
-        """See the base class."""
         if not in_step(variables):
             return None
         step = "SLURM_STEP_NUM_TASKS"
@@ -45,14 +44,14 @@ class SlurmEnvironment(Environment):
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a SLURM job, as one of its processes sees them: a batch script, a shell of salloc, or a task.
+    """The nodes of a SLURM job, as seen by one of its processes: a batch script, a shell of salloc, or a task.
 
     Attributes:
-        job: its number.
-        hosts: its nodes, in SLURM's order.
-        tasks_per_node: tasks that were asked for on every node; None where nodes differ, or nobody asked.
-        on_node: whether this process runs on a node of the job (the shell of salloc mostly runs where it was called).
-        in_step: whether srun started this process, as one of the job's tasks.
+        job: the job id.
+        hosts: the nodes, in SLURM's order.
+        tasks_per_node: requested tasks per node; None if nodes differ, or no number was requested.
+        on_node: whether this process runs on a node of the job (a shell of salloc usually runs on the login node).
+        in_step: whether this process is a task of srun.
     """
 
     job: str
@@ -63,10 +62,10 @@ class Allocation:
 
     @classmethod
     def read(cls, variables: Variables) -> Allocation | None:
-        """The allocation this process belongs to; None outside SLURM.
+        """The allocation of this process; None outside SLURM.
 
         Raises:
-            ConfigurationError: a variable of SLURM was changed to something that it never holds.
+            ConfigurationError: a variable of SLURM was changed to an invalid value.
         """
         job, hosts = variables.text("SLURM_JOB_ID"), variables.text("SLURM_JOB_NODELIST")
         if job is None or hosts is None:
@@ -76,9 +75,7 @@ class Allocation:
 
 
 def _even_tasks(variables: Variables) -> int | None:
-    """Tasks of each node, where somebody asked for a number of tasks: SLURM_TASKS_PER_NODE alone is also set where
-    nobody did.
-    """
+    """Tasks per node, if a number was requested: SLURM_TASKS_PER_NODE is set in any case."""
     asked = variables.first("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
     match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", variables.text("SLURM_TASKS_PER_NODE") or "")
     return int(match[1]) if asked and match else None
@@ -93,7 +90,7 @@ def in_step(variables: Variables) -> bool:
 
 
 def _local_world_size(variables: Variables, node_rank: int, nodes: int) -> int:
-    """Tasks on a node, of SLURM_STEP_TASKS_PER_NODE: ``"2(x3),1"`` is 2, 2, 2, 1."""
+    """Number of tasks on a node, from SLURM_STEP_TASKS_PER_NODE: ``"2(x3),1"`` means 2, 2, 2, 1."""
     text = variables.text("SLURM_STEP_TASKS_PER_NODE")
     counts: list[int] = []
     for part in (text or "").split(","):
@@ -112,6 +109,6 @@ def _local_world_size(variables: Variables, node_rank: int, nodes: int) -> int:
 
 
 def _first_host(variables: Variables) -> str | None:
-    """Where the first host of the step's host list is reached."""
+    """The address of the first host of the step."""
     hosts = variables.text("SLURM_STEP_NODELIST")
     return None if hosts is None else find_address(expand_hosts(hosts)[0])

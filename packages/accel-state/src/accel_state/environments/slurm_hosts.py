@@ -13,16 +13,16 @@ from ..errors import ConfigurationError
 
 _SCONTROL_SECONDS = 20
 
-# One host expression: what stands between commas that are outside brackets.
+# A host expression: the text between commas outside brackets.
 _EXPRESSION = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _PARTS = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """All hosts of a list, in its order, as ``scontrol show hostnames`` prints them: gpu07, gpu08, gpu09, gpu12, big1.
+    """Expand a list of hosts, like ``scontrol show hostnames``: gpu07, gpu08, gpu09, gpu12, big1.
 
     Raises:
-        ConfigurationError: the text is not such a list.
+        ConfigurationError: the text is not a host list.
     """
     expressions = _EXPRESSION.findall(text)
     if not expressions or ",".join(expressions) != text:
@@ -32,11 +32,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def find_address(node: str) -> str:
-    """An address for the name of a node: the name itself where it can be resolved, else the NodeAddr that SLURM knows
-    it by.
-
-    The name comes back as it is where neither helps; whoever connects to it then says so.
-    """
+    """The address of a node: its name if that can be resolved, else SLURM's NodeAddr, else its name."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
@@ -48,12 +44,12 @@ def _ask_slurm(node: str) -> str | None:
     program = shutil.which("scontrol")
     if program is None:
         return None
-    words = [program, "show", "node", "--oneliner", node]
+    command = [program, "show", "node", "--oneliner", node]
     try:
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=False).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    match = re.search(r"\bNodeAddr=(\S+)", answer)
+    match = re.search(r"\bNodeAddr=(\S+)", output)
     return match[1] if match else None
 
 
@@ -62,22 +58,22 @@ def _expand(expression: str, text: str) -> list[str]:
         _numbers(numbers, text) if numbers or not literal else [literal]
         for numbers, literal in _PARTS.findall(expression)
     ]
-    return ["".join(words) for words in itertools.product(*parts)]
+    return ["".join(pieces) for pieces in itertools.product(*parts)]
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
-    """``07-09,12`` is 07, 08, 09, 12: the first number's zeros are kept."""
-    found: list[str] = []
+    """``07-09,12`` means 07, 08, 09, 12: leading zeros are kept."""
+    numbers: list[str] = []
     for entry in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", entry)
         if match is None:
             raise _malformed(text)
         first, last = match[1], match[2] or match[1]
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return found
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
 
 
 def _malformed(text: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{text!r} is not a host list of SLURM, such as 'gpu[07-09,12],big1'. SLURM sets these variables: leave them."
+        f"{text!r} is not a SLURM host list such as 'gpu[07-09,12],big1'. Do not change SLURM's variables."
     )

@@ -1,6 +1,4 @@
-"""torchrun, and everything that sets the same variables: ``accel launch``, DeepSpeed's launcher, Kubernetes operators,
-users.
-"""
+"""torchrun, and others that set its variables: ``accel launch``, DeepSpeed's launcher, Kubernetes operators, users."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ from .base import Environment, Variables
 class TorchrunEnvironment(Environment):
     """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-    Where only RANK and WORLD_SIZE are set (a Kubernetes operator does so), the process is alone on its node.
+    If only RANK and WORLD_SIZE are set (as by Kubernetes operators), each node has one process.
     """
 
     name: ClassVar[str] = "torchrun"
 
     @classmethod
     def read(cls, variables: Variables) -> Environment | None:
-        """See the base class. WORLD_SIZE without RANK is left alone: several schedulers set it for batch shells."""
+        """See the base class. WORLD_SIZE without RANK is ignored: several schedulers set it for batch shells."""
         if "RANK" not in variables:
             _refuse_lone_local_rank(variables)
             return None
@@ -31,7 +29,7 @@ class TorchrunEnvironment(Environment):
         local_rank = variables.integer("LOCAL_RANK")
         local_world_size = variables.integer("LOCAL_WORLD_SIZE", minimum=1)
         if local_world_size is None:
-            # Without the count, a local rank can only be used where all processes are known to be on one node.
+            # A local rank without a count: assume that all processes are on one node.
             local_world_size = 1 if local_rank is None else world_size
         if local_rank is None:
             local_rank = rank % local_world_size
@@ -44,11 +42,10 @@ class TorchrunEnvironment(Environment):
 
 
 def _refuse_lone_local_rank(variables: Variables) -> None:
-    # -1 is how "not distributed" has long been written.
+    # -1 is an old convention for "not distributed".
     local_rank = variables.integer("LOCAL_RANK", minimum=-1)
     if local_rank is not None and local_rank > 0:
         raise ConfigurationError(
-            f"LOCAL_RANK={local_rank} is set but RANK is not. A launcher sets RANK, WORLD_SIZE and LOCAL_RANK: set "
-            "all three, "
-            "or unset LOCAL_RANK."
+            f"LOCAL_RANK={local_rank} is set but RANK is not. Set RANK, WORLD_SIZE and LOCAL_RANK, as launchers do, or "
+            "unset LOCAL_RANK."
         )

@@ -1,3 +1,5 @@
+from ..containers import honor_type as honor_type
+from ..containers import is_namedtuple as is_namedtuple
 from .debug import chained_operation as chained_operation
 from .debug import verify_operation as verify_operation
 from .distributed import broadcast as broadcast
@@ -13,10 +15,8 @@ from .nested import find_batch_size as find_batch_size
 from .nested import find_device as find_device
 from .nested import get_data_structure as get_data_structure
 from .nested import get_shape as get_shape
-from .nested import honor_type as honor_type
 from .nested import ignorant_find_batch_size as ignorant_find_batch_size
 from .nested import initialize_tensors as initialize_tensors
-from .nested import is_namedtuple as is_namedtuple
 from .nested import is_tensor_information as is_tensor_information
 from .nested import is_torch_tensor as is_torch_tensor
 from .nested import listify as listify

@@ -1,4 +1,4 @@
-"""Debug mode: find out before a collective runs that the ranks do not agree on it."""
+"""Debug mode: checks before a collective that all ranks call it with matching inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def verify_operation(function: F) -> F:
 
 
 def chained_operation(function: F) -> F:
-    """Name the outer operation when a collective that it is made of is refused."""
+    """Add the name of the outer operation to the error of a collective that it uses."""
 
     @wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -50,20 +50,18 @@ def chained_operation(function: F) -> F:
 
 
 def _verify(operation: str, data: Any, collectives: Collectives) -> None:
-    mine = (operation, _signature(data), get_shape(data))
     try:
-        everyone = collectives.all_gather_object(mine)
+        calls = collectives.all_gather_object((operation, _signature(data), get_shape(data)))
     except CollectiveTimeoutError as error:
         raise DistributedOperationException(
             f"The ranks could not compare their inputs for `{operation}`.\n{error}"
         ) from error
-    if all((op, signature) == everyone[0][:2] for op, signature, _ in everyone):
-        return
-    raise DistributedOperationException(_message(everyone))
+    if any(call[:2] != calls[0][:2] for call in calls):
+        raise DistributedOperationException(_message(calls))
 
 
 def _signature(data: Any) -> str:
-    """Structure, shapes and dtypes as text; of other objects only the type, since their values may differ by right."""
+    """Structure, shapes and dtypes as text; only the type of other objects, whose values may differ."""
 
     def describe(item: Any) -> str:
         if isinstance(item, torch.Tensor):
@@ -73,20 +71,20 @@ def _signature(data: Any) -> str:
     return str(recursively_apply(describe, data, test_type=lambda item: not is_container(item)))
 
 
-def _message(everyone: list[tuple[str, str, Any]]) -> str:
-    operations = [op for op, _, _ in everyone]
+def _message(calls: list[tuple[str, str, Any]]) -> str:
+    operations = [op for op, _, _ in calls]
     lines = ["Cannot apply desired operation due to shape mismatches. All shapes across devices must be valid.", ""]
     if len(set(operations)) > 1:
         lines[0] = "Cannot apply desired operation: the ranks called different operations."
         lines += ["Operations:"] + [f"  - Process {rank}: `{op}`" for rank, op in enumerate(operations)]
     else:
         lines += [f"Operation: `{operations[0]}`"]
-    shapes = [shape for _, _, shape in everyone]
+    shapes = [shape for _, _, shape in calls]
     lines += ["Input shapes:"] + [f"  - Process {rank}: {shape}" for rank, shape in enumerate(shapes)]
     if len(set(operations)) == 1 and all(shape == shapes[0] for shape in shapes):
         lines[0] = "Cannot apply desired operation: the dtypes or structures of the ranks differ."
-        lines += ["Inputs:"] + [f"  - Process {rank}: {signature}" for rank, (_, signature, _) in enumerate(everyone)]
-    lines.append("Pad with `pad_across_processes` first where only a length differs.")
+        lines += ["Inputs:"] + [f"  - Process {rank}: {signature}" for rank, (_, signature, _) in enumerate(calls)]
+    lines.append("If only a length differs, pad with `pad_across_processes` first.")
     return "\n".join(lines)
 
 
@@ -94,6 +92,6 @@ def _verify_device(operation: str, data: Any, device_type: str) -> None:
     device = find_device(data)
     if device is not None and device.type != device_type:
         raise DistributedOperationException(
-            f"`{operation}` got tensors on {device.type}, but this process communicates on {device_type}. "
+            f"`{operation}` got tensors on {device.type}, but this process communicates through {device_type}. "
             "Move them with `.to(accelerator.device)`."
         )

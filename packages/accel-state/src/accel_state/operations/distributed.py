@@ -20,16 +20,15 @@ def gather(tensor: Any, *, collectives: Collectives | None = None) -> Any:
 
     Args:
         tensor: nested data; every tensor has the same shape and dtype on all ranks.
-        collectives: those of the ranks that take part; None takes all.
+        collectives: those of the participating ranks; None for all ranks.
 
     Returns:
         Data of the same structure on every rank. A tensor of shape ``(n, ...)`` becomes ``(world_size * n, ...)`` in
-        the order of ranks, a 0-dimensional one becomes ``(world_size,)``. In a single process the data comes back as it
-        is.
+        rank order, a 0-dimensional one becomes ``(world_size,)``. A single process returns the data unchanged.
 
     Raises:
-        TypeError: there is something else than tensors in the data.
-        DistributedOperationException: debug mode found that the ranks do not agree.
+        TypeError: the data contains leaves other than tensors.
+        DistributedOperationException: in debug mode, the ranks do not agree.
     """
     state = PartialState()
     if not state.use_distributed:
@@ -44,10 +43,10 @@ def gather_object(object: Any, *, collectives: Collectives | None = None) -> lis
 
     Args:
         object: a list (or tuple) of objects, or a single object.
-        collectives: those of the ranks that take part; None takes all.
+        collectives: those of the participating ranks; None for all ranks.
 
     Returns:
-        On every rank, one list in the order of ranks: the members of all lists, or each rank's single object.
+        On every rank, one list in rank order: the members of all lists, or each rank's single object.
     """
     gathered = (collectives or PartialState().collectives).all_gather_object(object)
     if all(isinstance(item, (list, tuple)) for item in gathered):
@@ -57,18 +56,18 @@ def gather_object(object: Any, *, collectives: Collectives | None = None) -> lis
 
 @verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Give every rank the tensors of one rank.
+    """Copy the tensors of one rank to all ranks.
 
     Args:
         tensor: nested data; every tensor has the same shape and dtype on all ranks. It is overwritten in place.
-        from_process: the rank whose values are kept.
+        from_process: the source rank.
 
     Returns:
         The given data.
 
     Raises:
-        ValueError: there is no such rank.
-        DistributedOperationException: debug mode found that the ranks do not agree.
+        ValueError: the rank does not exist.
+        DistributedOperationException: in debug mode, the ranks do not agree.
     """
     state = PartialState()
     _check_rank(from_process, state.num_processes)
@@ -77,17 +76,17 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Give every rank the picklable objects of one rank.
+    """Copy the picklable objects of one rank to all ranks.
 
     Args:
         object_list: a list of the same length on every rank; it is overwritten in place.
-        from_process: the rank whose objects are kept.
+        from_process: the source rank.
 
     Returns:
         The given list.
 
     Raises:
-        ValueError: there is no such rank, or the lengths differ.
+        ValueError: the rank does not exist, or the lengths differ.
     """
     state = PartialState()
     _check_rank(from_process, state.num_processes)
@@ -95,8 +94,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     if len(received) != len(object_list):
         raise ValueError(
             f"broadcast_object_list got a list of {len(object_list)} on rank {state.process_index} and of "
-            f"{len(received)} on rank "
-            f"{from_process}. Pass a list of that length, for example [None] * {len(received)}."
+            f"{len(received)} on rank {from_process}. Pass a list of that length, for example [None] * {len(received)}."
         )
     object_list[:] = received
     return object_list
@@ -111,28 +109,28 @@ def _check_rank(rank: int, world_size: int) -> None:
 def reduce(
     tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, collectives: Collectives | None = None
 ) -> Any:
-    """Reduce the tensors of all ranks element by element.
+    """Reduce the tensors of all ranks element-wise.
 
     Args:
-        tensor: nested data; every tensor has the same shape and dtype on all ranks. It is left as it is.
-        reduction: "mean", "sum", "max", "min", or "none" for each rank's own values.
-        scale: the result is multiplied by it.
-        collectives: those of the ranks that take part; None takes all.
+        tensor: nested data; every tensor has the same shape and dtype on all ranks. It is not modified.
+        reduction: "mean", "sum", "max", "min", or "none" to keep each rank's values.
+        scale: factor of the result.
+        collectives: those of the participating ranks; None for all ranks.
 
     Returns:
         Data of the same structure, equal on every rank. A mean of integers is float32, a sum of bools is int64.
 
     Raises:
-        ValueError: the reduction is not one of those.
-        DistributedOperationException: debug mode found that the ranks do not agree.
+        ValueError: the reduction is unknown.
+        DistributedOperationException: in debug mode, the ranks do not agree.
     """
     if reduction not in ("mean", "sum", "max", "min", "none"):
         raise ValueError(f"reduction={reduction!r} is not one of mean, sum, max, min, none.")
-    taking_part = collectives or PartialState().collectives
+    collectives = collectives or PartialState().collectives
     values = [_reducible(leaf, reduction) for leaf in leaves(tensor)]
     if reduction != "none":
-        taking_part.all_reduce_many(values, "sum" if reduction == "mean" else reduction)
-    factor = scale / taking_part.world_size if reduction == "mean" else scale
+        collectives.all_reduce_many(values, "sum" if reduction == "mean" else reduction)
+    factor = scale / collectives.world_size if reduction == "mean" else scale
     return replace_leaves(tensor, (value if factor == 1 else value * factor for value in values))
 
 
@@ -145,11 +143,10 @@ def _reducible(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Give every rank a tensor that only one rank has.
+    """Copy a tensor that only one rank has to all ranks.
 
     Args:
-        tensor: the tensor on one rank, None on the others, which need not know its shape. If several ranks pass one,
-            the lowest rank's is taken.
+        tensor: the tensor on one rank, None on all others. If several ranks pass one, the lowest rank's is copied.
 
     Raises:
         ValueError: no rank has a tensor.
@@ -165,7 +162,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> torch.Size:
-    """The shape of a tensor that only one rank has; the other ranks pass None.
+    """The shape of a tensor that only one rank has; all others pass None.
 
     Raises:
         ValueError: no rank has a tensor.

@@ -1,13 +1,15 @@
-"""Walking nested data, without communication."""
+"""Traverses nested data, without communication."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from ..containers import honor_type, is_dataclass_instance, rebuild_dataclass, rebuild_mapping
+from ..containers import is_container as is_container
 
 
 def is_torch_tensor(tensor: Any) -> bool:
@@ -15,21 +17,9 @@ def is_torch_tensor(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor)
 
 
-def is_namedtuple(data: Any) -> bool:
-    """Whether the object is a named tuple (from collections or typing)."""
-    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
-
-
-def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Build an object of the type of ``obj`` (a list, tuple or named tuple) from the values of ``generator``."""
-    if is_namedtuple(obj):
-        return type(obj)(*generator)
-    return type(obj)(generator)
-
-
 @dataclasses.dataclass
 class TensorInformation:
-    """What must be known of a tensor to make room for it."""
+    """Shape and dtype of a tensor, to allocate one like it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -38,37 +28,6 @@ class TensorInformation:
 def is_tensor_information(tensor_info: Any) -> bool:
     """Whether the object is a :class:`TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
-
-
-def is_dataclass_instance(data: Any) -> bool:
-    """Whether the object is an instance of a data class (and not the class)."""
-    return dataclasses.is_dataclass(data) and not isinstance(data, type)
-
-
-def is_container(data: Any) -> bool:
-    """Whether the object is nested data rather than a leaf."""
-    return isinstance(data, (tuple, list, Mapping)) or is_dataclass_instance(data)
-
-
-def rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the type of ``data`` with the same keys and new values."""
-    if type(data) is dict:
-        return items
-    if not hasattr(data, "__setitem__"):
-        return type(data)(items)  # type: ignore[call-arg]
-    # Copying keeps what a subclass holds beside its items (a default factory, a tokenizer's encodings, ...).
-    new = copy.copy(data)
-    for key, value in items.items():
-        new[key] = value
-    return new
-
-
-def rebuild_dataclass(data: Any, values: dict[str, Any]) -> Any:
-    """A data class instance of the type of ``data`` with new field values; frozen ones and ``init=False`` fields too."""
-    new = copy.copy(data)
-    for name, value in values.items():
-        object.__setattr__(new, name, value)
-    return new
 
 
 def map_children(function: Callable[[Any], Any], data: Any) -> Any:
@@ -98,9 +57,9 @@ def recursively_apply(
 
     Args:
         func: called as ``func(leaf, *args, **kwargs)``.
-        data: lists, tuples, named tuples, mappings and data classes, nested at will.
-        test_type: says which objects are leaves to work on.
-        error_on_other_type: refuse other leaves instead of passing them through.
+        data: nested lists, tuples, named tuples, mappings and data classes.
+        test_type: whether an object is a leaf to apply the function to.
+        error_on_other_type: reject other leaves instead of keeping them.
 
     Returns:
         Data of the same structure.
@@ -124,29 +83,29 @@ def recursively_apply(
 
 def _unsupported(operation: str, item: Any) -> TypeError:
     return TypeError(
-        f"{operation} works on tensors, and on lists, tuples, dictionaries, named tuples and data classes of them; "
-        f"it met a {type(item).__name__}. Take it out of the data, or turn it into a tensor."
+        f"{operation} accepts tensors, and lists, tuples, dictionaries, named tuples and data classes of them, not a "
+        f"{type(item).__name__}. Remove it from the data, or convert it to a tensor."
     )
 
 
 def check_only_tensors(data: Any, operation: str) -> None:
-    """Refuse nested data that holds anything but tensors.
+    """Reject nested data with leaves that are not tensors.
 
     Raises:
-        TypeError: naming the operation and the type that was met.
+        TypeError: naming the operation and the type of the leaf.
     """
 
-    def refuse(item: Any) -> Any:
+    def reject(item: Any) -> Any:
         raise _unsupported(operation, item)
 
-    recursively_apply(refuse, data, test_type=lambda item: not is_torch_tensor(item) and not is_container(item))
+    recursively_apply(reject, data, test_type=lambda item: not is_torch_tensor(item) and not is_container(item))
 
 
 def leaves(data: Any, test_type: Callable[[Any], bool] = is_torch_tensor) -> list[Any]:
     """Every matching leaf, in the order in which :func:`recursively_apply` visits them."""
-    found: list[Any] = []
-    recursively_apply(found.append, data, test_type=test_type)
-    return found
+    matches: list[Any] = []
+    recursively_apply(matches.append, data, test_type=test_type)
+    return matches
 
 
 def replace_leaves(data: Any, values: Iterable[Any], test_type: Callable[[Any], bool] = is_torch_tensor) -> Any:
@@ -161,10 +120,10 @@ def send_to_device(
     """Move nested data to a device.
 
     Args:
-        tensor: nested data. Objects with a ``to`` method of their own are moved by it.
+        tensor: nested data. Objects with a ``to`` method are moved with it.
         device: a ``torch.device``, its string, or an index.
-        non_blocking: let copies from pinned memory overlap with computation.
-        skip_keys: keys of mappings whose values stay where they are.
+        non_blocking: overlap copies from pinned memory with computation.
+        skip_keys: keys of mappings whose values are not moved.
     """
     skip = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
 
@@ -174,18 +133,14 @@ def send_to_device(
         if isinstance(item, Mapping) and skip:
             return rebuild_mapping(item, {k: v if k in skip else visit(v) for k, v in item.items()})
         if hasattr(item, "to"):
-            return _move_object(item, device, non_blocking)
+            try:
+                return item.to(device, non_blocking=non_blocking)
+            except TypeError:  # batch objects of other libraries often accept the device only
+                return item.to(device)
         result = map_children(visit, item)
         return item if result is NotImplemented else result
 
     return visit(tensor)
-
-
-def _move_object(item: Any, device: Any, non_blocking: bool) -> Any:
-    try:
-        return item.to(device, non_blocking=non_blocking)
-    except TypeError:  # batch objects of other libraries often take the device only
-        return item.to(device)
 
 
 def get_data_structure(data: Any) -> Any:
@@ -199,7 +154,7 @@ def get_shape(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Uninitialised tensors for a structure from :func:`get_data_structure`."""
+    """Uninitialized tensors for a structure from :func:`get_data_structure`."""
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )
@@ -209,20 +164,20 @@ def find_batch_size(data: Any) -> int:
     """The size of the first dimension of the first tensor in nested data.
 
     Raises:
-        ValueError: there is no tensor with a first dimension.
-        TypeError: the data is not nested data of tensors.
+        ValueError: the data is empty, or its first tensor is 0-dimensional.
+        TypeError: the data contains no tensor.
     """
     if isinstance(data, (tuple, list, Mapping)) and len(data) == 0:
-        raise ValueError(f"no batch size can be found in an empty {type(data).__name__}")
+        raise ValueError(f"cannot find a batch size in an empty {type(data).__name__}")
     for tensor in leaves(data):
         if tensor.ndim:
             return int(tensor.shape[0])
-        raise ValueError("no batch size can be found: the first tensor is 0-dimensional")
-    raise TypeError(f"no batch size can be found in a {type(data).__name__} that holds no tensor")
+        raise ValueError("cannot find a batch size: the first tensor is 0-dimensional")
+    raise TypeError(f"cannot find a batch size in a {type(data).__name__} without tensors")
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """:func:`find_batch_size`, or None where there is none."""
+    """:func:`find_batch_size`, or None instead of an error."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):
@@ -231,21 +186,21 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 def find_device(data: Any) -> torch.device | None:
     """The device of the first tensor in nested data, or None."""
-    found = leaves(data)
-    return found[0].device if found else None
+    tensors = leaves(data)
+    return tensors[0].device if tensors else None
 
 
 def listify(data: Any) -> Any:
-    """Nested data with each tensor replaced by a list of numbers (or one number)."""
+    """Nested data with each tensor replaced by its values as a list (or a number)."""
     return recursively_apply(lambda tensor: tensor.detach().tolist(), data)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate several pieces of nested data of one structure.
+    """Concatenate several pieces of nested data of the same structure.
 
     Args:
-        data: the pieces; each holds the same containers, with tensors at the same places.
-        dim: the dimension along which tensors are joined.
+        data: the pieces.
+        dim: the dimension along which tensors are concatenated.
 
     Raises:
         TypeError: a leaf is not a tensor.
@@ -260,19 +215,14 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     if is_dataclass_instance(first):
         names = [f.name for f in dataclasses.fields(first)]
         return rebuild_dataclass(first, {n: concatenate([getattr(piece, n) for piece in data], dim=dim) for n in names})
-    raise TypeError(f"concatenate works on nested tensors; it met a {type(first).__name__}")
+    raise TypeError(f"concatenate accepts nested tensors, not a {type(first).__name__}")
 
 
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Take a slice of every tensor in nested data.
+    """Take a slice of the first dimension of every tensor in nested data.
 
-    Args:
-        data: nested data.
-        tensor_slice: the slice of the first dimension.
-        process_index: accepted for slicing functions that need to know the rank; the slice says all there is to say
-            here.
-        num_processes: likewise, the world size.
+    ``process_index`` and ``num_processes`` are accepted for custom slicing functions, and unused here.
     """
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)

@@ -1,4 +1,4 @@
-"""Making tensors of different lengths equal, so that they can be gathered."""
+"""Pads tensors of different lengths to the same length, so that they can be gathered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .nested import check_only_tensors, leaves, recursively_apply, replace_leave
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """torch's nested tensors have no single length to pad to; they are passed through."""
+    """A nested tensor of torch, which has no single length to pad to, is returned unchanged."""
 
 
 @chained_operation
@@ -22,33 +22,33 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
     Args:
         tensor: nested data; tensors may differ between ranks in the length of ``dim`` only.
-        dim: the dimension to pad; tensors that do not have it pass through. Negative ones count from the end.
+        dim: the dimension to pad; tensors without it are returned unchanged. Negative ones count from the end.
         pad_index: the value to pad with.
-        pad_first: pad at the beginning rather than at the end.
+        pad_first: pad at the beginning instead of the end.
 
     Returns:
         Data of the same structure, with tensors of equal shapes on all ranks.
 
     Raises:
-        TypeError: there is something else than tensors in the data.
+        TypeError: the data contains leaves other than tensors.
     """
     state = PartialState()
     check_only_tensors(tensor, "pad_across_processes")
     if not state.use_distributed:
         return tensor
-    found = leaves(tensor)
-    lengths = torch.tensor([_length(leaf, dim) for leaf in found], dtype=torch.int64)
-    # One message for the lengths of all tensors.
-    longest = state.collectives.all_gather(lengths).amax(0).tolist() if found else []
+    tensors = leaves(tensor)
+    lengths = torch.tensor([_length(leaf, dim) for leaf in tensors], dtype=torch.int64)
+    # One collective for the lengths of all tensors.
+    longest = state.collectives.all_gather(lengths).amax(0).tolist() if tensors else []
     return replace_leaves(
-        tensor, (_pad(leaf, dim, size, pad_index, pad_first) for leaf, size in zip(found, longest, strict=True))
+        tensor, (_pad(leaf, dim, size, pad_index, pad_first) for leaf, size in zip(tensors, longest, strict=True))
     )
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:
     if tensor.is_nested:
         warnings.warn(
-            "pad_across_processes leaves nested tensors as they are", CannotPadNestedTensorWarning, stacklevel=3
+            "pad_across_processes returns nested tensors unchanged", CannotPadNestedTensorWarning, stacklevel=3
         )
         return 0
     return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0
@@ -66,21 +66,18 @@ def _pad(tensor: torch.Tensor, dim: int, size: int, value: int, first: bool) -> 
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Pad a batch to the next multiple of the number of processes, by repeating its last sample.
+    """Pad a batch to a multiple of the number of processes, by repeating its last sample.
 
     Args:
         tensor: nested data.
-        batch_size: the number of samples that marks the tensors to pad: those of another length along ``dim`` pass
-            through.
-        num_processes: what the padded length is a multiple of.
-        dim: the dimension of samples.
+        batch_size: number of samples; tensors of another length along ``dim`` are returned unchanged.
+        num_processes: the padded length is a multiple of it.
+        dim: the sample dimension.
     """
+    missing = -batch_size % num_processes
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:
-        if leaf.ndim <= dim or leaf.shape[dim] != batch_size:
-            return leaf
-        missing = -batch_size % num_processes
-        if not missing:
+        if leaf.ndim <= dim or leaf.shape[dim] != batch_size or not missing:
             return leaf
         last = leaf.narrow(dim, batch_size - 1, 1)
         return torch.cat([leaf, last.expand(*(missing if i == dim else -1 for i in range(leaf.ndim)))], dim=dim)

@@ -1,4 +1,4 @@
-"""Bringing outputs of half-precision computation back to float32."""
+"""Converts outputs of half-precision computation to float32."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def _is_half(tensor: Any) -> bool:
-    # Some data objects raise on unknown attributes, so the type is asked first.
+    # Some data objects raise on unknown attributes, so the type is checked first.
     return isinstance(tensor, torch.Tensor) and tensor.dtype in _HALF_TYPES
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Convert the float16 and bfloat16 tensors in nested data to float32; everything else stays as it is."""
+    """Convert the float16 and bfloat16 tensors in nested data to float32; everything else is unchanged."""
     return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
 
 
 class ConvertOutputsToFp32:
-    """A forward function whose half-precision outputs come out as float32.
-
-    Args:
-        model_forward: the function to wrap. The wrapper can be pickled if the function can.
-    """
+    """Wraps a forward function to convert its half-precision outputs to float32; can be pickled if the function can."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -38,7 +34,7 @@ class ConvertOutputsToFp32:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
-        # __wrapped__ is a second reference to the function, which not every function survives in a pickle.
+        # Without __wrapped__: some functions cannot be pickled through that second reference.
         return {"model_forward": self.model_forward}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -46,7 +42,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a forward function so that its half-precision outputs come out as float32."""
+    """Wrap a forward function to convert its half-precision outputs to float32."""
     converter = ConvertOutputsToFp32(model_forward)
 
     @wraps(model_forward)

@@ -5,6 +5,10 @@ from .config_file import default_path as default_path
 from .config_file import find_default as find_default
 from .conflicts import check as check
 from .core import CoreOptions as CoreOptions
+from .declaration import Option as Option
+from .declaration import OptionGroup as OptionGroup
+from .declaration import describe as describe
+from .declaration import option as option
 from .deepspeed import DeepSpeedOptions as DeepSpeedOptions
 from .deepspeed_file import check_deepspeed_file as check_deepspeed_file
 from .dynamo import DynamoOptions as DynamoOptions
@@ -15,10 +19,6 @@ from .hardware import HardwareOptions as HardwareOptions
 from .legacy_keys import migrate as migrate
 from .megatron import MegatronOptions as MegatronOptions
 from .mpi import MpiOptions as MpiOptions
-from .declaration import Option as Option
-from .declaration import OptionGroup as OptionGroup
-from .declaration import describe as describe
-from .declaration import option as option
 from .parallelism import ParallelismOptions as ParallelismOptions
 from .registry import load_groups as load_groups
 from .rendezvous import RendezvousOptions as RendezvousOptions

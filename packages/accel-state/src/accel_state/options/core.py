@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .declaration import OptionGroup, option
 
@@ -14,13 +13,10 @@ PRECISIONS = ("no", "fp16", "bf16", "fp8")
 class CoreOptions(OptionGroup):
     """Precision, gradient accumulation, CPU-only runs and checks of collectives."""
 
-    title: ClassVar[str] = "training"
-    description: ClassVar[str] = (
-        "Passed to every process in its environment. A mixed_precision given in the script takes precedence."
-    )
+    title = "training"
+    description = "Passed to every process in its environment. A mixed_precision given in the script takes precedence."
 
     mixed_precision: str | None = option(
-        None,
         choices=PRECISIONS,
         exported=True,
         help="Mixed precision of the training. Left out, the script decides; its default is full precision.",
@@ -29,7 +25,6 @@ class CoreOptions(OptionGroup):
         suggested="no",
     )
     gradient_accumulation_steps: int | None = option(
-        None,
         minimum=1,
         exported=True,
         other_keys=("deepspeed_config.gradient_accumulation_steps",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -28,7 +28,7 @@ MORE_THAN_ONE = "> 1"
 GIVEN = "given"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Option(ValueSpec):
     """One option: its names, the values that it accepts and what it does.
 
@@ -58,17 +58,17 @@ class Option(ValueSpec):
     undo_flags: tuple[str, ...]
     env: str | None
     key: str | None
-    other_keys: tuple[str, ...]
-    exported: bool
-    alone: bool
-    implied_by: tuple[str, tuple[Any, ...]] | None
-    retired: str | None
-    secret: bool
-    help: str
-    question: str | None
-    asked_when: Mapping[str, tuple[Any, ...]]
-    suggested: Any
     metavar: str
+    help: str
+    other_keys: tuple[str, ...] = ()
+    exported: bool = False
+    alone: bool = True
+    implied_by: tuple[str, tuple[Any, ...]] | None = None
+    retired: str | None = None
+    secret: bool = False
+    question: str | None = None
+    asked_when: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    suggested: Any = None
 
     @property
     def name(self) -> str:
@@ -106,10 +106,11 @@ class Option(ValueSpec):
 
 
 def option(
-    default: Any,
+    default: Any = None,
     *,
     help: str,
     kind: type | None = None,
+    choices: Iterable[str] | None = None,
     name: str | None = None,
     prefix: str = "",
     short: str | None = None,
@@ -120,23 +121,10 @@ def option(
     key: str | None = "",
     section: str | None = None,
     prefixed_keys: bool = True,
-    other_keys: Iterable[str] = (),
-    choices: Iterable[str] | None = None,
-    synonyms: Mapping[str, str] | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    exported: bool = False,
-    alone: bool = True,
-    implied_by: tuple[str, tuple[Any, ...]] | None = None,
-    retired: str | None = None,
-    secret: bool = False,
-    parser: Callable[[str], Any] | None = None,
-    question: str | None = None,
-    asked_when: Mapping[str, tuple[Any, ...]] | None = None,
-    suggested: Any = None,
     metavar: str | None = None,
+    **attributes: Any,
 ) -> Any:
-    """Declare a dataclass field that is an option; see :class:`Option` for the arguments that are not listed here.
+    """Declare a dataclass field that is an option.
 
     A group whose options share a prefix or a section binds them with ``functools.partial``.
 
@@ -152,6 +140,7 @@ def option(
         key: the configuration key; by default ``name``, inside ``section``; None: no file can set it.
         section: section of the configuration file that holds the key ("fsdp_config").
         prefixed_keys: whether keys in the section carry the flag's prefix.
+        **attributes: of :class:`Option`.
     """
 
     def bind(field: str, annotation: str) -> Option:
@@ -164,27 +153,15 @@ def option(
         return Option(
             kind=value_kind,
             choices=allowed,
-            synonyms=dict(synonyms or {}),
-            minimum=minimum,
-            maximum=maximum,
-            parser=parser,
             field=field,
             default=default,
             flags=(*spellings, short) if short else tuple(spellings),
             undo_flags=_spell(undo) if undo else (),
             env=env_prefix + base.upper() if env == "" else env,
             key=(f"{section}.{stored}" if section else stored) if key == "" else key,
-            other_keys=tuple(other_keys),
-            exported=exported,
-            alone=alone,
-            implied_by=implied_by,
-            retired=retired,
-            secret=secret,
-            help=help,
-            question=question,
-            asked_when=dict(asked_when or {}),
-            suggested=suggested,
             metavar=metavar or _default_metavar(value_kind, allowed),
+            help=help,
+            **attributes,
         )
 
     return dataclasses.field(default=default, metadata={_METADATA_KEY: bind})

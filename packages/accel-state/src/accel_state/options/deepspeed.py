@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from .declaration import MORE_THAN_ONE, OptionGroup, option
 
@@ -34,21 +34,19 @@ _deepspeed = functools.partial(_launcher, exported=True)
 class DeepSpeedOptions(OptionGroup):
     """DeepSpeed. A value of None means "not set": a DeepSpeed configuration file may set it instead."""
 
-    title: ClassVar[str] = "DeepSpeed"
-    description: ClassVar[str] = (
+    title = "DeepSpeed"
+    description = (
         "Used with --use_deepspeed. A setting that --deepspeed_config_file gives a value must not be set here as well."
     )
-    enabled_by: ClassVar[tuple[str, Any] | None] = ("use_deepspeed", True)
+    enabled_by = ("use_deepspeed", True)
 
     config_file: str | None = _deepspeed(
-        None,
         name="deepspeed_config_file",
         metavar="FILE",
         help='DeepSpeed configuration (JSON). Its "auto" values are filled in from the options here.',
         question="Path of a DeepSpeed configuration file in JSON (leave it empty to answer questions instead)?",
     )
     zero_stage: int | None = _deepspeed(
-        None,
         choices=("0", "1", "2", "3"),
         help="What is sharded over the processes: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters. "
         "Left out, DeepSpeedPlugin uses 2.",
@@ -57,7 +55,6 @@ class DeepSpeedOptions(OptionGroup):
         suggested=2,
     )
     offload_optimizer_device: str | None = _deepspeed(
-        None,
         choices=OFFLOAD_DEVICES,
         help="Device that optimizer states are offloaded to; ZeRO stage 1 or higher.",
         question="Where should optimizer states be offloaded to?",
@@ -65,7 +62,6 @@ class DeepSpeedOptions(OptionGroup):
         suggested="none",
     )
     offload_param_device: str | None = _deepspeed(
-        None,
         choices=OFFLOAD_DEVICES,
         help="Device that parameters are offloaded to; ZeRO stage 3 only.",
         question="Where should parameters be offloaded to?",
@@ -73,21 +69,18 @@ class DeepSpeedOptions(OptionGroup):
         suggested="none",
     )
     offload_optimizer_nvme_path: str | None = _deepspeed(
-        None,
         metavar="DIR",
         help="Directory on an NVMe drive for optimizer states.",
         question="Which directory on an NVMe drive should hold the optimizer states?",
         asked_when={"offload_optimizer_device": ("nvme",)},
     )
     offload_param_nvme_path: str | None = _deepspeed(
-        None,
         metavar="DIR",
         help="Directory on an NVMe drive for parameters.",
         question="Which directory on an NVMe drive should hold the parameters?",
         asked_when={"offload_param_device": ("nvme",)},
     )
     gradient_clipping: float | None = _deepspeed(
-        None,
         minimum=0,
         env="ACCELERATE_GRADIENT_CLIPPING",
         metavar="NORM",
@@ -96,21 +89,18 @@ class DeepSpeedOptions(OptionGroup):
         asked_when=_NO_FILE,
     )
     zero3_init_flag: bool | None = _deepspeed(
-        None,
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
         help="Create models with sharded parameters (deepspeed.zero.Init); ZeRO stage 3 only.",
         question="Should models be created with sharded parameters, by deepspeed.zero.Init (for ZeRO stage 3)?",
         suggested=False,
     )
     zero3_save_16bit_model: bool | None = _deepspeed(
-        None,
         help="Gather the full 16-bit weights when a model is saved; ZeRO stage 3 only.",
         question="Should the full 16-bit weights be gathered when a model is saved?",
         asked_when={**_NO_FILE, "zero_stage": (3,)},
         suggested=False,
     )
     moe_layer_cls_names: str | None = _deepspeed(
-        None,
         name="deepspeed_moe_layer_cls_names",
         metavar="NAMES",
         help="Class names of mixture-of-experts layers, separated by commas, such as MixtralSparseMoeBlock.",
@@ -118,7 +108,6 @@ class DeepSpeedOptions(OptionGroup):
         asked_when={"zero_stage": (3,)},
     )
     hostfile: str | None = _launcher(
-        None,
         name="deepspeed_hostfile",
         metavar="FILE",
         help="DeepSpeed hostfile, which lists machines and their slots.",
@@ -126,7 +115,6 @@ class DeepSpeedOptions(OptionGroup):
         asked_when=_HOSTFILE_USED,
     )
     exclusion_filter: str | None = _launcher(
-        None,
         name="deepspeed_exclusion_filter",
         metavar="FILTER",
         help="Machines and slots of the hostfile to leave out, such as worker-1@worker-2:0,1.",
@@ -134,7 +122,6 @@ class DeepSpeedOptions(OptionGroup):
         asked_when=_HOSTFILE_USED,
     )
     inclusion_filter: str | None = _launcher(
-        None,
         name="deepspeed_inclusion_filter",
         metavar="FILTER",
         help="The only machines and slots of the hostfile to use, such as worker-0@worker-1:0,2.",
@@ -142,7 +129,6 @@ class DeepSpeedOptions(OptionGroup):
         asked_when={**_HOSTFILE_USED, "deepspeed_exclusion_filter": (None,)},
     )
     multinode_launcher: str | None = _launcher(
-        None,
         name="deepspeed_multinode_launcher",
         choices=LAUNCHERS,
         help="What starts the processes on several machines: standard is torch's elastic agent on each machine; all "

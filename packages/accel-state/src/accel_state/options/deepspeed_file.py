@@ -9,8 +9,8 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from .config_file import expand
-from .deepspeed import FILE_PATHS
 from .declaration import look_up
+from .deepspeed import FILE_PATHS
 from .resolution import Resolution
 
 _HALF_PRECISIONS = ("fp16", "bf16")

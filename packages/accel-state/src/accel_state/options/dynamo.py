@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..enums import DynamoBackend
 from .declaration import OptionGroup, option
@@ -19,11 +18,10 @@ _dynamo = functools.partial(
 class DynamoOptions(OptionGroup):
     """How models are compiled. A value of None means "not set"."""
 
-    title: ClassVar[str] = "compilation"
-    description: ClassVar[str] = "How torch.compile compiles the models that the script prepares."
+    title = "compilation"
+    description = "How torch.compile compiles the models that the script prepares."
 
     backend: str | None = _dynamo(
-        None,
         choices=DynamoBackend.list(),
         other_keys=("dynamo_backend",),
         synonyms={"torhchxla_trace_once": "TORCHXLA_TRACE_ONCE"},
@@ -33,7 +31,6 @@ class DynamoOptions(OptionGroup):
         suggested="NO",
     )
     mode: str | None = _dynamo(
-        None,
         choices=("default", "reduce-overhead", "max-autotune"),
         help="Mode of torch.compile: what it optimizes for.",
         question="Which mode do you want to use?",
@@ -41,21 +38,18 @@ class DynamoOptions(OptionGroup):
         suggested="default",
     )
     use_fullgraph: bool | None = _dynamo(
-        None,
         help="Raise an error if a model cannot be compiled as a single graph.",
         question="Must the whole model compile as a single graph?",
         asked_when=_COMPILED,
         suggested=False,
     )
     use_dynamic: bool | None = _dynamo(
-        None,
         help="Compile for dynamic shapes, which change from batch to batch.",
         question="Do shapes change from batch to batch?",
         asked_when=_COMPILED,
         suggested=False,
     )
     use_regional_compilation: bool | None = _dynamo(
-        None,
         help="Compile the repeated blocks of a model instead of the whole model, which shortens compilation.",
         question="Should only the repeated blocks of a model be compiled (starts much faster)?",
         asked_when=_COMPILED,

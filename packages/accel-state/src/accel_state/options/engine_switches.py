@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .declaration import OptionGroup, option
 from .run_type import PARALLEL_TYPES
@@ -16,8 +15,8 @@ _switch = functools.partial(option, exported=True)
 class ParadigmOptions(OptionGroup):
     """At most one engine; FSDP can be combined with a device mesh."""
 
-    title: ClassVar[str] = "training paradigm"
-    description: ClassVar[str] = (
+    title = "training paradigm"
+    description = (
         "At most one of DeepSpeed, FSDP and Megatron-LM. Left out, every process holds a full copy of the model."
     )
 

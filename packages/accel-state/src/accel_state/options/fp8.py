@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ..env import str_to_bool
 from .declaration import OptionGroup, option
@@ -59,11 +59,10 @@ def checked(name: str, value: Any) -> Any:
 class FP8Options(OptionGroup):
     """Settings of ``mixed_precision="fp8"``; a configuration file holds them in the section ``fp8_config``."""
 
-    title: ClassVar[str] = "8-bit floating point"
-    description: ClassVar[str] = "Used with --mixed_precision fp8. A recipe given in the script takes precedence."
+    title = "8-bit floating point"
+    description = "Used with --mixed_precision fp8. A recipe given in the script takes precedence."
 
     backend: str | None = _fp8(
-        None,
         choices=BACKENDS,
         help="FP8 implementation. Left out, the best one that the device and the installed packages support.",
         question="Which FP8 implementation should be used?",
@@ -121,7 +120,5 @@ class FP8Options(OptionGroup):
         help="delayed: scales from the amax history; dynamic: from the current tensor; rowwise: one per row (native).",
     )
     ao_recipe: str = _fp8(
-        "tensorwise",
-        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
-        help="Float8 recipe of torchao (ao).",
+        "tensorwise", choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"), help="Float8 recipe of torchao (ao)."
     )

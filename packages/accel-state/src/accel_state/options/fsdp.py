@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from .declaration import OptionGroup, option
 
@@ -26,9 +26,9 @@ def _numbered(names: tuple[str, ...]) -> dict[str, str]:
 class FsdpOptions(OptionGroup):
     """FSDP, versions 1 and 2."""
 
-    title: ClassVar[str] = "FSDP"
-    description: ClassVar[str] = "Used with --use_fsdp."
-    enabled_by: ClassVar[tuple[str, Any] | None] = ("use_fsdp", True)
+    title = "FSDP"
+    description = "Used with --use_fsdp."
+    enabled_by = ("use_fsdp", True)
 
     version: int = _fsdp(
         1,
@@ -61,7 +61,6 @@ class FsdpOptions(OptionGroup):
         question="Should parameters and gradients be offloaded to CPU memory?",
     )
     auto_wrap_policy: str | None = _fsdp(
-        None,
         choices=WRAP_POLICIES,
         synonyms=_numbered(WRAP_POLICIES),
         other_keys=("fsdp_config.auto_wrap_policy",),
@@ -70,7 +69,6 @@ class FsdpOptions(OptionGroup):
         suggested="TRANSFORMER_BASED_WRAP",
     )
     transformer_layer_cls_to_wrap: str | None = _fsdp(
-        None,
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
         other_keys=("fsdp_config.transformer_layer_cls_to_wrap",),
         metavar="NAMES",
@@ -89,7 +87,6 @@ class FsdpOptions(OptionGroup):
         asked_when={"fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP",)},
     )
     backward_prefetch: str | None = _fsdp(
-        None,
         also=("fsdp_backward_prefetch_policy",),
         choices=PREFETCH_POLICIES,
         synonyms=_numbered(PREFETCH_POLICIES),
@@ -100,7 +97,6 @@ class FsdpOptions(OptionGroup):
         suggested="BACKWARD_PRE",
     )
     state_dict_type: str | None = _fsdp(
-        None,
         choices=STATE_DICT_TYPES,
         synonyms=_numbered(STATE_DICT_TYPES),
         help="Format of checkpoints: full tensors, each rank's local shard, or sharded for any number of processes.",

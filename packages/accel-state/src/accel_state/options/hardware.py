@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .declaration import OptionGroup, option
 from .run_type import ACCELERATED_TYPES
@@ -32,7 +31,7 @@ def parse_gpu_ids(text: str) -> str:
 class HardwareOptions(OptionGroup):
     """Devices."""
 
-    title: ClassVar[str] = "hardware"
+    title = "hardware"
 
     multi_gpu: bool = option(
         False,
@@ -40,7 +39,6 @@ class HardwareOptions(OptionGroup):
         "enough.",
     )
     gpu_ids: str | None = option(
-        None,
         parser=parse_gpu_ids,
         metavar="IDS",
         help="GPUs of this machine to use, by index or UUID, such as 0,1,3; all uses every GPU.",
@@ -49,10 +47,7 @@ class HardwareOptions(OptionGroup):
         suggested="all",
     )
     tpu: bool = option(
-        False,
-        env="ACCELERATE_USE_TPU",
-        implied_by=("distributed_type", ("XLA",)),
-        help="Train on the cores of a TPU.",
+        False, env="ACCELERATE_USE_TPU", implied_by=("distributed_type", ("XLA",)), help="Train on the cores of a TPU."
     )
     enable_cpu_affinity: bool = option(
         False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from .declaration import MORE_THAN_ONE, OptionGroup, option
 
@@ -22,9 +21,9 @@ _megatron = functools.partial(
 class MegatronOptions(OptionGroup):
     """Megatron-LM. A value of None leaves the choice to Megatron-LM."""
 
-    title: ClassVar[str] = "Megatron-LM"
-    description: ClassVar[str] = "Used with --use_megatron_lm."
-    enabled_by: ClassVar[tuple[str, Any] | None] = ("use_megatron_lm", True)
+    title = "Megatron-LM"
+    description = "Used with --use_megatron_lm."
+    enabled_by = ("use_megatron_lm", True)
 
     tp_degree: int = _megatron(
         1,
@@ -39,7 +38,6 @@ class MegatronOptions(OptionGroup):
         question="What is the pipeline parallelism degree?",
     )
     num_micro_batches: int | None = _megatron(
-        None,
         minimum=1,
         help="Number of micro batches that the pipeline splits a batch into.",
         question="What is the number of micro-batches?",
@@ -47,20 +45,17 @@ class MegatronOptions(OptionGroup):
         suggested=1,
     )
     sequence_parallelism: bool | None = _megatron(
-        None,
         help="Split the sequence dimension over the tensor-parallel ranks as well.",
         question="Do you want to enable sequence parallelism?",
         asked_when={"megatron_lm_tp_degree": (MORE_THAN_ONE,)},
         suggested=True,
     )
     recompute_activations: bool | None = _megatron(
-        None,
         help="Recompute selected activations in the backward pass.",
         question="Do you want to enable selective activation recomputation?",
         suggested=True,
     )
     use_distributed_optimizer: bool | None = _megatron(
-        None,
         help="Shard optimizer states and gradients over the data-parallel ranks.",
         question="Should optimizer states and gradients be sharded over the data-parallel ranks?",
         suggested=True,
@@ -73,36 +68,32 @@ class MegatronOptions(OptionGroup):
         question="To which global L2 norm should gradients be clipped (0 for no clipping)?",
     )
     expert_model_parallel_size: int | None = _megatron(
-        None, minimum=1, help="Number of processes that the experts of a layer are distributed over."
+        minimum=1, help="Number of processes that the experts of a layer are distributed over."
     )
     expert_tensor_parallel_size: int | None = _megatron(
-        None, minimum=1, help="Number of processes that each expert is split over."
+        minimum=1, help="Number of processes that each expert is split over."
     )
     context_parallel_size: int | None = _megatron(
-        None, minimum=1, help="Number of processes that each sequence is split over (context parallelism)."
+        minimum=1, help="Number of processes that each sequence is split over (context parallelism)."
     )
     decoder_last_pipeline_num_layers: int | None = _megatron(
-        None, minimum=0, help="Number of decoder layers in the last pipeline stage."
+        minimum=0, help="Number of decoder layers in the last pipeline stage."
     )
     recompute_granularity: str | None = _megatron(
-        None, choices=("full", "selective"), help="Which activations are recomputed."
+        choices=("full", "selective"), help="Which activations are recomputed."
     )
     recompute_method: str | None = _megatron(
-        None, choices=("uniform", "block"), help="How the layers to recompute are chosen."
+        choices=("uniform", "block"), help="How the layers to recompute are chosen."
     )
-    recompute_num_layers: int | None = _megatron(None, minimum=1, help="Number of layers recomputed at a time.")
-    attention_backend: str | None = _megatron(
-        None, metavar="NAME", help="Attention implementation, by its Megatron-LM name."
-    )
-    attention_dropout: float | None = _megatron(None, minimum=0, metavar="P", help="Dropout probability in attention.")
-    hidden_dropout: float | None = _megatron(
-        None, minimum=0, metavar="P", help="Dropout probability after hidden layers."
-    )
-    attention_softmax_in_fp32: bool | None = _megatron(None, help="Compute the softmax of attention in float32.")
+    recompute_num_layers: int | None = _megatron(minimum=1, help="Number of layers recomputed at a time.")
+    attention_backend: str | None = _megatron(metavar="NAME", help="Attention implementation, by its Megatron-LM name.")
+    attention_dropout: float | None = _megatron(minimum=0, metavar="P", help="Dropout probability in attention.")
+    hidden_dropout: float | None = _megatron(minimum=0, metavar="P", help="Dropout probability after hidden layers.")
+    attention_softmax_in_fp32: bool | None = _megatron(help="Compute the softmax of attention in float32.")
     calculate_per_token_loss: bool | None = _megatron(
-        None, help="Average the loss over tokens rather than over micro batches."
+        help="Average the loss over tokens rather than over micro batches."
     )
-    use_rotary_position_embeddings: bool | None = _megatron(None, help="Use rotary position embeddings in the model.")
+    use_rotary_position_embeddings: bool | None = _megatron(help="Use rotary position embeddings in the model.")
     use_custom_fsdp: bool = _megatron(False, help="Use Megatron-LM's own fully sharded data parallelism.")
     no_load_optim: bool = _megatron(False, help="Do not load optimizer states from a checkpoint.")
     no_save_optim: bool = _megatron(False, help="Do not save optimizer states in a checkpoint.")

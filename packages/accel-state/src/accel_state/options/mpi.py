@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .declaration import GIVEN, MORE_THAN_ONE, OptionGroup, option
 
@@ -15,17 +14,15 @@ _mpirun = functools.partial(option, section="mpirun_config", prefix="mpirun_", e
 class MpiOptions(OptionGroup):
     """mpirun of OpenMPI, Intel MPI (Hydra), MPICH or MVAPICH, depending on which is installed."""
 
-    title: ClassVar[str] = "MPI"
+    title = "MPI"
 
     hostfile: str | None = _mpirun(
-        None,
         metavar="FILE",
         help="Start the processes with mpirun on the machines listed in this file, one per line.",
         question="Path of a hostfile, to start the processes with mpirun (leave it empty not to use mpirun)?",
         asked_when={"cpu": (True,), "num_machines": (MORE_THAN_ONE,)},
     )
     ccl: int | None = _mpirun(
-        None,
         minimum=1,
         env="CCL_WORKER_COUNT",
         exported=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from .declaration import MORE_THAN_ONE, OptionGroup, option
 
@@ -22,11 +21,9 @@ _axis = functools.partial(
 class ParallelismOptions(OptionGroup):
     """Sizes of the mesh axes; their product is the number of processes."""
 
-    title: ClassVar[str] = "mesh"
-    description: ClassVar[str] = (
-        "Used with --use_parallelism_config. The product of the sizes must be the number of processes."
-    )
-    enabled_by: ClassVar[tuple[str, Any] | None] = ("use_parallelism_config", True)
+    title = "mesh"
+    description = "Used with --use_parallelism_config. The product of the sizes must be the number of processes."
+    enabled_by = ("use_parallelism_config", True)
 
     dp_replicate_size: int = _axis(
         1,
@@ -65,9 +62,7 @@ class ParallelismOptions(OptionGroup):
         1, minimum=1, help="Number of processes that attention heads are split over (Ulysses sequence parallelism)."
     )
     sp_backend: str = _axis("deepspeed", choices=("deepspeed",), help="Implementation of sequence parallelism.")
-    sp_seq_length: int | None = _axis(
-        None, minimum=1, help="Sequence length in tokens, if it is the same for all batches."
-    )
+    sp_seq_length: int | None = _axis(minimum=1, help="Sequence length in tokens, if it is the same for all batches.")
     sp_seq_length_is_variable: bool = _axis(True, help="Whether the sequence length differs between batches.")
     sp_attn_implementation: str = _axis(
         "sdpa", metavar="NAME", help="Attention implementation under sequence parallelism."

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..env import str_to_bool
@@ -24,7 +24,7 @@ _KIND_NAMES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ValueSpec:
     """The values that an option accepts.
 
@@ -38,11 +38,11 @@ class ValueSpec:
     """
 
     kind: type
-    choices: tuple[str, ...] | None
-    synonyms: Mapping[str, str]
-    minimum: float | None
-    maximum: float | None
-    parser: Callable[[str], Any] | None
+    choices: tuple[str, ...] | None = None
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    minimum: float | None = None
+    maximum: float | None = None
+    parser: Callable[[str], Any] | None = None
 
     def allowed(self) -> str:
         """Describe the accepted values, for messages."""

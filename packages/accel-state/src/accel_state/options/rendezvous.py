@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .declaration import MORE_THAN_ONE, OptionGroup, option
 
@@ -45,8 +44,8 @@ def parse_assignments(text: str) -> str:
 class RendezvousOptions(OptionGroup):
     """Rendezvous, restarts and log files."""
 
-    title: ClassVar[str] = "several processes"
-    description: ClassVar[str] = "Used when more than one process is started."
+    title = "several processes"
+    description = "Used when more than one process is started."
 
     machine_rank: int = option(
         0,
@@ -57,14 +56,12 @@ class RendezvousOptions(OptionGroup):
         asked_when=_SEVERAL_MACHINES,
     )
     main_process_ip: str | None = option(
-        None,
         metavar="HOST",
         help="Address or host name of the machine with rank 0.",
         question="What is the IP address of the machine that will host the main process?",
         asked_when=_SEVERAL_MACHINES,
     )
     main_process_port: int | None = option(
-        None,
         minimum=0,
         maximum=65535,
         metavar="PORT",
@@ -107,7 +104,6 @@ class RendezvousOptions(OptionGroup):
         "prepended to each line. 1 stdout, 2 stderr, 3 both; or by local rank, such as 0:3,1:2.",
     )
     log_dir: str | None = option(
-        None,
         metavar="DIR",
         help="Directory for the files of --tee and the error reports of failed ranks, with a subdirectory for each "
         "start and rank. Left out, the files are deleted at the end.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .declaration import OptionGroup, option
 from .run_type import PARALLEL_TYPES
@@ -13,10 +12,9 @@ from .run_type import PARALLEL_TYPES
 class ResourceOptions(OptionGroup):
     """Numbers of processes, machines and threads."""
 
-    title: ClassVar[str] = "resources"
+    title = "resources"
 
     num_processes: int | None = option(
-        None,
         minimum=1,
         help="Total number of processes on all machines. Left out: one per visible GPU, or one per machine if there is "
         "no GPU or --cpu is given.",
@@ -31,7 +29,6 @@ class ResourceOptions(OptionGroup):
         asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA", "DATA_PARALLEL", "MODEL_PARALLEL")},
     )
     num_cpu_threads_per_process: int | None = option(
-        None,
         minimum=1,
         env="OMP_NUM_THREADS",
         exported=True,

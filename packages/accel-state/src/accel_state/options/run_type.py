@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from .declaration import OptionGroup, option
@@ -18,10 +17,8 @@ CLOUD_TYPES = tuple(SageMakerDistributedType.list())
 class RunOptions(OptionGroup):
     """The type of run."""
 
-    title: ClassVar[str] = "type of run"
-    description: ClassVar[str] = (
-        "Usually set by a configuration file. Left out, it is derived from the other options and the machine."
-    )
+    title = "type of run"
+    description = "Usually set by a configuration file. Left out, it is derived from the other options and the machine."
 
     compute_environment: str = option(
         ComputeEnvironment.LOCAL_MACHINE.value,
@@ -32,7 +29,6 @@ class RunOptions(OptionGroup):
         question="In which compute environment are you running?",
     )
     distributed_type: str | None = option(
-        None,
         choices=(*LOCAL_TYPES, *(name for name in CLOUD_TYPES if name not in LOCAL_TYPES)),
         synonyms={"TPU": "XLA", "MPS": "NO"},
         metavar="TYPE",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from .declaration import OptionGroup, option
 
@@ -16,12 +16,11 @@ _sagemaker = functools.partial(option, env_prefix="ACCELERATE_SAGEMAKER_")
 class SageMakerOptions(OptionGroup):
     """A SageMaker training job. The keys are those of files with ``compute_environment: AMAZON_SAGEMAKER``."""
 
-    title: ClassVar[str] = "AWS"
-    description: ClassVar[str] = "Used with compute_environment AMAZON_SAGEMAKER."
-    enabled_by: ClassVar[tuple[str, Any] | None] = ("compute_environment", "AMAZON_SAGEMAKER")
+    title = "AWS"
+    description = "Used with compute_environment AMAZON_SAGEMAKER."
+    enabled_by = ("compute_environment", "AMAZON_SAGEMAKER")
 
     aws_access_key_id: str | None = option(
-        None,
         env="AWS_ACCESS_KEY_ID",
         key=None,
         secret=True,
@@ -29,7 +28,6 @@ class SageMakerOptions(OptionGroup):
         help="AWS access key id; never stored in a file. Prefer a profile of the AWS configuration.",
     )
     aws_secret_access_key: str | None = option(
-        None,
         env="AWS_SECRET_ACCESS_KEY",
         key=None,
         secret=True,
@@ -37,7 +35,6 @@ class SageMakerOptions(OptionGroup):
         help="AWS secret access key; never stored in a file. Other users of the machine can see a command line.",
     )
     profile: str | None = option(
-        None,
         name="aws_profile",
         env="AWS_PROFILE",
         key="profile",
@@ -55,20 +52,17 @@ class SageMakerOptions(OptionGroup):
         question="In which AWS region should the job run?",
     )
     iam_role_name: str | None = _sagemaker(
-        None,
         metavar="ROLE",
         help="IAM role of the job, by name or ARN.",
         question="Which IAM role should the job run under (its name or ARN)?",
     )
     ec2_instance_type: str | None = _sagemaker(
-        None,
         metavar="TYPE",
         help="EC2 instance type, such as ml.p3.2xlarge; local runs the container on this machine.",
         question="On which EC2 instance type should the job run?",
         suggested="ml.p3.2xlarge",
     )
     image_uri: str | None = _sagemaker(
-        None,
         metavar="URI",
         help="Container image. Left out, the image with the versions below.",
         question="Which container image should be used (leave it empty to choose versions instead)?",
@@ -101,21 +95,18 @@ class SageMakerOptions(OptionGroup):
         asked_when=_NO_IMAGE,
     )
     inputs_file: str | None = _sagemaker(
-        None,
         name="sagemaker_inputs_file",
         metavar="FILE",
         help="Tab-separated file of input channels, with a header row; each row has a channel's name and its S3 URI.",
         question="Path of a file that lists input channels (leave it empty for none)?",
     )
     metrics_file: str | None = _sagemaker(
-        None,
         name="sagemaker_metrics_file",
         metavar="FILE",
         help="Tab-separated file of metrics, with a header row; each row has a metric's name and a regular expression.",
         question="Path of a file that lists metrics (leave it empty for none)?",
     )
     additional_args: dict[str, Any] | None = _sagemaker(  # noqa: RUF009
-        None,
         name="sagemaker_additional_args",
         key="additional_args",
         help="Additional arguments of the SageMaker Estimator, such as use_spot_instances and max_wait.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .declaration import OptionGroup, option
 
@@ -15,10 +14,9 @@ _once = functools.partial(option, key=None, env=None)
 class ScriptOptions(OptionGroup):
     """Options of a single launch, which a configuration file cannot set."""
 
-    title: ClassVar[str] = "script"
+    title = "script"
 
     config_file: str | None = option(
-        None,
         key=None,
         metavar="FILE",
         help="YAML or JSON file with values for the options below. Left out, default_config.yaml (or .json) in the "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .declaration import OptionGroup, option
 
@@ -15,8 +14,8 @@ _POD = {**_TPU, "tpu_cluster": (True,)}
 class TpuOptions(OptionGroup):
     """TPUs."""
 
-    title: ClassVar[str] = "TPU"
-    description: ClassVar[str] = "Used with --tpu, and by accel tpu-config."
+    title = "TPU"
+    description = "Used with --tpu, and by accel tpu-config."
 
     main_training_function: str = option(
         "main",
@@ -62,21 +61,15 @@ class TpuOptions(OptionGroup):
         help="Environment variable to set on the machines of a TPU pod; can be given several times.",
     )
     tpu_name: str | None = option(
-        None,
         metavar="NAME",
         help="Name of the TPU in Google Cloud.",
         question="What is the name of your TPU?",
         asked_when=_POD,
     )
     tpu_zone: str | None = option(
-        None,
-        metavar="ZONE",
-        help="Google Cloud zone of the TPU.",
-        question="In which zone is your TPU?",
-        asked_when=_POD,
+        metavar="ZONE", help="Google Cloud zone of the TPU.", question="In which zone is your TPU?", asked_when=_POD
     )
     command_file: str | None = option(
-        None,
         env="ACCELERATE_TPU_COMMAND_FILE",
         metavar="FILE",
         help="File of commands, one per line, that accel tpu-config runs on the machines of the pod.",

@@ -1,4 +1,4 @@
-"""The shared states: what this process is in the run, how it computes, and where its gradients stand."""
+"""The shared states: rank and device, precision and plugins, gradient accumulation."""
 
 from accel_state._lazy import attach
 

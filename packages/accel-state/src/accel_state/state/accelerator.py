@@ -1,4 +1,4 @@
-"""How the processes compute: precision and compilation, on top of what PartialState knows."""
+"""Precision and plugins of an Accelerator, in addition to the PartialState."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from typing import Any, ClassVar
 
 import torch
 
-from .. import env
 from ..collectives.single import Collectives
 from ..devices.base import Device
 from ..enums import DistributedType, PrecisionType
 from ..errors import ConfigurationError
+from ..options.core import CoreOptions
 from .partial import PartialState
 from .process_control import ProcessControl
 from .shared import SharedState
 
 
 class AcceleratorState(ProcessControl, SharedState):
-    """PartialState, and the choices that one Accelerator makes for its process.
+    """PartialState, and the settings of the Accelerator of this process.
 
     Args:
-        mixed_precision: "no", "fp16", "bf16" or "fp8"; None takes the launcher's choice, and "no" without one.
-        cpu: stay on the CPU even if there is an accelerator.
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; None uses the launcher's setting, or "no".
+        cpu: use the CPU even if an accelerator is available.
         dynamo_plugin: settings of torch.compile.
         deepspeed_plugin: settings of DeepSpeed, or a dictionary of them by name.
-        fsdp_plugin: settings of fully sharded data parallelism.
+        fsdp_plugin: settings of FSDP.
         torch_tp_plugin: settings of tensor parallelism.
         megatron_lm_plugin: settings of Megatron-LM.
         parallelism_config: sizes of the mesh axes.
         **kwargs: passed to PartialState.
 
     Raises:
-        ConfigurationError: the state exists already with another precision, or the precision is not known.
+        ConfigurationError: the state exists already with another precision, or the precision is unknown.
     """
 
     _slot: ClassVar[str] = "accelerator"
@@ -62,7 +62,7 @@ class AcceleratorState(ProcessControl, SharedState):
         if self.initialized:
             self._check_same(mixed_precision, cpu)
             return
-        chosen = mixed_precision if mixed_precision is not None else env.read_str("ACCELERATE_MIXED_PRECISION") or "no"
+        chosen = mixed_precision if mixed_precision is not None else CoreOptions.read("mixed_precision") or "no"
         precision = str(PrecisionType(str(chosen).lower()))
         PartialState(cpu, **kwargs)
         self._mixed_precision = precision
@@ -77,10 +77,9 @@ class AcceleratorState(ProcessControl, SharedState):
     def _check_same(self, mixed_precision: str | None, cpu: bool) -> None:
         if mixed_precision is not None and str(PrecisionType(str(mixed_precision).lower())) != self._mixed_precision:
             raise ConfigurationError(
-                f"mixed_precision={str(mixed_precision)!r} was asked for, but an Accelerator with mixed_precision="
-                f"{self._mixed_precision!r} is in use in this process. Pass the same value, or call "
-                "`accelerator.end_training()` "
-                "on that one and drop it first."
+                f"mixed_precision={str(mixed_precision)!r}, but this process already has an Accelerator with "
+                f"mixed_precision={self._mixed_precision!r}. Pass the same value, or call `accelerator.end_training()` "
+                "on that one and delete it first."
             )
         PartialState(cpu)
 
@@ -110,7 +109,7 @@ class AcceleratorState(ProcessControl, SharedState):
 
     @property
     def backend(self) -> str | None:
-        """Name of the communication back end, or None in a single process."""
+        """Name of the communication backend, or None in a single process."""
         return self._partial.backend
 
     @property
@@ -125,57 +124,56 @@ class AcceleratorState(ProcessControl, SharedState):
 
     @property
     def collectives(self) -> Collectives:
-        """The communication between processes."""
+        """The collectives of this run."""
         return self._partial.collectives
 
     @property
     def device_backend(self) -> Device:
-        """What the kind of device can do."""
+        """The operations of this type of device."""
         return self._partial.device_backend
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The kind of run; a strategy that brings its own (DeepSpeed, FSDP, ...) shows here."""
+        """The type of run: the strategy's (DEEPSPEED, FSDP, ...), or the one of the devices."""
         return self._distributed_type or self._partial.distributed_type
 
     @property
     def mixed_precision(self) -> str:
-        """The precision of computation: "no", "fp16", "bf16" or "fp8"."""
+        """The mixed precision: "no", "fp16", "bf16" or "fp8"."""
         return self._mixed_precision
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded by version 2 of FSDP."""
+        """Whether models are sharded by FSDP 2."""
         return getattr(self.fsdp_plugin, "fsdp_version", None) == 2
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed settings in use; None without DeepSpeed."""
+        """The selected DeepSpeed plugin; None without DeepSpeed."""
         plugins = self.deepspeed_plugins
         if not isinstance(plugins, dict):
             return plugins
         return next((plugin for plugin in plugins.values() if plugin.selected), None)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """The DeepSpeed settings of a name.
+        """The DeepSpeed plugin of a name.
 
         Raises:
-            ConfigurationError: there are none of that name.
+            ConfigurationError: the name is unknown.
         """
         plugins = self.deepspeed_plugins if isinstance(self.deepspeed_plugins, dict) else {}
         if name not in plugins:
             raise ConfigurationError(
-                f"there is no DeepSpeed plugin {name!r}. Known: {', '.join(plugins) or 'none'}. Pass a dictionary of "
-                "them as "
-                "deepspeed_plugins."
+                f"{name!r} is not one of the DeepSpeed plugins {', '.join(plugins) or '(none)'}. Pass a dictionary of "
+                "them as deepspeed_plugins."
             )
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Put the DeepSpeed settings of a name in force for what is prepared next.
+        """Use the DeepSpeed plugin of a name for the next call of ``prepare``.
 
         Raises:
-            ConfigurationError: there are none of that name.
+            ConfigurationError: the name is unknown.
         """
         chosen = self.get_deepspeed_plugin(str(name))
         for plugin in self.deepspeed_plugins.values():
@@ -183,16 +181,15 @@ class AcceleratorState(ProcessControl, SharedState):
         chosen.select(_from_accelerator_state=True)
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here; at once in a single process."""
         self._partial.wait_for_everyone()
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave the process group; see :meth:`PartialState.destroy_process_group`."""
+        """See :meth:`PartialState.destroy_process_group`."""
         self._partial.destroy_process_group(group)
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Forget the choices; with ``reset_partial_state`` the process's facts too."""
+        """Clear the settings; with ``reset_partial_state`` the PartialState too."""
         super()._reset_state()
         if reset_partial_state:
             PartialState._reset_state()

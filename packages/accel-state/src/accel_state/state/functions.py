@@ -1,4 +1,4 @@
-"""Free functions over the shared state."""
+"""Functions on the shared state."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from .partial import PartialState
 
 
 def wait_for_everyone() -> None:
-    """Return when every process has come here; at once in a single process."""
+    """Wait until every process has reached this call; returns at once in a single process."""
     PartialState().wait_for_everyone()

@@ -1,4 +1,4 @@
-"""Where the gradients stand: accumulating or about to be synchronised, and which loader the current batch is from."""
+"""Gradient accumulation state: whether gradients are synchronized, and the loader of the current batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .shared import SharedState
 
 
 class LoaderProgress(Protocol):
-    """What a prepared loader says of its iteration."""
+    """The progress of a prepared loader's iteration."""
 
     end_of_dataloader: bool
     remainder: int
@@ -20,7 +20,7 @@ class GradientState(SharedState):
     """Shared by the Accelerator, the prepared loaders, optimizers and schedulers.
 
     Attributes:
-        sync_gradients: whether this batch ends an accumulation window, so that gradients are synchronised and applied.
+        sync_gradients: whether this batch ends an accumulation window, so that gradients are synchronized and applied.
         plugin_kwargs: the settings of gradient accumulation.
         is_xla_gradients_synced: on XLA, whether gradients were reduced since the last optimizer step.
     """
@@ -49,9 +49,7 @@ class GradientState(SharedState):
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether schedulers count the calls that come while gradients accumulate; the learning rate does not move in
-        them.
-        """
+        """Whether schedulers count calls during accumulation, which do not change the learning rate."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property
@@ -61,7 +59,7 @@ class GradientState(SharedState):
 
     @property
     def sync_each_batch(self) -> bool:
-        """Whether gradients are synchronised in every micro batch."""
+        """Whether gradients are synchronized in every micro batch."""
         return bool(self.plugin_kwargs.get("sync_each_batch", False))
 
     @property
@@ -75,7 +73,7 @@ class GradientState(SharedState):
 
     @property
     def active_dataloader(self) -> Any:
-        """The loader that handed out the latest batch and is still being iterated, or None."""
+        """The loader of the latest batch, while it is being iterated, or None."""
         loaders = self._loaders
         while loaders:
             loader = loaders[-1]()
@@ -86,7 +84,7 @@ class GradientState(SharedState):
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """The loaders being iterated, the active one last; None stands for no loader at the bottom."""
+        """The loaders being iterated, the active one last, after an initial None."""
         return [None, *(loader for loader in (ref() for ref in self._loaders) if loader is not None)]
 
     @property
@@ -102,7 +100,7 @@ class GradientState(SharedState):
 
     @property
     def remainder(self) -> int:
-        """Samples in the last global batch that are no padding; -1 where there is nothing to leave out."""
+        """Number of samples in the last global batch without padding; -1 if nothing is padded."""
         loader = self.active_dataloader
         return -1 if loader is None else int(loader.remainder)
 
@@ -110,21 +108,19 @@ class GradientState(SharedState):
         self.sync_gradients = sync_gradients
 
     def _add_dataloader(self, dataloader: Any) -> None:
-        """A loader begins an iteration."""
+        """Add a loader that begins an iteration."""
         self._remove_dataloader(dataloader)
-        # Weak: a loader whose iteration was abandoned must not be kept alive, with its workers, by this list.
+        # Weak, so that this list does not keep an abandoned loader and its workers alive.
         self._loaders.append(weakref.ref(dataloader))
 
     def _activate(self, dataloader: Any) -> None:
-        """A loader hands out a batch. The latest to do so is the active one, so nested and interleaved loops do not
-        mix.
-        """
+        """Make the loader that yields a batch the active one, which keeps nested and interleaved loops apart."""
         loaders = self._loaders
         if not loaders or loaders[-1]() is not dataloader:
             self._add_dataloader(dataloader)
 
     def _remove_dataloader(self, dataloader: Any) -> None:
-        """A loader's iteration has ended or was abandoned."""
+        """Remove a loader whose iteration has ended or was abandoned."""
         self._loaders[:] = [ref for ref in self._loaders if ref() is not None and ref() is not dataloader]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Rank, world and device of this process."""
+"""Rank, world size and device of this process."""
 
 from __future__ import annotations
 
@@ -17,40 +17,42 @@ from ..devices.base import Device
 from ..enums import DistributedType
 from ..environments.base import Environment
 from ..errors import ConfigurationError
+from ..options.core import CoreOptions
+from ..options.hardware import HardwareOptions
 from .process_control import ProcessControl
 from .shared import SharedState
 
 
 def is_initialized() -> bool:
-    """Whether a PartialState or an Accelerator has been made in this process."""
+    """Whether a PartialState or an Accelerator has been created in this process."""
     return bool(PartialState._shared_state)
 
 
 class PartialState(ProcessControl, SharedState):
-    """What this process is in the run: its rank, the world size, its device, and how to talk to the other processes.
+    """Rank, world size, device and collectives of this process.
 
-    Every instance shares the same attributes, set when the first one is made. In a run of several processes that first
-    one also starts torch's process group, unless it is running already.
+    All instances share their attributes, which the first instance sets. In a distributed run the first instance also
+    initializes torch's process group, unless that is done already.
 
     Args:
-        cpu: stay on the CPU even if there is an accelerator.
+        cpu: use the CPU even if an accelerator is available.
         **kwargs: passed to ``torch.distributed.init_process_group`` (``backend``, ``timeout``, ``init_method``).
 
     Attributes:
         device: the device of this process.
-        distributed_type: the kind of run.
-        backend: name of the communication back end, or None in a single process.
+        distributed_type: the type of run.
+        backend: name of the communication backend, or None in a single process.
         num_processes: the world size.
         process_index: the rank.
         local_process_index: the rank among the processes of this node.
         debug: whether collectives check their inputs first.
         fork_launched: whether a notebook or debug launcher forked this process.
-        collectives: the communication between processes (a null object in a single process).
-        device_backend: what the kind of device can do.
-        environment: who started this process.
+        collectives: the collectives (a null object in a single process).
+        device_backend: the operations of this type of device.
+        environment: the launcher that started this process.
 
     Raises:
-        ConfigurationError: the environment contradicts itself, or this torch cannot communicate.
+        ConfigurationError: the environment contradicts itself, or torch is built without torch.distributed.
     """
 
     _slot: ClassVar[str] = "process"
@@ -72,29 +74,28 @@ class PartialState(ProcessControl, SharedState):
         if self.initialized:
             if cpu and self.device.type != "cpu":
                 raise ConfigurationError(
-                    f"cpu=True was asked for, but this process already works on {self.device}. Ask before anything "
-                    "else makes a "
-                    "PartialState or an Accelerator, or set ACCELERATE_USE_CPU=true (accel launch --cpu)."
+                    f"cpu=True, but this process already uses {self.device}. Pass it to the first PartialState or "
+                    "Accelerator, or set ACCELERATE_USE_CPU=true (accel launch --cpu)."
                 )
             return
         try:
             self._start(cpu, kwargs)
         except BaseException:
-            self.__dict__.clear()  # half a state would be taken for a whole one
+            self.__dict__.clear()  # an incomplete state would count as initialized
             raise
 
     def _start(self, cpu: bool, kwargs: dict[str, Any]) -> None:
         environment = environments.detect()
         forced = env.read_str("ACCELERATE_TORCH_DEVICE")
-        backend = devices.detect(cpu=cpu or env.parse_flag_from_env("ACCELERATE_USE_CPU"))
+        backend = devices.detect(cpu=cpu or CoreOptions.read("cpu"))
         self.environment = environment
         self.device_backend = backend
-        self.debug = env.parse_flag_from_env("ACCELERATE_DEBUG_MODE")
+        self.debug = CoreOptions.read("debug")
         self.fork_launched = env.parse_flag_from_env("FORK_LAUNCHED")
         self.local_process_index = environment.local_rank
         self.device = torch.device(forced) if forced else backend.device(environment.local_rank)
         self.set_device()
-        if env.parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+        if HardwareOptions.read("enable_cpu_affinity"):
             from ..numa import set_numa_affinity
 
             set_numa_affinity(self.local_process_index)
@@ -105,24 +106,21 @@ class PartialState(ProcessControl, SharedState):
 
     def _connect(self, environment: Environment, kwargs: dict[str, Any]) -> None:
         name = self.device_backend.collectives
-        adopted = dist.is_available() and dist.is_initialized()
-        if name == "torch" and not adopted:
-            if environment.world_size == 1:
-                name = "single"
-            else:
-                self._init_process_group(environment, dict(kwargs))
-        self.backend = dist.get_backend() if name == "torch" else None if name == "single" else name
-        if name == "torch":
-            self.collectives = COLLECTIVES.load(name)(self._communication_device())  # type: ignore[call-arg]
-            _close_at_exit()
-        elif name == "single":
-            self.collectives = Collectives()
-        else:
+        if name != "torch":
+            self.backend = name
             self.collectives = COLLECTIVES.load(name)(self.device)  # type: ignore[call-arg]
-
-    def _communication_device(self) -> torch.device:
-        # gloo and mpi move host memory, whatever the device that computes.
-        return torch.device("cpu") if dist.get_backend() in ("gloo", "mpi") else self.device
+            return
+        if not (dist.is_available() and dist.is_initialized()):
+            if environment.world_size == 1:
+                self.backend, self.collectives = None, Collectives()
+                return
+            self._init_process_group(environment, dict(kwargs))
+        self.backend = dist.get_backend()
+        # gloo and mpi communicate through host memory, whatever the compute device.
+        through = torch.device("cpu") if self.backend in ("gloo", "mpi") else self.device
+        self.collectives = COLLECTIVES.load(name)(through)  # type: ignore[call-arg]
+        atexit.unregister(_destroy_at_exit)
+        atexit.register(_destroy_at_exit)
 
     def _init_process_group(self, environment: Environment, kwargs: dict[str, Any]) -> None:
         if not dist.is_available():
@@ -133,8 +131,8 @@ class PartialState(ProcessControl, SharedState):
         kwargs.setdefault("backend", self.device_backend.collective_backend)
         if isinstance(kwargs.get("timeout"), (int, float)):
             kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
-        if "init_method" not in kwargs and not _meets_by_variables():
-            kwargs["init_method"] = _meeting_place(environment)
+        if "init_method" not in kwargs and not _has_torch_variables():
+            kwargs["init_method"] = _init_method(environment)
         if kwargs.get("init_method"):
             kwargs.update(rank=environment.rank, world_size=environment.world_size)
         kwargs.update(self.device_backend.process_group_options(self.device))
@@ -142,26 +140,26 @@ class PartialState(ProcessControl, SharedState):
 
     @property
     def default_device(self) -> torch.device:
-        """The device that a single process would use here."""
+        """The device that a single process would use on this machine."""
         return self.device_backend.device(0)
 
     def set_device(self) -> None:
-        """Make this process's device the current one of its kind, so that unqualified allocations land on it."""
+        """Make this process's device the current one, so that allocations without an index use it."""
         self.device_backend.set_current(self.device)
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here; at once in a single process.
+        """Wait until every process has reached this call; returns at once in a single process.
 
         Raises:
-            CollectiveTimeoutError: some rank did not come; the message says which, and where the others wait.
+            CollectiveTimeoutError: a rank did not arrive; the message says which, and where the others wait.
         """
         self.collectives.barrier()
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave the process group.
+        """Destroy a process group.
 
         Args:
-            group: only this group; by default everything.
+            group: the group; by default all groups.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -174,7 +172,6 @@ class PartialState(ProcessControl, SharedState):
         return self._describe(self.distributed_type)
 
     def _describe(self, distributed_type: DistributedType) -> str:
-        """The facts in words, with a kind of run that is more than what the devices say."""
         return (
             f"Distributed environment: {distributed_type}{f'  Backend: {self.backend}' if self.backend else ''}\n"
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
@@ -182,36 +179,30 @@ class PartialState(ProcessControl, SharedState):
         )
 
 
-def _meets_by_variables() -> bool:
-    """Whether torch finds everything it needs in the environment (torchrun, or a user who set it)."""
+def _has_torch_variables() -> bool:
+    """Whether the variables of torch's ``env://`` initialization are set."""
     return all(env.read_str(key) is not None for key in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
 
 
-def _meeting_place(environment: Environment) -> str:
-    """The address where the ranks of a launcher that does not speak torch's variables meet.
+def _init_method(environment: Environment) -> str:
+    """The rendezvous address, for launchers that do not set torch's variables.
 
     Raises:
-        ConfigurationError: the launcher did not say where rank 0 is, and it cannot be derived.
+        ConfigurationError: the launcher did not set the address of rank 0, and it cannot be derived.
     """
     if environment.main_address is None or environment.main_port is None:
         raise ConfigurationError(
-            f"{environment.name} started {environment.world_size} processes, but did not say where rank 0 is. Set "
-            "MASTER_ADDR to its "
-            "host name and MASTER_PORT to a free port on it, on every process."
+            f"{environment.name} started {environment.world_size} processes, but the address of rank 0 is unknown. Set "
+            "MASTER_ADDR to its host name and MASTER_PORT to a free port on it, on every process."
         )
     return f"tcp://{environment.main_address}:{environment.main_port}"
 
 
-def _close_at_exit() -> None:
-    atexit.unregister(_leave_group)
-    atexit.register(_leave_group)
+def _destroy_at_exit() -> None:
+    """Destroy the process group before the interpreter exits.
 
-
-def _leave_group() -> None:
-    """Destroy the process group before the interpreter goes.
-
-    gloo's worker threads otherwise race with the end of the interpreter, and about one run in five aborts after all its
-    work is done. Models that DDP wrapped hold the group too, so they are collected first.
+    Otherwise gloo's threads race with the shutdown of the interpreter, which aborts about one run in five. Models
+    wrapped by DDP reference the group, so they are collected first.
     """
     if dist.is_available() and dist.is_initialized():
         gc.collect()

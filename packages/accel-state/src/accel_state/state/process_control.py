@@ -1,4 +1,4 @@
-"""Doing something on one process, in order, or with a share of the data each."""
+"""Running code on one process, in order, or with a share of the inputs per process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def skipped(function: Callable[..., Any]) -> Callable[..., None]:
-    """A function of the same name and documentation that does nothing."""
+    """A function with the same name and docstring that does nothing."""
 
     @wraps(function)
     def skip(*args: Any, **kwargs: Any) -> None:
@@ -27,7 +27,7 @@ def skipped(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 class ProcessControl:
-    """Everything that follows from a rank and a world size; PartialState, AcceleratorState and Accelerator share it."""
+    """Methods derived from rank and world size, shared by PartialState, AcceleratorState and Accelerator."""
 
     if TYPE_CHECKING:
         # Attributes in some of the classes, properties in others.
@@ -39,7 +39,7 @@ class ProcessControl:
         def local_process_index(self) -> int: ...
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here; at once in a single process."""
+        """Wait until every process has reached this call; returns at once in a single process."""
         raise NotImplementedError
 
     @property
@@ -78,7 +78,7 @@ class ProcessControl:
         """Decorator: run the function on one rank only; elsewhere it returns None.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: the rank does not exist.
         """
         _check_index("process_index", process_index, self.num_processes)
         return self._only_if(self.process_index == process_index, function)
@@ -87,7 +87,7 @@ class ProcessControl:
         """Decorator: run the function on one local rank of each node only; elsewhere it returns None.
 
         Raises:
-            ValueError: there is no such local rank.
+            ValueError: the local rank does not exist.
         """
         _check_index("local_process_index", local_process_index, self.num_processes)
         return self._only_if(self.local_process_index == local_process_index, function)
@@ -101,13 +101,13 @@ class ProcessControl:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Let rank 0 through the block before all others, for example to fill a cache that the others then read."""
+        """Run the block on rank 0 before all other ranks, for example to fill a cache that they read."""
         with self._goes_first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Let the first process of each node through the block before the others."""
+        """Run the block on the first process of each node before the others."""
         with self._goes_first(self.is_local_main_process):
             yield
 
@@ -118,7 +118,7 @@ class ProcessControl:
         try:
             yield
         finally:
-            # Also after an error: the others would wait for ever, and hide the traceback that explains it.
+            # Also after an error: otherwise all other ranks wait until the timeout, which hides the traceback.
             if first:
                 self.wait_for_everyone()
 
@@ -127,27 +127,26 @@ class ProcessControl:
         """Give each process its share of the inputs.
 
         Args:
-            inputs: a list, tuple, tensor, array or data set; or a dictionary (or named tuple) of those, all of one
-                length.
-            apply_padding: repeat the last input where a process has one fewer than the others, so that results can be
-                gathered; remove what the gathered results have too many.
+            inputs: a list, tuple, tensor, array or data set; or a dictionary or named tuple of those, of equal lengths.
+            apply_padding: repeat the last input on processes with one input fewer, so that results can be gathered;
+                the caller removes the duplicates.
 
         Yields:
-            A contiguous share. Without padding the shares are an exact partition in the order of ranks, the first ones
-            longer by one where the length does not divide evenly.
+            A contiguous share, in rank order. Without padding the shares are a partition of the inputs; the first ranks
+            have one input more if the length is not a multiple of the world size.
 
         Raises:
             TypeError: the inputs cannot be split.
-            ValueError: the members of a dictionary differ in length, or there is nothing to pad with.
+            ValueError: the members of a dictionary differ in length, or the inputs to pad are empty.
         """
         yield share_of(inputs, self.process_index, self.num_processes, apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, once a node (on the local main process)."""
+        """Call `print` once per node (on the local main process)."""
         if self.is_local_main_process:
             print(*args, **kwargs)
 
 
 def _check_index(name: str, index: int | None, count: int) -> None:
     if index is None or not 0 <= index < count:
-        raise ValueError(f"{name}={index!r} is not a process of this run. Allowed: 0 to {count - 1}.")
+        raise ValueError(f"{name}={index!r} is not a rank of this run. Allowed: 0 to {count - 1}.")

@@ -1,4 +1,4 @@
-"""The base of the shared states: all instances of a class hold the same attributes."""
+"""The base of the shared states: all instances of a class have the same attributes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .. import context
 
 
 class _SharedStateType(type):
-    """Gives each class `_shared_state`: libraries look at it to see whether a state exists without creating one."""
+    """Adds `_shared_state` to each class, which libraries read to see whether a state exists without creating one."""
 
     @property
     def _shared_state(cls) -> dict[str, Any]:
@@ -17,7 +17,7 @@ class _SharedStateType(type):
 
 
 class SharedState(metaclass=_SharedStateType):
-    """Attributes live in the current :class:`~accel_state.context.Context`, not in the instance."""
+    """Attributes are stored in the current :class:`~accel_state.context.Context`, not in the instance."""
 
     _slot: ClassVar[str]
 
@@ -31,5 +31,5 @@ class SharedState(metaclass=_SharedStateType):
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget everything; the next instance starts anew."""
+        """Clear the attributes; the next instance initializes them again."""
         getattr(context.current(), cls._slot).clear()

@@ -1,0 +1,18 @@
+"""Every private name of torch that accel-state uses still exists."""
+
+from __future__ import annotations
+
+from accel_state import _torch_compat
+from accel_state.testing import run_world
+
+
+def _write_and_read() -> list[str]:
+    import torch.distributed as dist
+
+    store = _torch_compat.default_store()
+    store.set(f"rank {dist.get_rank()}", "here")
+    return [store.get(f"rank {rank}").decode() for rank in range(dist.get_world_size())]
+
+
+def test_the_default_store_is_shared_by_all_ranks() -> None:
+    assert run_world(_write_and_read, 2) == [["here", "here"]] * 2
