@@ -55,7 +55,7 @@ def _installed(module: str, title: str) -> Callable[[], bool]:
 
 
 is_aim_available = _installed("aim", "Aim")
-is_amdsmi_available = _installed("amdsmi", "AMD's management library")
+is_amdsmi_available = _installed("amdsmi", "amdsmi")
 is_boto3_available = _installed("boto3", "boto3")
 is_clearml_available = _installed("clearml", "ClearML")
 is_comet_ml_available = _installed("comet_ml", "Comet")
@@ -68,7 +68,7 @@ is_mlflow_available = _installed("mlflow", "MLflow (or mlflow-skinny)")
 is_msamp_available = _installed("msamp", "MS-AMP")
 is_pandas_available = _installed("pandas", "pandas")
 is_peft_available = _installed("peft", "PEFT")
-is_pynvml_available = _installed("pynvml", "NVIDIA's management library (nvidia-ml-py)")
+is_pynvml_available = _installed("pynvml", "pynvml")
 is_pytest_available = _installed("pytest", "pytest")
 is_rich_available = _installed("rich", "Rich")
 is_sagemaker_available = _installed("sagemaker", "the SageMaker SDK")
