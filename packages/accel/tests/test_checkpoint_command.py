@@ -75,7 +75,7 @@ def test_list_as_json(folder: Path, capsys: pytest.CaptureFixture[str], monkeypa
 def test_verify_names_every_damaged_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = folder / "checkpoint_1"
     assert main(["checkpoint", "verify", str(state)]) == 0
-    assert "6 files are as they were written" in capsys.readouterr().out
+    assert "all 6 files are intact" in capsys.readouterr().out
     content = bytearray((state / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (state / "model.safetensors").write_bytes(content)
@@ -125,7 +125,7 @@ def test_no_torch_is_loaded(folder: Path) -> None:
 def test_folders_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for action in ("list", "verify"):
         assert main(["checkpoint", action, str(tmp_path / "none")]) == 2
-        assert "is no folder" in capsys.readouterr().err
+        assert "is not a directory" in capsys.readouterr().err
     assert main(["checkpoint", "list", str(tmp_path)]) == 2
-    assert "there is no checkpoint in" in capsys.readouterr().err
+    assert "has no checkpoint" in capsys.readouterr().err
     assert main(["checkpoint", "list", "--json", str(tmp_path)]) == 0 and json.loads(capsys.readouterr().out) == []

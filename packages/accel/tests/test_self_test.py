@@ -100,10 +100,10 @@ def failures(accelerator: Accelerator, check) -> list[str]:
 @pytest.mark.parametrize(
     ("world", "says"),
     [
-        (broken_gradients, "are off by"),
+        (broken_gradients, "the weights differ by"),
         (changed_weights, "weights after load_state"),
         (lost_samples, "samples of epoch 0"),
-        (main_process_last, "let rank 1 in before rank 0"),
+        (main_process_last, "let rank 1 enter before rank 0"),
     ],
 )
 def test_what_is_wrong_is_found(world, says) -> None:

@@ -57,21 +57,13 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class TracedPipeline:
-    """The traces of the ranks of one pipeline.
+    """The traces of the ranks of one pipeline."""
 
-    Attributes:
-        position: the pipeline rank of the requested rank.
-        ranks: the global ranks, in stage order.
-        stages: the indices of the stages of each rank.
-        blocks: the blocks of each stage.
-        traces: what each rank holds and sends.
-    """
-
-    position: int
-    ranks: tuple[int, ...]
-    stages: tuple[tuple[int, ...], ...]
-    blocks: tuple[range, ...]
-    traces: tuple[RankTrace, ...]
+    position: int  # of the requested rank in the pipeline
+    ranks: tuple[int, ...]  # the global ranks, in stage order
+    stages: tuple[tuple[int, ...], ...]  # the indices of each rank's stages
+    blocks: tuple[range, ...]  # of each stage
+    traces: tuple[RankTrace, ...]  # of each rank
 
     def plan(self, settings: PipelineParallelConfig, samples: int, totals: list[int]) -> PipelinePlan:
         """The plan of the pipeline, given the bytes that each rank holds."""

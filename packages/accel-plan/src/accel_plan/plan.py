@@ -22,32 +22,18 @@ DEFAULT_SEQ_LENGTH = 2048
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan.
+    """What to plan; the options of ``accel plan``."""
 
-    Attributes:
-        settings: the resolved launcher options.
-        model: a built-in model, a ``config.json``, a directory, or a repository on the Hub.
-        rank: the rank to show.
-        batch_size: the loader's batch size.
-        seq_length: tokens per sample; None takes 2,048, or the model's maximum if it is smaller.
-        optimizer: one of ``OPTIMIZER_COPIES``.
-        split_batches: whether the loader's batch is divided over the ranks.
-        all_blocks: trace all of many equal blocks rather than three.
-        trust_remote_code: run model code from the model's repository.
-        schedule: pipeline schedule; None takes the default of PipelineParallelConfig, also for the next two.
-        num_microbatches: number of parts of each rank's batch in a pipeline.
-        stages_per_rank: pipeline stages per rank.
-    """
-
-    settings: Resolution
+    settings: Resolution  # the resolved options of accel launch
     model: str
     rank: int = 0
-    batch_size: int = 1
-    seq_length: int | None = None
+    batch_size: int = 1  # of the loader
+    seq_length: int | None = None  # None: 2,048, or the model's maximum if it is smaller
     optimizer: str = "adamw"
     split_batches: bool = False
     all_blocks: bool = False
     trust_remote_code: bool = False
+    # Of a pipeline; None: the default of PipelineParallelConfig.
     schedule: str | None = None
     num_microbatches: int | None = None
     stages_per_rank: int | None = None

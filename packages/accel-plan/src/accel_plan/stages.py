@@ -30,41 +30,26 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The memory of one rank's stages while a schedule runs them.
+    """The peak memory of one rank's stages while a schedule runs them, in bytes."""
 
-    Attributes:
-        activations: peak bytes by the number of micro batches in flight, from 1.
-        gathered: peak bytes of gathered parameters and their unsharded gradients.
-        output: what the first stage sends; None on ranks without it.
-    """
-
-    activations: tuple[int, ...]
-    gathered: int
-    output: TensorSpec | None
+    activations: tuple[int, ...]  # by the number of micro batches in flight, from 1
+    gathered: int  # gathered parameters and their unsharded gradients
+    output: TensorSpec | None  # what the first stage sends; None on ranks without it
 
 
 @dataclass
 class StageMonitor:
-    """Measures the stages of one rank while a schedule runs them.
+    """Measures the stages of one rank while a schedule runs them."""
 
-    Attributes:
-        received: what a stage receives from the previous one; not needed by the first stage.
-        output: what the first stage sends; None on ranks without it.
-        recorder: of the running pass.
-        model: the prepared model, during a pass.
-        example: a micro batch: the input of the first stage, and the inputs of all stages.
-        in_flight: micro batches of this rank's stages between their forward and their backward pass.
-        activations: peak bytes before a backward pass, by ``in_flight``.
-        gathered: peak bytes of gathered parameters and their unsharded gradients.
-    """
-
-    received: TensorSpec | None = None
+    received: TensorSpec | None = None  # from the previous stage
     output: TensorSpec | None = None
+    # Set during a pass:
     recorder: Recorder | None = None
     model: nn.Module | None = None
+    # A micro batch: the input of the first stage, and the inputs of all stages.
     example: tuple[torch.Tensor, dict[str, torch.Tensor]] = None  # type: ignore[assignment]
-    in_flight: int = 0
-    activations: dict[int, int] = field(default_factory=dict)
+    in_flight: int = 0  # micro batches between their forward and their backward pass
+    activations: dict[int, int] = field(default_factory=dict)  # peak bytes by in_flight
     gathered: int = 0
 
     def measure(self, before_backward: bool) -> None:

@@ -51,62 +51,35 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank holds and sends, in bytes except for ``values`` and ``trained``.
+    """What one rank holds and sends, in bytes except for ``values`` and ``trained``."""
 
-    Attributes:
-        values: number of parameter elements in the full model.
-        trained: those of them that are trained.
-        weights: this rank's parameters between steps.
-        gradients: its gradients at an optimizer step.
-        activations: what is alive between forward and backward, except parameters.
-        largest_unit: the largest set of parameters that this rank gathers at once.
-        traffic: the communication of an optimizer step.
-        stages: the memory of pipeline stages.
-    """
-
-    values: int
-    trained: int
+    values: int  # number of parameter elements in the full model
+    trained: int  # those of them that are trained
     weights: int
     gradients: int
-    activations: int
-    largest_unit: int
-    traffic: tuple[Traffic, ...]
-    stages: StageMemory | None = None
+    activations: int  # alive between forward and backward, except parameters
+    largest_unit: int  # the largest set of parameters that is gathered at once
+    traffic: tuple[Traffic, ...]  # of an optimizer step
+    stages: StageMemory | None = None  # with a pipeline
 
 
 @dataclass(frozen=True)
 class TraceTask:
-    """What to trace.
+    """What to trace."""
 
-    Attributes:
-        config: the Transformers configuration of the model.
-        rank: the simulated rank.
-        world_size: number of ranks.
-        local_world_size: ranks per node.
-        variables: the environment variables that the launcher would set.
-        axes: the mesh.
-        batch_size: the loader's batch size.
-        seq_length: tokens per sample.
-        split_batches: whether the loader's batch is divided over the ranks.
-        trust_remote_code: run model code from the model's repository.
-        dtype: the dtype of the weights, if it is not float32.
-        pipeline: settings of the pipeline.
-        received: what a later pipeline stage receives from the previous one.
-    """
-
-    config: Any
+    config: Any  # the Transformers configuration of the model
     rank: int
     world_size: int
     local_world_size: int
-    variables: Mapping[str, str]
+    variables: Mapping[str, str]  # the environment variables that the launcher would set
     axes: Axes
-    batch_size: int
+    batch_size: int  # of the loader
     seq_length: int
     split_batches: bool = False
     trust_remote_code: bool = False
-    dtype: str | None = None
+    dtype: str | None = None  # of the weights, if not float32
     pipeline: PipelineParallelConfig | None = None
-    received: TensorSpec | None = None
+    received: TensorSpec | None = None  # by a later pipeline stage, from the previous one
 
 
 def trace(task: TraceTask) -> tuple[RankTrace, RankBatch]:

@@ -55,9 +55,6 @@ def fill_auto(config: dict[str, Any], facts: PreparedFacts, name: str, is_train_
     Raises:
         ConfigurationError: a value cannot be determined, or contradicts another; the message names both.
     """
-    for path, value in facts.more.items():
-        if get_value(config, path) == AUTO:
-            set_value(config, path, value)
     _check_dummies(config, facts, name)
     _fill_batch_sizes(config, facts, name, is_train_batch_min)
     if config.get("gradient_clipping") in (None, AUTO):

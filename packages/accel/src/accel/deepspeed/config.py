@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from accel_state.errors import ConfigurationError
@@ -24,33 +24,20 @@ from .validation import check_section_types
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedFacts:
-    """What ``DeepSpeedPlugin.resolve`` derives "auto" values from.
-
-    Attributes:
-        world_size: number of processes.
-        mixed_precision: "no", "fp16", "bf16" or "fp8".
-        micro_batch_sizes: samples per process and batch of each loader prepared with the model; None for a loader
-            without a batch size.
-        known_micro_batch_size: the same for what was prepared earlier; used for a model without a loader.
-        gradient_accumulation_steps: the Accelerator's value.
-        model: the model; only its ``config`` is read, for the hidden size.
-        optimizer: the optimizer passed to ``prepare``, a DummyOptim, or None for a model that is not trained.
-        scheduler: the scheduler passed to ``prepare``, a DummyScheduler, or None.
-        scheduler_steps_per_step: scheduler steps per optimizer step in the script; the step counts of a DummyScheduler
-            are divided by it.
-        more: further values for "auto", by dotted path in the DeepSpeed configuration.
-    """
+    """What ``DeepSpeedPlugin.resolve`` derives "auto" values from."""
 
     world_size: int
     mixed_precision: str = "no"
+    # Samples per process and batch of each loader prepared with the model; None for a loader without a batch size.
     micro_batch_sizes: tuple[int | None, ...] = ()
+    # The same for what was prepared earlier; used for a model without a loader.
     known_micro_batch_size: int | None = None
-    gradient_accumulation_steps: int = 1
-    model: Any = None
-    optimizer: Any = None
+    gradient_accumulation_steps: int = 1  # the Accelerator's
+    model: Any = None  # only its config is read, for the hidden size
+    optimizer: Any = None  # as passed to prepare; None for a model that is not trained
     scheduler: Any = None
+    # Scheduler steps per optimizer step in the script; the step counts of a DummyScheduler are divided by it.
     scheduler_steps_per_step: int = 1
-    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 # Plugin fields whose launcher option has another name.
@@ -184,47 +171,32 @@ def apply_mixed_precision(config: dict[str, Any], mixed_precision: str, name: st
 
 
 class FilledValues:
-    """Remembers which "auto" or missing values were filled in, so that the next model can have them filled in anew."""
+    """Remembers a configuration before "auto" values were filled in, so that the next model has them filled in anew."""
 
     def __init__(self) -> None:
-        # By path: the value before (MISSING or "auto"), and the one filled in (MISSING if it was removed).
-        self._filled: dict[str, tuple[Any, Any]] = {}
         self._original: Mapping[str, Any] = {}
+        self._filled: Mapping[str, Any] = {}
 
     def revert(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy with the filled values taken out again, except those that have been changed since."""
-        reverted: dict[str, Any] = copy_config(config)
-        for path, (before, after) in self._filled.items():
-            if get_value(config, path, MISSING) != after:
-                continue
-            if before is not MISSING:
-                set_value(reverted, path, copy_config(before))
-                continue
-            delete_value(reverted, path)
-            section = path.rpartition(".")[0]
-            while (
-                section
-                and get_value(reverted, section) == {}
-                and get_value(self._original, section, MISSING) is MISSING
-            ):
-                delete_value(reverted, section)
-                section = section.rpartition(".")[0]
+        """The configuration before values were filled in, with all changes that were made since."""
+        reverted: dict[str, Any] = copy_config(self._original)
+        for path in dict.fromkeys((*leaf_paths(self._filled), *leaf_paths(config))):
+            value = get_value(config, path, MISSING)
+            if value is MISSING:
+                delete_value(reverted, path)
+            elif value != get_value(self._filled, path, MISSING):
+                set_value(reverted, path, copy_config(value))
         return reverted
 
     def fill(self, config: dict[str, Any], original: Mapping[str, Any], resolved: Mapping[str, Any]) -> None:
-        """Copy what differs between ``original`` and ``resolved`` to ``config``, in place."""
-        self._original, self._filled = original, {}
-        for path in dict.fromkeys((*leaf_paths(original), *leaf_paths(resolved))):
-            before, after = get_value(original, path, MISSING), get_value(resolved, path, MISSING)
-            if before == after:
-                continue
-            if after is not MISSING:
-                set_value(config, path, copy_config(after))
-            elif before == AUTO and path.split(".")[0] in resolved:
+        """Replace the values of ``config`` by those of ``resolved``, in place."""
+        for path in leaf_paths(resolved):
+            set_value(config, path, copy_config(get_value(resolved, path)))
+        for path in leaf_paths(original):
+            # A whole section can be missing for this model only, such as the "optimizer" if it is not trained.
+            if get_value(resolved, path, MISSING) is MISSING and path.split(".")[0] in resolved:
                 delete_value(config, path)
-            else:
-                continue  # left out for this model only, such as the "optimizer" of a model that is not trained
-            self._filled[path] = before, after
+        self._original, self._filled = original, copy_config(config)
 
 
 def fill_or_compare(

@@ -20,11 +20,13 @@ def get_value(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
 
 
 def set_value(config: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a path, creating missing sections."""
+    """Set the value at a path, creating sections that are missing or null."""
     *sections, key = path.split(".")
     node = config
     for section in sections:
-        node = node.setdefault(section, {})
+        if node.get(section) is None:
+            node[section] = {}
+        node = node[section]
     node[key] = value
 
 

@@ -1,1 +1,1 @@
-"""``accel test``: a short real run on this machine's processes, compared with plain PyTorch."""
+"""``accel test``: a short training run on the configured processes, compared with plain PyTorch."""

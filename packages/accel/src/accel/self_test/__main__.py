@@ -1,4 +1,4 @@
-"""What every process of ``accel test`` runs."""
+"""The program that every process of ``accel test`` runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .checks import CHECKS
 
 
 def main() -> None:
-    """Run every check. The first one that fails ends the run with its traceback."""
+    """Run every check; the first failure ends the run with its traceback."""
     accelerator = Accelerator()
     accelerator.print(f"{accelerator.num_processes} process(es), {accelerator.distributed_type}, {accelerator.device}")
     for name, check in CHECKS.items():

@@ -1,4 +1,4 @@
-"""The command ``accel test``. Imports no torch: the processes that it starts do."""
+"""The command ``accel test``. Does not import torch; the processes that it launches do."""
 
 from __future__ import annotations
 
@@ -11,34 +11,28 @@ from accel_launch.parser import ConfigParser
 
 
 def run(argv: list[str]) -> int:
-    """Launch the self-test as the configuration says, and return its exit code.
-
-    Raises:
-        ConfigurationError: an option is not known.
-    """
+    """Launch the self-test with the given configuration, and return its exit code."""
     arguments, options = build_parser().parse_known_args(argv)
-    words = ["--config_file", arguments.config_file] if arguments.config_file else []
-    # The launcher runs in a process of its own, since for a single process it becomes the script.
-    code = subprocess.call(python_command("-m", "accel_launch", "launch", *words, *options, "-m", "accel.self_test"))
+    config = ["--config_file", arguments.config_file] if arguments.config_file else []
+    # A subprocess, because for a single process the launcher replaces itself by the script.
+    code = subprocess.call(python_command("-m", "accel_launch", "launch", *config, *options, "-m", "accel.self_test"))
     if code == 0:
         print("The self-test passed: this machine is ready to train with this configuration.")
     return code if code >= 0 else 128 - code
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; everything that it does not know goes to ``accel launch``."""
+    """The parser; unknown options are passed to ``accel launch``."""
     parser = ConfigParser(
         prog="accel test",
         usage="accel test [--config_file FILE] [options of accel launch]",
-        description="Run collectives, loaders, a training and a checkpoint on the processes that the configuration "
-        "asks for, and compare "
-        "the results with those of plain PyTorch in one process.",
+        description="Run collectives, data loaders, training and a checkpoint on the configured processes, and compare "
+        "the results with plain PyTorch in one process.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="configuration file to test; left out, the default one"
-    )
+    text = "configuration file to test (default: the default configuration file)"
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help=text)
     return parser
 
 
-COMMAND = Command("test this machine with a short real run: collectives, loaders, training, checkpoint", run)
+COMMAND = Command("test this machine with a short run: collectives, data loaders, training, checkpoint", run)
