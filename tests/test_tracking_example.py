@@ -65,7 +65,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     command += ["--log_with", "all", "--output_dir", "runs"]
     result = subprocess.run(command, env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=800)
     assert result.returncode == 0, result.stderr[-6000:]
-    assert "is set aside" not in result.stderr, result.stderr[-6000:]
+    assert "is disabled" not in result.stderr, result.stderr[-6000:]
     return folder / "runs", result.stdout
 
 

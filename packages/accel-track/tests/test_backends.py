@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(900)
 HEAD = """
 import json, sys, enum, math, pathlib, functools
 import torch, numpy as np
-from accel_track import Delivery, Tracking
+from accel_track import Delivery, TrackerRun
 name, folder = sys.argv[1], pathlib.Path.cwd() / "runs"
 folder.mkdir(exist_ok=True)
 settings = {
@@ -36,7 +36,8 @@ settings = {
     "wandb": {"mode": "offline", "dir": str(folder)},
     "clearml": {"auto_resource_monitoring": False},
 }
-tracking = Tracking(name, folder, strict=True, delivery=Delivery(start_timeout=250, stall_timeout=250, finish_timeout=250))
+delivery = Delivery(start_timeout=250, stall_timeout=250, finish_timeout=250)
+tracking = TrackerRun(name, folder, strict=True, delivery=delivery)
 """
 
 
@@ -76,8 +77,10 @@ class Color(enum.Enum):
 loop = {}
 loop["loop"] = loop
 config = {
-    "none": None, "flag": True, "nested": {"a": {"b": [1, {"c": None}]}, "empty": {}, "list": []}, "enum": Color.RED, "path": folder,
-    "tensor": torch.ones(2), "big": torch.ones(10_000), "numpy": np.float32(0.5), "function": math.sqrt, "lambda": lambda x: x,
+    "none": None, "flag": True, "nested": {"a": {"b": [1, {"c": None}]}, "empty": {}, "list": []},
+    "enum": Color.RED, "path": folder,
+    "tensor": torch.ones(2), "big": torch.ones(10_000), "numpy": np.float32(0.5),
+    "function": math.sqrt, "lambda": lambda x: x,
     "partial": functools.partial(print, 1), "set": {1, 2}, "loop": loop, "nan": math.nan, "inf": -math.inf,
     3: "number", "long": "x" * 20_000,
     "class": torch.nn.ReLU, "module": torch.nn.ReLU(), "text": "grün \\u2713", "bytes": b"a", "int": 10**15,
@@ -154,7 +157,7 @@ READ = {
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "clearml"])
 def test_a_resumed_job_continues_the_run(name: str, tmp_path: Path) -> None:
-    """Offline, wandb, comet and swanlab write another file for the same run, which they put together when they upload."""
+    """Offline, wandb, comet and swanlab write a second file for the same run, and merge both on upload."""
     installed(name)
     first, second = (run(RESUMED, name, tmp_path, str(part)) for part in (0, 1))
     assert first == second
@@ -187,9 +190,11 @@ with mlflow.start_run() as parent:
     tracking.finish(failed=True)
 client = mlflow.MlflowClient()
 data = client.get_run(child.info.run_id)
-files = [sorted(entry.path for entry in client.list_artifacts(child.info.run_id, path)) for path in ("figures", "many", "one")]
+artifacts = [client.list_artifacts(child.info.run_id, path) for path in ("figures", "many", "one")]
+files = [sorted(entry.path for entry in entries) for entries in artifacts]
 tags = {key: data.data.tags[key] for key in ("kind", "mlflow.note.content")}
-print("RESULT", json.dumps([data.data.tags["mlflow.parentRunId"] == parent.info.run_id, data.info.run_name, data.info.status, tags, files]))
+is_nested = data.data.tags["mlflow.parentRunId"] == parent.info.run_id
+print("RESULT", json.dumps([is_nested, data.info.run_name, data.info.status, tags, files]))
 """
 
 
@@ -212,7 +217,7 @@ for arguments in ({"tags": "{"}, {"tags": 3}, {"nested_run": True}):
 tracking.init_trackers("again", {"lr": 1})
 first = tracking.state_dict()
 tracking.finish()
-tracking = Tracking(name)
+tracking = TrackerRun(name)
 tracking.init_trackers("again", {"lr": 1})
 unused = tracking.state_dict()["trackers"]["mlflow"]["run_id"]
 tracking.load_state_dict(first)

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(300)
 
 HEAD = """
 import os, sys, threading, time
-from accel_track import Delivery, GeneralTracker, Tracking
-tracking = Tracking("jsonl", "runs")
+from accel_track import Delivery, GeneralTracker, TrackerRun
+tracking = TrackerRun("jsonl", "runs")
 tracking.init_trackers("project", {"a": 1})
 for step in range(300):
     tracking.log({"loss": step}, step=step)
@@ -59,7 +59,7 @@ def test_nothing_is_lost_at_the_end(ending: str, status: int, marked: str, tmp_p
 def test_a_tracker_that_hangs_does_not_keep_the_interpreter(tmp_path: Path) -> None:
     code = """
     import threading, time
-    from accel_track import Delivery, GeneralTracker, Tracking
+    from accel_track import Delivery, GeneralTracker, TrackerRun
 
     class Stuck(GeneralTracker):
         name, requires_logging_directory, tracker = "stuck", False, None
@@ -68,24 +68,21 @@ def test_a_tracker_that_hangs_does_not_keep_the_interpreter(tmp_path: Path) -> N
             threading.Event().wait()
 
     entered = threading.Event()
-    tracking = Tracking(Stuck(), delivery=Delivery(stall_timeout=1.0))
+    tracking = TrackerRun(Stuck(), delivery=Delivery(stall_timeout=1.0))
     tracking.init_trackers("project")
     for step in range(5):
         tracking.log({"a": 1}, step=step)
     entered.wait()
     """
     result = run_script(code, tmp_path)
-    assert (
-        "hangs in log() and is set aside: TimeoutError: no progress for 1 s. Calls that waited for it and are lost: 4"
-        in result.stderr
-    )
+    assert "hangs in log() and is disabled: TimeoutError: no progress for 1 s. Queued calls lost: 4" in result.stderr
 
 
 def test_a_process_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path) -> None:
     """By Ctrl-Z, or with its job: the tracker is not the one that hangs."""
     code = """
     import time
-    from accel_track import Delivery, GeneralTracker, Tracking
+    from accel_track import Delivery, GeneralTracker, TrackerRun
 
     class Slow(GeneralTracker):
         name, requires_logging_directory, tracker = "slow", False, None
@@ -95,7 +92,7 @@ def test_a_process_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path) -> 
                 time.sleep(0.1)
             print("logged", flush=True)
 
-    tracking = Tracking(Slow(), delivery=Delivery(stall_timeout=3))
+    tracking = TrackerRun(Slow(), delivery=Delivery(stall_timeout=3))
     tracking.init_trackers("project")
     tracking.log({"a": 1})
     tracking.finish()
@@ -118,18 +115,18 @@ def test_a_process_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path) -> 
 
 def test_strict_failures_at_the_end_are_told(tmp_path: Path) -> None:
     code = """
-    from accel_track import GeneralTracker, Tracking
+    from accel_track import GeneralTracker, TrackerRun
 
     class Broken(GeneralTracker):
         name, requires_logging_directory, tracker = "broken", False, None
         def log(self, values, step=None, **kwargs):
             raise OSError("full")
 
-    tracking = Tracking(Broken(), strict=True)
+    tracking = TrackerRun(Broken(), strict=True)
     tracking.init_trackers("project")
     tracking.log({"a": 1})
     """
-    assert "The tracker 'broken' failed in log() and is set aside: OSError: full" in run_script(code, tmp_path).stderr
+    assert "The tracker 'broken' failed in log() and is disabled: OSError: full" in run_script(code, tmp_path).stderr
 
 
 FORK = """
@@ -160,7 +157,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
 def test_forked_processes_neither_log_nor_hang(tmp_path: Path) -> None:
     result = run_script(HEAD + FORK, tmp_path)
     assert [row["loss"] for row in the_run(tmp_path).rows] == list(range(400))
-    assert result.stderr.count("was called in a process forked from the one that tracks the run") == 3
+    assert result.stderr.count("was called in a process forked from the one that started the run") == 3
 
 
 def test_a_process_of_multiprocessing_keeps_its_run(tmp_path: Path) -> None:

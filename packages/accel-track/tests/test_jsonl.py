@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from accel_state import ConfigurationError
-from accel_track import JSONLinesTracker, Tracking, find_runs, read_run
+from accel_track import JSONLinesTracker, TrackerRun, find_runs, read_run
 from accel_track.images import as_images, write_png
 
 np = pytest.importorskip("numpy")
 
 
 def log_some(folder: Path, **values: object) -> Path:
-    with Tracking("jsonl", folder) as tracking:
+    with TrackerRun("jsonl", folder) as tracking:
         tracking.init_trackers("project")
         tracking.log(values, step=0)
         return tracking.get_tracker("jsonl", unwrap=True)
@@ -60,14 +60,14 @@ def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_replaces_what_came_after_the_checkpoint(tmp_path: Path) -> None:
-    first = Tracking("jsonl", tmp_path)
+    first = TrackerRun("jsonl", tmp_path)
     first.init_trackers("project", {"lr": 1})
     for step in range(10):
         first.log({"loss": step}, step=step)
         if step == 5:
             state = json.loads(json.dumps(first.state_dict()))
     first.finish()
-    second = Tracking("jsonl", tmp_path)
+    second = TrackerRun("jsonl", tmp_path)
     second.load_state_dict(state)
     second.init_trackers("project", {"lr": 2})
     assert second.state_dict()["trackers"]["jsonl"]["run_id"] == state["trackers"]["jsonl"]["run_id"]
@@ -83,12 +83,12 @@ def test_a_resumed_run_replaces_what_came_after_the_checkpoint(tmp_path: Path) -
 
 @pytest.mark.parametrize("logged", [False, True])
 def test_a_state_that_is_loaded_late_switches_to_its_run(logged: bool, tmp_path: Path) -> None:
-    first = Tracking("jsonl", tmp_path)
+    first = TrackerRun("jsonl", tmp_path)
     first.init_trackers("project", {"lr": 1})
     first.log({"loss": 1}, step=0)
     state = first.state_dict()
     first.finish()
-    second = Tracking("jsonl", tmp_path)
+    second = TrackerRun("jsonl", tmp_path)
     second.init_trackers("project", {"lr": 2})
     if logged:
         second.log({"loss": 5}, step=0)
@@ -103,7 +103,7 @@ def test_a_state_that_is_loaded_late_switches_to_its_run(logged: bool, tmp_path:
 
 
 def test_a_further_run_is_a_new_one(tmp_path: Path) -> None:
-    tracking = Tracking("jsonl", tmp_path)
+    tracking = TrackerRun("jsonl", tmp_path)
     tracking.load_state_dict({"trackers": {"jsonl": {"run_id": "earlier", "step": 3}}})
     ids = []
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_a_further_run_is_a_new_one(tmp_path: Path) -> None:
 
 def test_a_tracker_that_fails_keeps_its_run_in_the_state(tmp_path: Path) -> None:
     tmp_path.joinpath("project").write_text("in the way")
-    tracking = Tracking("jsonl", tmp_path)
+    tracking = TrackerRun("jsonl", tmp_path)
     state = {"trackers": {"jsonl": {"run_id": "earlier", "step": 3}}}
     tracking.load_state_dict(state)
     tracking.init_trackers("project")
@@ -138,15 +138,15 @@ def test_a_cut_line_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_files_stay_inside_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"the project name '\.\./x' leads out of"):
+    with pytest.raises(ConfigurationError, match=r"the project name '\.\./x' is a path outside"):
         JSONLinesTracker("../x", tmp_path)
     tracker = JSONLinesTracker("a/b", tmp_path)
-    with pytest.raises(ConfigurationError, match="has no folder yet"):
+    with pytest.raises(ConfigurationError, match="has no directory yet"):
         tracker.tracker  # noqa: B018
     with pytest.raises(ConfigurationError, match="is not open"):
         tracker.log({"a": 1})
     tracker.start()
-    with pytest.raises(ConfigurationError, match="leads out of the folder of the run"):
+    with pytest.raises(ConfigurationError, match="is a path outside the run's directory"):
         tracker.log_images({"../../../x": torch.zeros(1, 2, 2)})
     tracker.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -155,12 +155,12 @@ def test_files_stay_inside_the_folder(tmp_path: Path) -> None:
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"has no metrics\.jsonl"):
         read_run(tmp_path)
-    with pytest.raises(ConfigurationError, match="there is no folder"):
+    with pytest.raises(ConfigurationError, match="directory not found"):
         find_runs(tmp_path / "missing")
-    with pytest.raises(ConfigurationError, match="holds no run"):
+    with pytest.raises(ConfigurationError, match="contains no run"):
         find_runs(tmp_path)
     folder = log_some(tmp_path, loss=1)
-    with pytest.raises(ConfigurationError, match=r"holds no run named other\. Runs there: project/"):
+    with pytest.raises(ConfigurationError, match=r"contains no run named other\. Existing runs: project/"):
         find_runs(tmp_path, ["other"])
     for damaged in ("{", "[]", "[" * 100_000):
         (folder / "run.json").write_text(damaged)

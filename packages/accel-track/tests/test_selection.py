@@ -53,9 +53,9 @@ def test_all_is_every_tracker_that_is_installed(word: str) -> None:
 def test_what_is_no_tracker_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"'wandbb' is not a known tracker\. Known: jsonl, .*accel\.trackers"):
         filter_trackers("wandbb")
-    with pytest.raises(ConfigurationError, match=r"log_with=3 is no tracker: it lacks name"):
+    with pytest.raises(ConfigurationError, match=r"log_with=3 is not a tracker: it lacks name"):
         filter_trackers([3])
-    with pytest.raises(ConfigurationError, match=r"the tracker 'jsonl' needs a folder for its logs\. Pass project_dir"):
+    with pytest.raises(ConfigurationError, match=r"the tracker 'jsonl' needs a logging directory\. Pass project_dir"):
         filter_trackers("jsonl")
     with pytest.raises(ConfigurationError, match=r"lacks name, requires_logging_directory, tracker\. Define name"):
 
@@ -97,7 +97,7 @@ def test_other_packages_register_theirs(monkeypatch: pytest.MonkeyPatch, caplog:
     monkeypatch.setattr(log_with, "_registered", {})
     assert get_available_trackers() == ["jsonl", "theirs"]
     assert filter_trackers("theirs", "runs") == [JSONLinesTracker]
-    assert "The tracker 'broken' cannot be loaded and is left out: ModuleNotFoundError" in caplog.text
+    assert "The tracker 'broken' cannot be loaded and is skipped: ModuleNotFoundError" in caplog.text
     with pytest.raises(ModuleNotFoundError):
         filter_trackers("broken")
 
@@ -117,7 +117,7 @@ def test_registering_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
         register_tracker_class(Other)
     with pytest.raises(ConfigurationError, match="the name 'jsonl' of Mine is taken"):
         register_tracker_class(Mine)
-    with pytest.raises(ConfigurationError, match="is no subclass of GeneralTracker"):
+    with pytest.raises(ConfigurationError, match="is not a subclass of GeneralTracker"):
         register_tracker_class(object)  # type: ignore[arg-type]
 
 

@@ -82,7 +82,7 @@ def test_many_threads_may_ask() -> None:
     assert results[1]
 
 
-def spread_over_processes() -> tuple[list[float], str]:
+def sharded_tensors() -> tuple[list[float], str]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2,))
@@ -95,6 +95,6 @@ def spread_over_processes() -> tuple[list[float], str]:
 
 
 def test_tensors_of_a_mesh() -> None:
-    for taken, message in run_world(spread_over_processes, 2):
+    for taken, message in run_world(sharded_tensors, 2):
         assert taken == [1.0, 2.0]
-        assert "is spread over processes" in message and "Log tensor.full_tensor()" in message
+        assert "is sharded over processes" in message and "Log tensor.full_tensor()" in message

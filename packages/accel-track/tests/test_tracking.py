@@ -18,7 +18,7 @@ from accel_track import (
     GeneralTracker,
     Silence,
     TrackerError,
-    Tracking,
+    TrackerRun,
     get_available_trackers,
     log_with,
     read_run,
@@ -102,7 +102,7 @@ class InTheLoop(Recorder):
 def test_everything_arrives_in_order(kind: type[Recorder], tmp_path: Path) -> None:
     tmp_path.joinpath("file.txt").write_text("kept")
     tracker = kind()
-    with Tracking(tracker) as tracking:
+    with TrackerRun(tracker) as tracking:
         tracking.init_trackers("project", config={"lr": 0.1})
         loss = torch.tensor(0.0)
         for step in range(200):
@@ -123,7 +123,7 @@ def test_everything_arrives_in_order(kind: type[Recorder], tmp_path: Path) -> No
 
 def test_the_loop_does_not_wait_for_a_slow_tracker() -> None:
     tracker = Recorder(hang="log")
-    tracking = Tracking(tracker)
+    tracking = TrackerRun(tracker)
     tracking.init_trackers("project")
     for step in range(50):
         tracking.log({"loss": 1.0}, step=step)
@@ -135,12 +135,12 @@ def test_the_loop_does_not_wait_for_a_slow_tracker() -> None:
 
 def test_a_full_queue_slows_the_loop_down_and_loses_nothing() -> None:
     tracker = Recorder(delay=0.005)
-    tracking = Tracking(tracker, delivery=Delivery(queue_size=3))
+    tracking = TrackerRun(tracker, delivery=Delivery(queue_size=3))
     tracking.init_trackers("project")
     waiting = []
     for step in range(40):
         tracking.log({"loss": 1.0}, step=step)
-        waiting.append(tracking._channels[0].pending)
+        waiting.append(tracking._queues[0].pending)
     tracking.finish()
     assert max(waiting) <= 3
     assert [told[2] for told in tracker.told if told[0] == "log"] == list(range(40))
@@ -152,7 +152,7 @@ def test_a_tracker_that_raises_is_set_aside_with_one_warning(
     kind: type[Recorder], fail: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, sound = kind(fail=fail), Recorder()
-    tracking = Tracking([broken, sound])
+    tracking = TrackerRun([broken, sound])
     tracking.init_trackers("project", config={"lr": 1})
     for step in range(5):
         tracking.log({"loss": 1.0}, step=step)
@@ -167,16 +167,16 @@ def test_a_tracker_that_raises_is_set_aside_with_one_warning(
     method = {"config": "store_init_configuration", "images": "log_images"}.get(fail, fail)
     assert len(warnings) == 1
     assert (
-        f"The tracker '{broken.name}' failed in {method}() and is set aside: RuntimeError: the service is down"
+        f"The tracker '{broken.name}' failed in {method}() and is disabled: RuntimeError: the service is down"
         in warnings[0]
     )
-    assert "The run goes on." in warnings[0]
+    assert "The run continues." in warnings[0]
     if fail != "finish":
-        assert broken.told[-1] == ("finish", False), "also one that was set aside lets go of what it holds"
+        assert broken.told[-1] == ("finish", False), "also one that was disabled lets go of what it holds"
 
 
 def test_what_is_no_exception_of_the_usual_kind_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
-    tracking = Tracking(Recorder(fail="log", error=SystemExit(3)))
+    tracking = TrackerRun(Recorder(fail="log", error=SystemExit(3)))
     tracking.init_trackers("project")
     tracking.log({"a": 1})
     tracking.finish()
@@ -186,7 +186,7 @@ def test_what_is_no_exception_of_the_usual_kind_does_not_end_the_thread(caplog: 
 @pytest.mark.parametrize("fail", ["start", "log", "finish"])
 @pytest.mark.parametrize("kind", [Recorder, InTheLoop])
 def test_strict_mode_raises(kind: type[Recorder], fail: str, caplog: pytest.LogCaptureFixture) -> None:
-    tracking = Tracking(kind(fail=fail), strict=True)
+    tracking = TrackerRun(kind(fail=fail), strict=True)
 
     def run() -> None:
         tracking.init_trackers("project")
@@ -208,14 +208,14 @@ def test_a_constructor_that_raises(caplog: pytest.LogCaptureFixture) -> None:
         def __init__(self, run_name: str) -> None:
             raise OSError("no place")
 
-    tracking = Tracking([Unmakeable])
+    tracking = TrackerRun([Unmakeable])
     tracking.init_trackers("project")
     tracking.log({"a": 1})
     assert isinstance(tracking.get_tracker("unmakeable"), Silence)
     tracking.finish()
-    assert len(said(caplog)) == 1 and "could not be made and is set aside: OSError: no place" in caplog.text
-    with pytest.raises(TrackerError, match="could not be made: no place"):
-        Tracking([Unmakeable], strict=True).init_trackers("project")
+    assert len(said(caplog)) == 1 and "could not be created and is disabled: OSError: no place" in caplog.text
+    with pytest.raises(TrackerError, match="could not be created: no place"):
+        TrackerRun([Unmakeable], strict=True).init_trackers("project")
 
 
 @pytest.mark.parametrize("hang", ["start", "log", "finish"])
@@ -227,7 +227,7 @@ def test_a_tracker_that_hangs_is_waited_for_within_bounds(hang: str, caplog: pyt
         "log": Delivery(stall_timeout=0.5, finish_timeout=0.5),
         "finish": Delivery(finish_timeout=0.5),
     }[hang]
-    tracking = Tracking(tracker, delivery=delivery)
+    tracking = TrackerRun(tracker, delivery=delivery)
     tracking.init_trackers("project")
     for step in range(10):
         tracking.log({"a": 1}, step=step)
@@ -235,39 +235,37 @@ def test_a_tracker_that_hangs_is_waited_for_within_bounds(hang: str, caplog: pyt
     tracking.finish()
     assert not tracker.release.is_set(), "the end came before the call did"
     tracker.release.set()
-    assert f"hangs in {hang}() and is set aside: TimeoutError: no progress for 0.5 s" in caplog.text
+    assert f"hangs in {hang}() and is disabled: TimeoutError: no progress for 0.5 s" in caplog.text
     assert ("has not started after 0.5 s" in caplog.text) == (hang == "start")
-    lost = {"start": "are lost: 10", "log": "are lost: 9", "finish": "may be lost"}[hang]
+    lost = {"start": "calls lost: 10", "log": "calls lost: 9", "finish": "may be lost"}[hang]
     assert lost in caplog.text
 
 
 def test_a_full_queue_of_a_tracker_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     tracker = Recorder(hang="log")
-    tracking = Tracking(tracker, delivery=Delivery(queue_size=4, stall_timeout=0.3, finish_timeout=0.3))
+    tracking = TrackerRun(tracker, delivery=Delivery(queue_size=4, stall_timeout=0.3, finish_timeout=0.3))
     tracking.init_trackers("project")
     for step in range(100):
         tracking.log({"a": 1}, step=step)
-    assert len(said(caplog)) == 1 and "4 calls wait, and there was no progress for 0.3 s" in caplog.text
+    assert len(said(caplog)) == 1 and "4 calls are queued, and there was no progress for 0.3 s" in caplog.text
     tracker.release.set()
     tracking.finish()
 
 
 def test_a_slow_start_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
     tracker = Recorder(hang="start")
-    tracking = Tracking(tracker, delivery=Delivery(start_timeout=0.2))
+    tracking = TrackerRun(tracker, delivery=Delivery(start_timeout=0.2))
     tracking.init_trackers("project")
     tracking.log({"a": 1}, step=0)
     tracker.release.set()
     tracking.finish()
     assert tracker.told == ["start", ("log", {"a": 1}, 0, {}), ("finish", False)]
-    assert (
-        "has not started after 0.2 s. The run goes on; what is logged waits for it (up to 10000 calls)" in caplog.text
-    )
+    assert "has not started after 0.2 s. The run continues, and up to 10000 calls are queued for it" in caplog.text
 
 
 def test_a_strict_start_that_hangs_raises() -> None:
     tracker = Recorder(hang="start")
-    tracking = Tracking(tracker, delivery=QUICK, strict=True)
+    tracking = TrackerRun(tracker, delivery=QUICK, strict=True)
     with pytest.raises(TrackerError, match=r"hangs in start\(\)"):
         tracking.init_trackers("project")
     tracker.release.set()
@@ -275,11 +273,11 @@ def test_a_strict_start_that_hangs_raises() -> None:
 
 
 def test_log_says_why_it_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    tracking = Tracking(Recorder())
+    tracking = TrackerRun(Recorder())
     for _ in range(3):
         tracking.log({"a": 1})
     assert len(said(caplog)) == 1 and "before init_trackers() or after the end of the run" in caplog.text
-    Tracking().log({"a": 1})
+    TrackerRun().log({"a": 1})
     assert len(said(caplog)) == 1
 
 
@@ -289,32 +287,32 @@ def test_methods_that_a_tracker_lacks_are_told_once(caplog: pytest.LogCaptureFix
         requires_logging_directory = False
         tracker = None
 
-    with Tracking(Plain()) as tracking:
+    with TrackerRun(Plain()) as tracking:
         tracking.init_trackers("project")
         for _ in range(2):
             tracking.log_images({"a": torch.zeros(1, 2, 2)})
-    assert said(caplog) == ["The tracker 'plain' has no log_images(), so it is not given what log_images() logs."]
+    assert said(caplog) == ["The tracker 'plain' does not support log_images()."]
 
 
 def test_wrong_input_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    with Tracking(Recorder()) as tracking:
-        with pytest.raises(ConfigurationError, match=r"config=3 is a int\. Give a dictionary"):
+    with TrackerRun(Recorder()) as tracking:
+        with pytest.raises(ConfigurationError, match=r"config=3 is of type int\. Pass a dictionary"):
             tracking.init_trackers("project", config=3)
         tracking.init_trackers("project", config=argparse.Namespace(lr=1))
-        with pytest.raises(ConfigurationError, match=r"log\(\) got 3, a int"):
+        with pytest.raises(ConfigurationError, match=r"log\(\) got 3 of type int"):
             tracking.log(3)  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match="there is no file"):
+        with pytest.raises(ConfigurationError, match="file not found"):
             tracking.log_artifact(tmp_path / "missing")
         with pytest.raises(ConfigurationError, match=r"no tracker 'other' was started; started: recorder"):
             tracking.get_tracker("other")
         tracking.log({"bad": _Spread()})
-        assert "What log() was given is left out: ConfigurationError" in caplog.text
-    with Tracking(Recorder(), strict=True) as tracking:
+        assert "The values of log() are dropped: ConfigurationError" in caplog.text
+    with TrackerRun(Recorder(), strict=True) as tracking:
         tracking.init_trackers("project")
-        with pytest.raises(TrackerError, match="The values of bad could not be taken"):
+        with pytest.raises(TrackerError, match="The values of bad could not be copied"):
             tracking.log({"bad": _Spread()})
     for name in ("queue_size", "start_timeout", "stall_timeout", "finish_timeout"):
-        with pytest.raises(ConfigurationError, match=f"{name}=0 is not allowed"):
+        with pytest.raises(ConfigurationError, match=f"{name}=0 must be positive"):
             Delivery(**{name: 0})
 
 
@@ -323,7 +321,7 @@ class _Spread(torch.Tensor):
 
 
 def test_a_second_run_ends_the_first() -> None:
-    first = Tracking([Recorder])
+    first = TrackerRun([Recorder])
     first.init_trackers("a")
     tracker = first.trackers[0]
     first.init_trackers("b")
@@ -335,7 +333,7 @@ def test_a_second_run_ends_the_first() -> None:
 
 def test_threads_end_with_the_run() -> None:
     before = set(threading.enumerate())
-    tracking = Tracking([Recorder(), Recorder()])
+    tracking = TrackerRun([Recorder(), Recorder()])
     tracking.init_trackers("project")
     # Threads of other libraries may come and go meanwhile.
     started = [
@@ -349,7 +347,7 @@ def test_threads_end_with_the_run() -> None:
 
 
 def once_a_job(folder: str) -> tuple[bool, str, list[str]]:
-    with Tracking("jsonl", folder) as tracking:
+    with TrackerRun("jsonl", folder) as tracking:
         tracking.init_trackers("project", {"lr": 1})
         tracking.log({"a": 1}, step=0)
         own = tracking.get_tracker("jsonl")
@@ -363,7 +361,7 @@ class EveryRank(Recorder):
 
 
 def on_every_rank() -> list[Any]:
-    with Tracking([EveryRank]) as tracking:
+    with TrackerRun([EveryRank]) as tracking:
         tracking.init_trackers("project")
         tracking.log({"a": 1})
         return tracking.get_tracker("every_rank", unwrap=True)
@@ -390,4 +388,4 @@ def test_registered_classes_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None
     register_tracker_class(Named)
     register_tracker_class(Named)
     assert "named_in_a_test" in get_available_trackers()
-    assert Tracking("named_in_a_test").log_with == [Named]
+    assert TrackerRun("named_in_a_test").log_with == [Named]

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_track import LoggerType, flatten, to_plain
-from accel_track.serialize import DEEPEST, LARGEST_LIST, as_number, describe, to_json
+from accel_track.serialize import MAX_DEPTH, MAX_ELEMENTS, as_number, describe, to_json
 
 np = pytest.importorskip("numpy")
 
@@ -65,10 +65,10 @@ CASES = [
     (np.float32(0.5), 0.5),
     (np.int64(3), 3),
     (np.array([1, 2]), [1, 2]),
-    (np.zeros(LARGEST_LIST + 1), f"array(shape=({LARGEST_LIST + 1},), dtype=float64)"),
+    (np.zeros(MAX_ELEMENTS + 1), f"array(shape=({MAX_ELEMENTS + 1},), dtype=float64)"),
     (torch.tensor(2.5, requires_grad=True), 2.5),
     (torch.tensor([[1, 2]], dtype=torch.bfloat16), [[1.0, 2.0]]),
-    (torch.zeros(LARGEST_LIST + 1), f"tensor(shape=({LARGEST_LIST + 1},), dtype=float32, device=cpu)"),
+    (torch.zeros(MAX_ELEMENTS + 1), f"tensor(shape=({MAX_ELEMENTS + 1},), dtype=float32, device=cpu)"),
     (torch.empty(2, device="meta"), "tensor(shape=(2,), dtype=float32, device=meta)"),
     (torch.float16, "float16"),
     (torch.device("cpu"), "cpu"),
@@ -122,7 +122,7 @@ def test_what_contains_itself_ends() -> None:
     shared = [1]
     assert to_plain([shared, shared]) == [[1], [1]]
     deep: list = []
-    for _ in range(DEEPEST + 10):
+    for _ in range(MAX_DEPTH + 10):
         deep = [deep]
     assert "[[" in json.dumps(to_plain(deep))
 

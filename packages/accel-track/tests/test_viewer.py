@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from accel_state import ConfigurationError, MissingDependencyError
-from accel_track import Tracking
+from accel_track import TrackerRun
 from accel_track.commands.track import COMMAND, run
 from accel_track.viewer.curves import Chart, charts, smooth
 from accel_track.viewer.terminal import draw
@@ -20,7 +20,7 @@ from accel_track.viewer.terminal import draw
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     for scale in (1.0, 2.0):
-        with Tracking("jsonl", tmp_path / "runs") as tracking:
+        with TrackerRun("jsonl", tmp_path / "runs") as tracking:
             tracking.init_trackers("digits", {"scale": scale, "note": "<b>&"})
             for step in range(50):
                 loss = math.nan if step == 20 else scale * math.exp(-step / 10)
@@ -148,15 +148,17 @@ def test_the_table(runs: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_input_is_named(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigurationError, match=r"nothing to draw like acc\*\. Metrics with numbers: train/loss, lr"):
+    with pytest.raises(
+        ConfigurationError, match=r"no metric to plot that matches acc\*\. Numeric metrics: train/loss, lr"
+    ):
         run(["show", str(runs), "--metric", "acc*"])
     with pytest.raises(ConfigurationError, match="is too small"):
         run(["show", str(runs), "--width", "3"])
-    with pytest.raises(ConfigurationError, match="Nothing with numbers was logged yet"):
+    with pytest.raises(ConfigurationError, match="No numeric metric was logged yet"):
         charts([])
     with pytest.raises(SystemExit):
         run(["show", str(runs), "--smooth", "1"])
-    assert "1 is not at least 0 and below 1" in capsys.readouterr().err
+    assert "1 must be in [0, 1)" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run([])
     assert COMMAND.summary and "show" in capsys.readouterr().out
@@ -176,4 +178,4 @@ def test_it_is_a_command_of_its_own_too_and_needs_no_torch(runs: Path, tmp_path:
     assert result.stdout.isascii()
     command = [sys.executable, "-m", "accel_track", "show", "missing"]
     wrong = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert wrong.returncode == 2 and wrong.stderr.startswith("accel track: error: there is no folder 'missing'")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("accel track: error: directory not found: 'missing'")

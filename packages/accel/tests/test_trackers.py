@@ -82,7 +82,7 @@ def test_what_is_no_tracker_is_refused(tmp_path: Path) -> None:
         Accelerator(cpu=True, log_with="wandbb")
     with pytest.raises(ConfigurationError, match=r"lacks name, requires_logging_directory, tracker"):
         Accelerator(cpu=True, log_with=[object()])
-    with pytest.raises(ConfigurationError, match=r"'notes' needs a folder for its logs"):
+    with pytest.raises(ConfigurationError, match=r"'notes' needs a logging directory"):
         Accelerator(cpu=True, log_with=Notes)
     accelerator = Accelerator(cpu=True)
     accelerator.init_trackers("run", {})
@@ -106,13 +106,13 @@ def test_a_failure_is_a_warning_unless_it_is_to_be_strict(tmp_path: Path, caplog
     assert [tracker.name for tracker in accelerator.trackers] == ["jsonl"]
     accelerator.get_tracker("broken").log({"loss": 2.0})
     accelerator.end_training()
-    assert "The tracker 'broken' failed in log() and is set aside: OSError: the disk is full" in caplog.text
+    assert "The tracker 'broken' failed in log() and is disabled: OSError: the disk is full" in caplog.text
     strict = Accelerator(cpu=True, log_with=Broken, project_dir=tmp_path, kwargs_handlers=[TrackingKwargs(strict=True)])
     strict.init_trackers("run")
     strict.log({"loss": 1.0})
     with pytest.raises(TrackerError, match="the disk is full"):
         strict.end_training()
-    with pytest.raises(ConfigurationError, match="queue_size=0 is not allowed"):
+    with pytest.raises(ConfigurationError, match="queue_size=0 must be positive"):
         Accelerator(cpu=True, kwargs_handlers=[TrackingKwargs(queue_size=0)])
 
 

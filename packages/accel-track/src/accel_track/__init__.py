@@ -1,4 +1,4 @@
-"""Log an experiment from many processes, to any tracker, without ever stopping the run."""
+"""Log experiments of distributed runs to any tracker, without blocking or stopping the run."""
 
 from accel_state._lazy import attach
 

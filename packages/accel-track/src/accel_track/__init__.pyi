@@ -1,4 +1,4 @@
-"""What accel_track exports; the runtime reads this list too."""
+"""Public names of accel_track; also read at run time."""
 
 from .base import GeneralTracker as GeneralTracker
 from .base import Silence as Silence
@@ -26,4 +26,4 @@ from .trackers.swanlab import SwanLabTracker as SwanLabTracker
 from .trackers.tensorboard import TensorBoardTracker as TensorBoardTracker
 from .trackers.trackio import TrackioTracker as TrackioTracker
 from .trackers.wandb import WandBTracker as WandBTracker
-from .tracking import Tracking as Tracking
+from .tracking import TrackerRun as TrackerRun

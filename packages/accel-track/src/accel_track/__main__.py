@@ -1,4 +1,4 @@
-"""``python -m accel_track`` is ``accel track``, for where the launcher is not installed."""
+"""``python -m accel_track``: the command ``accel track`` without the launcher."""
 
 from .commands.track import main
 

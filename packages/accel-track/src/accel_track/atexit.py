@@ -1,4 +1,4 @@
-"""The end of a script that does not finish its runs itself."""
+"""Finishes runs at the end of scripts that do not do so themselves."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# In the order of their beginning; a run must be delivered although nobody holds its object any more.
+# In the order of their start. The references keep a run alive whose object the script has dropped.
 _open: dict[int, Any] = {}
 _registered_in: list[int] = []
 
 
-def remember(tracking: Any) -> None:
-    """Have a run finished at the end of this process, if nobody does it before."""
-    _open[id(tracking)] = tracking
+def register(run: Any) -> None:
+    """Finish ``run`` at the end of this process, unless it is finished before."""
+    _open[id(run)] = run
     if os.getpid() not in _registered_in:
         _registered_in.append(os.getpid())
-        # Before the interpreter joins its threads and calls what libraries have registered with atexit, which is when
-        # they close # themselves. It is called in processes of multiprocessing too, where atexit is not. Without it,
-        # atexit comes nearest.
+        # Called before the interpreter joins its threads and runs atexit callbacks, in which libraries close
+        # themselves, and also in multiprocessing children, where atexit callbacks do not run.
         getattr(threading, "_register_atexit", atexit.register)(_finish_all)
 
 
-def forget(tracking: Any) -> None:
-    """A run has been finished."""
-    _open.pop(id(tracking), None)
+def unregister(run: Any) -> None:
+    """Forget a run that was finished."""
+    _open.pop(id(run), None)
 
 
 def _finish_all() -> None:
-    """Finish the runs of this process; not those that a forked process has a copy of."""
+    """Finish the runs of this process, but not copies inherited by a fork."""
     failed = getattr(sys, "last_value", None) is not None
-    for tracking in list(_open.values()):
-        if tracking._pid == os.getpid():
+    for run in list(_open.values()):
+        if run.owner_pid == os.getpid():
             try:
-                tracking.finish(failed=failed)
+                run.finish(failed=failed)
             except Exception as error:
                 logger.error("%s", error)

@@ -1,4 +1,4 @@
-"""What a tracker is."""
+"""The interface of trackers."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ class TrackerError(AccelError, RuntimeError):
 
 
 class GeneralTracker:
-    """Base class of trackers: of those in this package, and of your own.
+    """Base class of trackers, including custom ones.
 
-    A subclass has a ``name``, says whether it ``requires_logging_directory``, has a property ``tracker``, and overrides
-    what it has a use for of the methods below. One that can hold images, tables or files has ``log_images(values,
-    step)``, ``log_table(table_name, columns, data, dataframe, step)`` or ``log_artifact(local_path, artifact_path)`` as
-    well.
+    A subclass defines ``name``, ``requires_logging_directory`` and a property ``tracker``, and overrides the methods
+    below that it needs. To accept images, tables or files it adds ``log_images(values, step)``,
+    ``log_table(table_name, columns, data, dataframe, step)`` or ``log_artifact(local_path, artifact_path)``.
 
-    :class:`accel_track.Tracking` makes the object in the script's thread, and calls the methods in a thread of the
-    tracker's own, in the order of the script's calls and never two at a time.
+    :class:`accel_track.TrackerRun` creates the object in the script's thread, and calls its methods in a separate
+    thread, one at a time, in the order of the script's calls.
 
     Attributes:
-        name: how ``log_with``, ``init_kwargs`` and ``get_tracker`` call it.
+        name: the tracker's name in ``log_with``, ``init_kwargs`` and ``get_tracker``.
         requires_logging_directory: whether the constructor takes ``logging_dir``.
-        main_process_only: False gives every rank a tracker of its own.
-        background: False has the methods called in the script's thread, for libraries that insist on one thread. A call
-            then takes as long as it takes.
+        main_process_only: False creates a tracker on every rank.
+        background: False calls the methods in the script's thread, for libraries that require it. The script then waits
+            for every call.
         failed: whether the script ended with an exception; set before ``finish``.
 
     Raises:
-        ConfigurationError: the class lacks one of ``name``, ``requires_logging_directory`` and ``tracker``.
+        ConfigurationError: the class lacks ``name``, ``requires_logging_directory`` or ``tracker``.
     """
 
     name: str
@@ -47,8 +46,7 @@ class GeneralTracker:
         if missing:
             raise ConfigurationError(
                 f"the tracker class {type(self).__name__} lacks {', '.join(missing)}. Define name and "
-                "requires_logging_directory in the "
-                "class, and tracker as a property."
+                "requires_logging_directory in the class, and tracker as a property."
             )
 
     @classmethod
@@ -58,55 +56,55 @@ class GeneralTracker:
 
     @property
     def run_id(self) -> str | None:
-        """What names the run at the back end, once started; None where runs cannot be continued."""
+        """Identifier of the run at the back end, once started; None if runs cannot be resumed."""
         return None
 
     def resume(self, run_id: str, step: int | None = None) -> None:
-        """Have the next :meth:`start` continue a run.
+        """Make the next :meth:`start` continue an earlier run.
 
         Args:
-            run_id: an earlier :attr:`run_id`.
-            step: the last step that the run keeps; what an interrupted job logged after it is logged anew.
+            run_id: :attr:`run_id` of that run.
+            step: the last step to keep; later steps of an interrupted job are logged again.
 
         Raises:
-            ConfigurationError: this tracker cannot continue runs.
+            ConfigurationError: this tracker cannot resume runs.
         """
         raise ConfigurationError(
-            f"the tracker {self.name!r} cannot continue the run {run_id!r}: its class has no resume()."
+            f"the tracker {self.name!r} cannot continue the run {run_id!r}: its class has no resume() method."
         )
 
     def discard(self) -> None:
-        """End a run that holds nothing yet, in favour of the one that is resumed; back ends that can, delete it."""
+        """End an empty run that is replaced by a resumed one; back ends that can do so delete it."""
         self.finish()
 
     def start(self) -> None:
         """Begin a run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the hyperparameters of the run.
+        """Store the hyperparameters of the run.
 
         Args:
-            values: names to values of any kind, nested or not.
+            values: names to values of any type, possibly nested.
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of a step.
+        """Log values of a step.
 
         Args:
-            values: names to numbers, texts, tensors (in host memory, as they were when the script logged them) or
-                nested dictionaries.
-            step: the step they belong to.
-            **kwargs: what the script gave as ``log_kwargs`` for this tracker.
+            values: names to numbers, strings, tensors (copied to host memory when the script logged them) or nested
+                dictionaries.
+            step: the step.
+            **kwargs: the script's ``log_kwargs`` for this tracker.
         """
 
     def finish(self) -> None:
-        """End the run, and deliver what is left."""
+        """Deliver everything and end the run."""
 
 
 class Silence(GeneralTracker):
-    """Stands in for a tracker where it does not run: every method and attribute of it does nothing.
+    """Null object in place of a tracker on ranks that do not log, and of a disabled tracker.
 
-    That is on ranks that do not log, and anywhere after the tracker was set aside.
+    All its methods and attributes accept anything and do nothing.
     """
 
     requires_logging_directory = False
@@ -130,7 +128,6 @@ class Silence(GeneralTracker):
 
 
 def _has(tracker: object, attribute: str) -> bool:
-    # A property may need what the constructor has yet to set, so it is looked for rather than read.
-    return attribute in vars(tracker) or any(
-        attribute in vars(cls) for cls in type(tracker).__mro__ if cls is not GeneralTracker
-    )
+    # Properties are looked up without reading them, because they may need what the constructor has not set yet.
+    classes = [cls for cls in type(tracker).__mro__ if cls is not GeneralTracker]
+    return attribute in vars(tracker) or any(attribute in vars(cls) for cls in classes)

@@ -1,4 +1,4 @@
-"""The way from the training loop to one tracker: a bounded queue, and a thread that empties it."""
+"""A bounded queue between the training loop and one tracker, emptied by a thread."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from .base import GeneralTracker, TrackerError
 logger = logging.getLogger(__name__)
 
 Call = Callable[[], Any]
-_GATHERING_SECONDS = 0.05
-_ROUNDS = 20
+_POLL_SECONDS = 0.05
+_POLLS_BEFORE_IDLE = 20
 _NAP_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """How values get from the loop to the trackers.
+    """Settings for delivering values from the training loop to the trackers.
 
     Args:
-        strict: a tracker that fails raises TrackerError: when it starts, else at the next call. Otherwise it is set
-            aside with a warning.
-        queue_size: calls of ``log`` that may wait for one tracker. With more, the loop waits for the slowest tracker.
-        start_timeout: seconds that ``init_trackers`` waits for a tracker to start. A slower one goes on starting while
+        strict: raise TrackerError if a tracker fails: when it starts, or at the next call. Otherwise the tracker is
+            disabled with a warning.
+        queue_size: calls of ``log`` that may wait for one tracker. When it is full, the loop waits for the tracker.
+        start_timeout: seconds that ``init_trackers`` waits for a tracker to start. A slower one keeps starting while
             the loop runs.
-        stall_timeout: seconds without any progress after which a full queue, or one that should be emptied, is given
-            up.
-        finish_timeout: seconds that the end of the run waits for a tracker to finish, once its queue is empty.
+        stall_timeout: seconds without progress after which a tracker is disabled, if its queue is full or must be
+            emptied.
+        finish_timeout: seconds that the end of the run waits for a tracker's ``finish``, once its queue is empty.
 
     Raises:
-        ConfigurationError: a number that is not positive.
+        ConfigurationError: a size or timeout is not positive.
     """
 
     strict: bool = False
@@ -49,52 +49,53 @@ class Delivery:
     def __post_init__(self) -> None:
         for name in ("queue_size", "start_timeout", "stall_timeout", "finish_timeout"):
             if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not allowed. Give a number above 0.")
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} must be positive.")
 
 
-class Channel:
-    """Calls the methods of one tracker, one after the other in the order they were given, in a thread of its own.
+class DeliveryQueue:
+    """Calls the methods of one tracker in a separate thread, one at a time, in the order of submission.
 
-    The first call that raises, or that hangs when somebody has to wait for it, sets the tracker aside: a warning says
-    so once, and nothing reaches it any more. In strict mode the error is raised by the next call of the script instead.
+    The first call that raises, or that hangs while the script waits for it, disables the tracker: a warning is logged
+    once, and later calls are dropped. In strict mode the script's next call raises the error instead.
 
     Args:
-        tracker: what to call.
-        delivery: sizes and times.
+        tracker: the tracker.
+        delivery: queue size and timeouts.
 
     Attributes:
-        waited: seconds that the last wait took, or took since the last progress.
+        error: why the tracker is disabled, or None.
+        waited: seconds of the last wait since the last progress.
     """
 
     def __init__(self, tracker: GeneralTracker, delivery: Delivery) -> None:
         self.tracker = tracker
         self.name = str(tracker.name)
         self.error: TrackerError | None = None
+        self.waited = 0.0
         self._raised = False
         self._delivery = delivery
         self._calls: deque[tuple[str, Call]] = deque()
         self._changed = threading.Condition()
-        self._hurry = threading.Event()
+        self._urgent = threading.Event()
         self._idle = False
         self._waiting = 0
-        self._doing = ""
+        self._running = ""
         self._closing = False
         self._hangs = False
         self._done = 0
-        self.waited = 0.0
         self._thread: threading.Thread | None = None
         if getattr(tracker, "background", True):
-            # A daemon, so that one that hangs cannot keep the interpreter from ending.
+            # A daemon, so that a hanging tracker cannot keep the interpreter alive.
             self._thread = threading.Thread(target=self._run, name=f"accel_track {self.name}", daemon=True)
             self._thread.start()
 
-    # -- the script's side -------------------------------------------------------------------------------------------
+    # Called by the script
 
-    def submit(self, what: str, call: Call) -> None:
-        """Have something called after everything given before.
+    def submit(self, method: str, call: Call) -> None:
+        """Queue a call.
 
         Args:
-            what: the tracker's method, for messages.
+            method: the tracker's method, for messages.
             call: what to call.
 
         Raises:
@@ -104,56 +105,51 @@ class Channel:
             self.raise_if_strict()
             return
         if self._thread is None:
-            self._do(what, call)
+            self._execute(method, call)
             self.raise_if_strict()
             return
         changed = self._changed
         with changed:
             if len(self._calls) >= self._delivery.queue_size:
                 self._wait_for_room()
-            self._calls.append((what, call))
+            self._calls.append((method, call))
             if self._idle:
                 self._idle = False
                 changed.notify_all()
 
-    def wait(self, timeout: float | None = None, set_aside: bool = True) -> bool:
-        """Wait until everything given so far is done.
+    def wait(self, timeout: float | None = None, disable: bool = True) -> bool:
+        """Wait until all queued calls are done.
 
         Args:
-            timeout: seconds in all; left out, it waits as long as there is progress.
-            set_aside: whether a tracker that is not done in time is given up.
+            timeout: total seconds; None waits as long as there is progress.
+            disable: disable the tracker if it is not done in time.
 
         Returns:
-            Whether it is done.
+            Whether all calls are done.
 
         Raises:
             TrackerError: in strict mode, if the tracker has failed.
         """
         with self._changed:
-            done = self._wait_until(self._is_empty, timeout)
-            if not done and set_aside:
+            done = self._wait_until(lambda: not self._calls and not self._running, timeout)
+            if not done and disable:
                 self._give_up(f"no progress for {timeout or self._patience():g} s")
         self.raise_if_strict()
         return done
 
     def close(self, finish: Call) -> None:
-        """Have the tracker finish after everything given so far, also one that was set aside, and let the thread end.
-
-        Args:
-            finish: ends the tracker's run.
-        """
+        """Queue the tracker's ``finish``, even for a disabled tracker, and let the thread end after it."""
         if self._thread is None:
-            self._do("finish", finish)
+            self._execute("finish", finish)
             return
         with self._changed:
             self._calls.append(("finish", finish))
             self._closing = True
             self._changed.notify_all()
-        self._hurry.set()
+        self._urgent.set()
 
     def join(self) -> None:
-        """Wait for the end that :meth:`close` asked for: as long as there is progress, and ``finish_timeout`` for the
-        last call.
+        """Wait for the end after :meth:`close`: while there is progress, and ``finish_timeout`` for the last call.
 
         Raises:
             TrackerError: in strict mode, if the tracker has failed.
@@ -162,11 +158,11 @@ class Channel:
             if self.wait() and self._thread is not None:
                 self._thread.join(1.0)
         finally:
-            self._hurry.set()
+            self._urgent.set()
 
     @property
     def pending(self) -> int:
-        """Calls that wait."""
+        """Number of queued calls."""
         return len(self._calls)
 
     def raise_if_strict(self) -> None:
@@ -176,23 +172,19 @@ class Channel:
             raise self.error
 
     def _wait_for_room(self) -> None:
-        if not self._wait_until(lambda: len(self._calls) < self._delivery.queue_size, None):
-            waited = (
-                f"{self._delivery.queue_size} calls wait, and there was no progress for "
-                f"{self._delivery.stall_timeout:g} s"
-            )
-            self._give_up(waited)
+        size, seconds = self._delivery.queue_size, self._delivery.stall_timeout
+        if not self._wait_until(lambda: len(self._calls) < size, None):
+            self._give_up(f"{size} calls are queued, and there was no progress for {seconds:g} s")
 
     def _wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait, with the lock held, for a condition; False once the time is over, or nothing has moved for
-        ``stall_timeout``.
+        """Wait, with the lock held, until a condition holds; False after ``timeout`` or a stall.
 
-        The time is that of short naps: while the whole process is stopped (Ctrl-Z, a suspended job), the tracker cannot
-        move either.
+        Time is the sum of short naps, so that it does not pass while the whole process is stopped (Ctrl-Z, a suspended
+        job).
         """
         waited, done = 0.0, self._done
         self._waiting += 1
-        self._hurry.set()
+        self._urgent.set()
         try:
             while not condition() and not self._hangs:
                 if timeout is None and done != self._done:
@@ -207,30 +199,27 @@ class Channel:
             self.waited = waited
             self._waiting -= 1
             if not self._waiting and not self._closing:
-                self._hurry.clear()
+                self._urgent.clear()
         return condition()
 
     def _patience(self) -> float:
-        return self._delivery.finish_timeout if self._doing == "finish" else self._delivery.stall_timeout
+        return self._delivery.finish_timeout if self._running == "finish" else self._delivery.stall_timeout
 
-    def _is_empty(self) -> bool:
-        return not self._calls and not self._doing
-
-    # -- the thread's side -------------------------------------------------------------------------------------------
+    # Called by the thread
 
     def _run(self) -> None:
         while self._wait_for_calls():
-            while self._take_one():
+            while self._execute_next():
                 pass
 
     def _wait_for_calls(self) -> bool:
-        """Return once there is something to do; False at the end.
+        """Return True when there are calls, False at the end.
 
-        While calls keep coming, nobody has to wake this thread, which would cost the loop more than the rest of its
-        call. One busy moment now and then also disturbs the loop less than many: both need the interpreter.
+        The thread polls while calls keep coming, because waking it costs the loop more than the rest of ``submit``.
+        Handling calls in batches also interrupts the loop less often, as both need the GIL.
         """
-        for _ in range(_ROUNDS):
-            self._hurry.wait(_GATHERING_SECONDS)
+        for _ in range(_POLLS_BEFORE_IDLE):
+            self._urgent.wait(_POLL_SECONDS)
             if self._calls:
                 return True
             if self._closing:
@@ -242,58 +231,53 @@ class Channel:
             self._idle = False
             return bool(self._calls)
 
-    def _take_one(self) -> bool:
+    def _execute_next(self) -> bool:
         with self._changed:
             if not self._calls:
                 return False
-            what, call = self._calls.popleft()
-            self._doing = what
-        self._do(what, call)
+            method, call = self._calls.popleft()
+            self._running = method
+        self._execute(method, call)
         with self._changed:
-            self._doing = ""
+            self._running = ""
             self._done += 1
             if self._waiting:
                 self._changed.notify_all()
         return True
 
-    def _do(self, what: str, call: Call) -> None:
-        # What a tracker that was set aside still had to do is dropped, but for letting go of what it holds.
-        if self.error is not None and what != "finish":
+    def _execute(self, method: str, call: Call) -> None:
+        # A disabled tracker still gets finish(), to release its resources.
+        if self.error is not None and method != "finish":
             return
         try:
             call()
         except BaseException as error:
             if self._thread is None and not isinstance(error, Exception):
-                raise  # Ctrl-C in the script's own thread
+                raise  # Ctrl-C in the script's thread
             with self._changed:
-                self._set_aside(error, what)
+                self._disable(error, method)
 
     def _give_up(self, reason: str) -> None:
-        """Wait for the tracker no longer; the lock is held."""
+        """Disable a tracker that hangs; the lock is held."""
         self._hangs = True
-        self._set_aside(TimeoutError(reason), self._doing or "start")
+        self._disable(TimeoutError(reason), self._running or "start")
 
-    def _set_aside(self, error: BaseException, what: str) -> None:
-        """Have nothing reach the tracker any more, and say so once; the lock is held."""
+    def _disable(self, error: BaseException, method: str) -> None:
+        """Drop all calls except ``finish``, now and later, and warn once; the lock is held."""
         self._changed.notify_all()
         if self.error is not None:
-            logger.debug("The tracker %r, set aside before, failed in %s(): %s", self.name, what, error, exc_info=error)
+            logger.debug("The disabled tracker %r failed in %s(): %s", self.name, method, error, exc_info=error)
             return
-        lost = sum(1 for waiting, _ in self._calls if waiting != "finish")
+        lost = sum(queued != "finish" for queued, _ in self._calls)
         self._calls = deque(entry for entry in self._calls if entry[0] == "finish")
+        consequence = f"Queued calls lost: {lost}. Later calls are dropped."
+        if method == "finish":
+            consequence = "Values not delivered before may be lost."
         self.error = TrackerError(
-            f"The tracker {self.name!r} {'hangs' if self._hangs else 'failed'} in {what}() and is set aside: "
-            f"{type(error).__name__}: {error}. "
-            f"{_consequence(what, lost)}"
+            f"The tracker {self.name!r} {'hangs' if self._hangs else 'failed'} in {method}() and is disabled: "
+            f"{type(error).__name__}: {error}. {consequence}"
         )
         self.error.__cause__ = error
         if not self._delivery.strict:
             details = error if logger.isEnabledFor(logging.DEBUG) else None
-            logger.warning("%s The run goes on.", self.error, exc_info=details)
-
-
-def _consequence(what: str, lost: int) -> str:
-    if what == "finish":
-        return "What it had not delivered by then may be lost."
-    waiting = "No other call waited" if not lost else f"Calls that waited for it and are lost: {lost}"
-    return f"{waiting}, and later ones do not reach it."
+            logger.warning("%s The run continues.", self.error, exc_info=details)

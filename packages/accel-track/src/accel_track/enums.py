@@ -1,4 +1,4 @@
-"""Names of the trackers, as an enumeration. Torch-free."""
+"""Enumeration of the built-in trackers. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from accel_state.enums import NamedChoice
 
 
 class LoggerType(NamedChoice):
-    """The trackers that come with this package, and ``ALL`` for every one that is installed."""
+    """The trackers in this package, and ``ALL`` for every installed one."""
 
     ALL = "all"
     AIM = "aim"

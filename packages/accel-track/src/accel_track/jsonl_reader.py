@@ -1,11 +1,11 @@
-"""The files of a run that the JSON-lines tracker writes: reading them. Torch-free."""
+"""Reader for the files that the jsonl tracker writes. Torch-free."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ _NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float
 
 @dataclass
 class Run:
-    """One run.
+    """A run of the jsonl tracker.
 
     Attributes:
-        folder: where it is.
-        facts: what run.json holds: project, run_id, status, config and so on.
-        rows: one dictionary for each call of ``log``, in order, with ``_step`` and ``_time`` (seconds since 1970).
-        damaged: lines that could not be read: those that a process was writing when it was killed.
+        folder: its directory.
+        facts: content of run.json: project, run_id, status, config and so on.
+        rows: one dictionary per call of ``log``, in order, with ``_step`` and ``_time`` (seconds since 1970).
+        damaged: number of unreadable lines, such as one that was being written when the process was killed.
     """
 
     folder: Path
@@ -38,37 +38,33 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Project and run id."""
+        """Project and run id, joined by a slash."""
         return f"{self.facts.get('project', self.folder.parent.name)}/{self.facts.get('run_id', self.folder.name)}"
 
     def series(self) -> dict[str, list[tuple[float, float]]]:
-        """Points (step, value) of every metric that has numbers, by its name; rows without a step count on from the one
-        before.
-        """
-        found: dict[str, dict[float, float]] = {}
+        """Points (step, value) of every numeric metric, by name; a row without a step follows the previous one."""
+        series: dict[str, dict[float, float]] = {}
         step = -1.0
         for row in self.rows:
-            given = _number(row.get(STEP))
-            step = given if given is not None and math.isfinite(given) else step + 1
+            logged_step = _number(row.get(STEP))
+            step = logged_step if logged_step is not None and math.isfinite(logged_step) else step + 1
             for name, value in row.items():
                 number = _number(value)
                 if name not in (STEP, TIME) and number is not None:
-                    found.setdefault(name, {})[step] = number
-        return {name: sorted(points.items()) for name, points in found.items()}
+                    series.setdefault(name, {})[step] = number
+        return {name: sorted(points.items()) for name, points in series.items()}
 
     def last(self) -> dict[str, tuple[Any, Any]]:
-        """The latest value of everything that was logged, with its step, by name."""
-        return {
-            name: (row.get(STEP), value) for row in self.rows for name, value in row.items() if name not in (STEP, TIME)
-        }
+        """The latest (step, value) of everything that was logged, by name."""
+        last: dict[str, tuple[Any, Any]] = {}
+        for row in self.rows:
+            last.update((name, (row.get(STEP), value)) for name, value in row.items() if name not in (STEP, TIME))
+        return last
 
     def write_csv(self, path: Path) -> None:
-        """Write all rows as a table of comma-separated values, one column for each name."""
+        """Write all rows as comma-separated values, one column per name."""
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
-        columns = [
-            *(name for name in (STEP, TIME) if name in columns),
-            *(name for name in columns if name not in (STEP, TIME)),
-        ]
+        columns.sort(key=lambda name: (name != STEP, name != TIME))
         partial = path.with_name(f"{path.name}.partial")
         with partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
             writer = csv.DictWriter(file, columns)
@@ -91,37 +87,30 @@ def _cell(value: Any) -> Any:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run, also one that is being written.
+    """Read a run, which may still be in progress.
 
     Args:
-        folder: the folder with metrics.jsonl.
+        folder: the directory with metrics.jsonl.
 
     Raises:
-        ConfigurationError: there is no such file, or run.json is damaged.
+        ConfigurationError: there is no metrics.jsonl, or run.json is damaged.
     """
     metrics, facts = folder / METRICS_NAME, folder / RUN_NAME
     if not metrics.is_file():
-        raise ConfigurationError(
-            f"{folder} has no {METRICS_NAME}, so it is no run of the jsonl tracker. Log one with log_with='jsonl'."
-        )
+        raise ConfigurationError(f"{folder} has no {METRICS_NAME}. Pass a directory written with log_with='jsonl'.")
     run = Run(folder)
     if facts.is_file():
         try:
-            run.facts = _object(facts.read_text(encoding="utf-8"))
+            run.facts = json.loads(facts.read_text(encoding="utf-8"))
+            if not isinstance(run.facts, dict):
+                raise ValueError(f"expected a JSON object, got {type(run.facts).__name__}")
         except (ValueError, RecursionError) as error:
             raise ConfigurationError(
-                f"{facts} is damaged: {error}. Delete it to see the metrics without it."
+                f"{facts} is damaged: {error}. Delete it to read the metrics without it."
             ) from error
     with metrics.open(encoding="utf-8", errors="replace") as file:
         _read_rows(run, file)
     return run
-
-
-def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError(f"it holds {type(value).__name__}, and no object with the facts of a run")
-    return value
 
 
 def _read_rows(run: Run, lines: Iterable[str]) -> None:
@@ -134,35 +123,38 @@ def _read_rows(run: Run, lines: Iterable[str]) -> None:
         if not isinstance(row, dict):
             run.damaged += 1
         elif RESUMED in row:
-            after = _number(row[RESUMED])
-            run.rows = [
-                kept for kept in run.rows if after is None or (step := _number(kept.get(STEP))) is None or step <= after
-            ]
+            run.rows = _rows_up_to(run.rows, _number(row[RESUMED]))
         else:
             run.rows.append(row)
 
 
+def _rows_up_to(rows: list[dict[str, Any]], last_step: float | None) -> list[dict[str, Any]]:
+    if last_step is None:
+        return rows
+    steps = [_number(row.get(STEP)) for row in rows]
+    return [row for row, step in zip(rows, steps, strict=True) if step is None or step <= last_step]
+
+
 def find_runs(folder: Path, names: Sequence[str] = ()) -> list[Run]:
-    """The runs in a folder: it is one, or contains some at any depth; oldest first.
+    """All runs in a directory and its subdirectories, oldest first.
 
     Args:
-        folder: where to look.
-        names: keep those whose project/run_id contains one of these.
+        folder: the directory of a run, or one that contains runs.
+        names: keep only runs whose project/run_id contains one of these.
 
     Raises:
-        ConfigurationError: there is no such folder, or no run in it.
+        ConfigurationError: there is no such directory, or no run in it.
     """
     if not folder.is_dir():
         raise ConfigurationError(
-            f"there is no folder {str(folder)!r}. Give the logging_dir of a run that was logged with 'jsonl'."
+            f"directory not found: {str(folder)!r}. Pass the logging_dir of a run logged with 'jsonl'."
         )
-    runs = sorted(map(read_run, _folders(folder)), key=lambda run: (str(run.facts.get("started", "")), run.name))
-    chosen = [run for run in runs if not names or any(name in run.name for name in names)]
-    if not chosen:
-        known = f" Runs there: {', '.join(run.name for run in runs)}." if runs else " Log one with log_with='jsonl'."
-        raise ConfigurationError(f"{folder} holds no run" + (f" named {' or '.join(names)}." if names else ".") + known)
-    return chosen
-
-
-def _folders(folder: Path) -> Iterator[Path]:
-    return (path.parent for path in sorted(folder.rglob(METRICS_NAME)))
+    runs = [read_run(path.parent) for path in sorted(folder.rglob(METRICS_NAME))]
+    runs.sort(key=lambda run: (str(run.facts.get("started", "")), run.name))
+    selected = [run for run in runs if not names or any(name in run.name for name in names)]
+    if not selected:
+        known = f" Existing runs: {', '.join(run.name for run in runs)}." if runs else " Log one with log_with='jsonl'."
+        raise ConfigurationError(
+            f"{folder} contains no run" + (f" named {' or '.join(names)}." if names else ".") + known
+        )
+    return selected

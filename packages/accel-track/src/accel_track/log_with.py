@@ -1,4 +1,4 @@
-"""What ``log_with`` asks for."""
+"""Resolution of the ``log_with`` argument to tracker classes and objects."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ _registered: dict[str, type[GeneralTracker]] = {}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Make a tracker class of your own known by its ``name``, for ``log_with``; also "all" then takes it.
+    """Register a custom tracker class, so that ``log_with`` accepts its ``name`` and "all" includes it.
 
-    A package registers its classes for everybody who installs it through the entry point group
-    ``accel.trackers`` instead.
+    A package registers its classes for everyone who installs it with the entry point group ``accel.trackers`` instead.
 
     Args:
         tracker_class: a subclass of GeneralTracker.
 
     Raises:
-        ConfigurationError: it is no tracker class, or its name is taken.
+        ConfigurationError: it is not a tracker class, or its name is taken.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigurationError(
-            f"{tracker_class!r} is no subclass of GeneralTracker. Derive it from accel_track.GeneralTracker."
+            f"{tracker_class!r} is not a subclass of GeneralTracker. Derive it from accel_track.GeneralTracker."
         )
-    _check(tracker_class, None, needs_folder=False)
+    _check(tracker_class, None, check_directory=False)
     name = str(tracker_class.name)
     known = _registered.get(name)
     if name in TRACKERS or name == "all" or known not in (None, tracker_class):
@@ -46,50 +45,47 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 def get_available_trackers() -> list[str]:
     """The names of all trackers whose libraries are installed."""
-    return [name for name in _names() if _is_available(name)]
+    return [name for name in [*TRACKERS.names(), *_registered] if _is_available(name)]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
-    """The tracker classes and objects that ``log_with`` asks for, each once.
+    """The tracker classes and objects that ``log_with`` selects, without duplicates.
 
-    An object stands for its name: it wins over the class of that name.
+    A tracker object replaces the class of the same name.
 
     Args:
-        log_with: a name, a LoggerType, a tracker class or object, "all" for every tracker that is installed, or a list
-            of those.
-        logging_dir: the folder for logs.
+        log_with: a name, a LoggerType, a tracker class or object, "all" for every installed tracker, or a list of
+            these.
+        logging_dir: directory for logs.
 
     Returns:
-        Classes, in the order they were asked for, and objects.
+        Classes selected by name, in order, followed by the classes and objects that were passed.
 
     Raises:
-        ConfigurationError: a name that is not known, an object that is no tracker, or a tracker that needs
-            ``logging_dir``.
-        MissingDependencyError: the library of a tracker that was named is not installed.
+        ConfigurationError: an unknown name, an object that is not a tracker, or a tracker that needs ``logging_dir``.
+        MissingDependencyError: the library of a tracker selected by name is not installed.
     """
-    asked = list(log_with) if isinstance(log_with, (list, tuple, set)) else [] if log_with is None else [log_with]
-    names = [str(item) for item in asked if isinstance(item, str)]
-    chosen = [item for item in asked if not isinstance(item, str)]
-    taken = {getattr(item, "name", None) for item in chosen}
-    wanted = list(dict.fromkeys(name for name in names if name != LoggerType.ALL))
+    items = [] if log_with is None else [log_with]
+    if isinstance(log_with, (list, tuple, set)):
+        items = list(log_with)
+    trackers = [item for item in items if not isinstance(item, str)]
+    names = list(dict.fromkeys(str(item) for item in items if isinstance(item, str)))
     if LoggerType.ALL.value in names:
-        wanted += [name for name in get_available_trackers() if name not in wanted]
-    classes = [_load(name) for name in wanted if name not in taken]
-    for tracker in [*classes, *chosen]:
+        names = list(dict.fromkeys([*names, *get_available_trackers()]))
+        names.remove(LoggerType.ALL.value)
+    given = {getattr(tracker, "name", None) for tracker in trackers}
+    selected = [*(_load(name) for name in names if name not in given), *trackers]
+    for tracker in selected:
         _check(tracker, logging_dir)
-    return [*classes, *chosen]
-
-
-def _names() -> list[str]:
-    return [*TRACKERS.names(), *_registered]
+    return selected
 
 
 def _is_available(name: str) -> bool:
     try:
         return _class_of(name).is_available()
     except Exception as error:
-        # One broken package of somebody else must not take the others with it.
-        logger.warning("The tracker %r cannot be loaded and is left out: %s: %s", name, type(error).__name__, error)
+        # A broken third-party package must not disable all trackers.
+        logger.warning("The tracker %r cannot be loaded and is skipped: %s: %s", name, type(error).__name__, error)
         return False
 
 
@@ -98,31 +94,29 @@ def _class_of(name: str) -> Any:
 
 
 def _load(name: str) -> Any:
-    """Raise MissingDependencyError, which names the pip command, if the library of a tracker is not installed."""
+    """The class of a tracker; raises MissingDependencyError with the pip command if its library is not installed."""
     tracker = _class_of(name)
     if not getattr(tracker, "is_available", lambda: True)():
         raise MissingDependencyError(
             f"the tracker {name!r} needs a library that is not installed. Install it with: pip install "
-            f"'accel-track[{name}]'. Installed "
-            f"trackers: {', '.join(get_available_trackers())}."
+            f"'accel-track[{name}]'. Installed trackers: {', '.join(get_available_trackers())}."
         )
     return tracker
 
 
-def _check(tracker: Any, logging_dir: Any, needs_folder: bool = True) -> None:
+def _check(tracker: Any, logging_dir: Any, check_directory: bool = True) -> None:
+    is_class = isinstance(tracker, type)
     needed = REQUIRED if isinstance(tracker, GeneralTracker) else (*REQUIRED, *_METHODS)
-    # Looked for in the class: a property may need what start() has yet to set.
-    missing = [name for name in needed if not hasattr(tracker if isinstance(tracker, type) else type(tracker), name)]
-    missing = [name for name in missing if isinstance(tracker, type) or name not in getattr(tracker, "__dict__", {})]
+    # Looked up in the class, because a property may need what start() has not set yet.
+    missing = [name for name in needed if not hasattr(tracker if is_class else type(tracker), name)]
+    missing = [name for name in missing if is_class or name not in getattr(tracker, "__dict__", {})]
     if missing:
         raise ConfigurationError(
-            f"log_with={tracker!r} is no tracker: it lacks {', '.join(missing)}. Pass an object with these, or the "
-            "name of one that is "
-            f"installed ({', '.join(get_available_trackers())})."
+            f"log_with={tracker!r} is not a tracker: it lacks {', '.join(missing)}. Pass an object with these, or the "
+            f"name of an installed tracker ({', '.join(get_available_trackers())})."
         )
-    if needs_folder and isinstance(tracker, type) and tracker.requires_logging_directory and logging_dir is None:  # type: ignore[attr-defined]
+    if check_directory and is_class and tracker.requires_logging_directory and logging_dir is None:
         raise ConfigurationError(
-            f"the tracker {tracker.name!r} needs a folder for its logs. "  # type: ignore[attr-defined]
-            "Pass project_dir=... or ProjectConfiguration(logging_dir=...) to the Accelerator, or logging_dir=... to "
-            "Tracking."
+            f"the tracker {tracker.name!r} needs a logging directory. Pass project_dir=... or "
+            "ProjectConfiguration(logging_dir=...) to the Accelerator, or logging_dir=... to TrackerRun."
         )

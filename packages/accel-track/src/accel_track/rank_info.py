@@ -1,4 +1,4 @@
-"""Which process this is, without starting anything: a script that never makes a PartialState can log too."""
+"""The rank of this process, without initialising anything: scripts without a PartialState can log too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def rank() -> int:
-    """The rank of this process: that of its PartialState, of torch's process group, or of whoever launched it."""
+    """The rank according to the PartialState, torch's process group, or the launcher's environment."""
     if PartialState._shared_state:
         return int(PartialState().process_index)
     if dist.is_available() and dist.is_initialized():
@@ -29,10 +29,9 @@ def is_main_process() -> bool:
 
 
 def on_main_process(function: F) -> F:
-    """Decorate a method of a tracker so that it runs on rank 0 only, unless its class says ``main_process_only =
-    False``.
+    """Decorate a tracker's method to run on rank 0 only and return None elsewhere.
 
-    Elsewhere the method returns None.
+    It runs on every rank if the tracker's class has ``main_process_only = False``.
     """
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""What trackers of other libraries have in common."""
+"""Common parts of the trackers that wrap another library's SDK."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .serialize import as_number, flatten, to_plain
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 10.0
+RESPONSE_SECONDS = 10.0
 
 
 class ServerUnreachableError(AccelError, ConnectionError):
-    """The server of a tracker does not answer."""
+    """The server of a tracker does not respond."""
 
 
-class LibraryTracker(GeneralTracker):
-    """A tracker over the library of somebody else, which is imported when the run starts.
+class SdkTracker(GeneralTracker):
+    """A tracker that wraps a library, which is imported when the run starts.
 
     Attributes:
-        module: what is imported.
-        offline: how to do without the server, for messages.
+        module: the module to import.
+        offline: how to work without the server, for error messages.
     """
 
     module: ClassVar[str]
@@ -45,7 +45,7 @@ class LibraryTracker(GeneralTracker):
         self._resumed_id: str | None = None
         self._resumed_step: int | None = None
         self._step = -1
-        self._left_out: set[str] = set()
+        self._reported_names: set[str] = set()
 
     @classmethod
     def is_available(cls) -> bool:
@@ -56,35 +56,33 @@ class LibraryTracker(GeneralTracker):
         self._resumed_id, self._resumed_step = run_id, step
         self._step = -1 if step is None else step
 
-    def _library(self, module: str | None = None) -> ModuleType | Any:
+    def _sdk(self, module: str | None = None) -> ModuleType | Any:
         return require(module or self.module, purpose=f"the tracker {self.name!r}", install=f"accel-track[{self.name}]")
 
-    def _at(self, step: int | None) -> int:
-        """The step to log at; without one, that after the last."""
+    def _step_or_next(self, step: int | None) -> int:
+        """The step to log at: ``step``, or the one after the last."""
         self._step = self._step + 1 if step is None else step
         return self._step
 
     def _numbers(self, values: Mapping[str, Any]) -> dict[str, int | float]:
-        """The numbers among values, nested ones as ``train/loss``; says once of each other name that it is left out."""
+        """The numeric values, nested ones as ``train/loss``; warns once about each name with another type."""
         numbers: dict[str, int | float] = {}
         for name, value in flatten(values, "/").items():
             number = as_number(value)
             if number is not None:
                 numbers[name] = number
-            elif name not in self._left_out:
-                self._left_out.add(name)
+            elif name not in self._reported_names:
+                self._reported_names.add(name)
                 logger.warning(
-                    "The tracker %r keeps numbers only: %r, a %s, is left out.", self.name, name, type(value).__name__
+                    "The tracker %r logs only numbers; %r of type %s is skipped.", self.name, name, type(value).__name__
                 )
         return numbers
 
     def _plain_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values as the library may have them: single numbers as such, small tensors as lists; objects of the library
-        as they are.
-        """
         return {name: self._plain_value(value) for name, value in values.items()}
 
     def _plain_value(self, value: Any) -> Any:
+        """Convert scalars to Python numbers and small tensors to lists; keep objects of the SDK."""
         if isinstance(value, Mapping):
             return self._plain_values(value)
         number = as_number(value)
@@ -93,29 +91,27 @@ class LibraryTracker(GeneralTracker):
         return to_plain(value) if type(value).__module__ in ("torch", "numpy") else value
 
     def _require_server(self, url: str | None) -> None:
-        """Raise ServerUnreachableError where a server does not answer within seconds: the library itself may try for
-        minutes.
-        """
-        if url and not answers(url, ANSWER_SECONDS):
+        """Raise ServerUnreachableError if a server does not respond; the SDK itself may retry for minutes."""
+        if url and not responds(url, RESPONSE_SECONDS):
             raise ServerUnreachableError(
-                f"the server {url} does not answer within {ANSWER_SECONDS:g} s. {self.offline}".strip()
+                f"the server {url} does not respond within {RESPONSE_SECONDS:g} s. {self.offline}".strip()
             )
 
 
-class RunTracker(LibraryTracker):
-    """A tracker over a library whose ``init`` begins a run of a project.
+class SdkRunTracker(SdkTracker):
+    """A tracker for SDKs whose ``init`` starts a run of a project.
 
     Args:
         run_name: name of the project.
-        **kwargs: for the library's ``init``.
+        **kwargs: arguments of the SDK's ``init``.
 
     Attributes:
-        run: the library's run, once started.
-        id_word: what the run calls that by which it can be continued, and ``init`` likewise.
+        run: the SDK's run, once started.
+        id_attribute: attribute of the run, and argument of ``init``, that identifies a run to resume.
     """
 
     requires_logging_directory = False
-    id_word: ClassVar[str] = "id"
+    id_attribute: ClassVar[str] = "id"
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
@@ -125,30 +121,30 @@ class RunTracker(LibraryTracker):
 
     @property
     def tracker(self) -> Any:
-        """The library's run."""
+        """The SDK's run."""
         return self.run
 
     @property
     def run_id(self) -> str | None:
-        """What names the run at the back end."""
-        return None if self.run is None else str(getattr(self.run, self.id_word))
+        """Identifier of the run at the back end."""
+        return None if self.run is None else str(getattr(self.run, self.id_attribute))
 
     @on_main_process
     def start(self) -> None:
         kwargs = {"project": self.run_name, **self._kwargs}
         if self._resumed_id is not None:
-            kwargs.setdefault(self.id_word, self._resumed_id)
+            kwargs.setdefault(self.id_attribute, self._resumed_id)
             kwargs.setdefault("resume", "allow")
         self._require_server(self._server(kwargs))
-        self.run = self._library().init(**kwargs)
+        self.run = self._sdk().init(**kwargs)
 
     def _server(self, kwargs: Mapping[str, Any]) -> str | None:
-        """The address that a run is going to talk to, or None where it keeps to this machine."""
+        """URL of the server for a run with these arguments; None for an offline run."""
         raise NotImplementedError
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of a step; ``kwargs`` go to the run's ``log``."""
+        """Log values of a step; ``kwargs`` go to the run's ``log``."""
         self.run.log(self._plain_values(values), step=step, **kwargs)
 
     @on_main_process
@@ -157,11 +153,11 @@ class RunTracker(LibraryTracker):
             self.run.finish()
 
 
-def answers(url: str, timeout: float) -> bool:
-    """Whether a server answers a request in any way.
+def responds(url: str, timeout: float) -> bool:
+    """Whether a server responds to a request, with any status.
 
     Args:
-        url: http, https, or another scheme with host and port, where a connection is enough.
+        url: http, https, or another scheme with host and port, for which a TCP connection is enough.
         timeout: seconds.
     """
     parts = urllib.parse.urlsplit(url)
@@ -172,9 +168,9 @@ def answers(url: str, timeout: float) -> bool:
             request = urllib.request.Request(url, method="HEAD")
             urllib.request.urlopen(request, timeout=timeout).close()
     except urllib.error.HTTPError as error:
-        error.close()  # refused, but by a server
+        error.close()  # an error status is a response too
     except urllib.error.URLError as error:
-        # A certificate that we cannot check may be one that the library can.
+        # The SDK may accept a certificate that this check cannot verify.
         return isinstance(error.reason, ssl.SSLError)
     except (OSError, http.client.HTTPException):
         return False

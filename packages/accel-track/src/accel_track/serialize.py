@@ -1,4 +1,4 @@
-"""Values of any kind, as the plain data that every back end can hold."""
+"""Conversion of values of any type to plain data that every back end can store."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 
-LARGEST_LIST = 256
-"""Elements of an array or a tensor that are stored one by one; a larger one is described by its shape and type."""
-LONGEST_TEXT = 10_000
-"""Characters that are kept of the description of an object."""
-_LONGEST_INTEGER = 2**13
-"""Bits of an integer that is stored as such: Python refuses to write more than 4300 digits, and back ends read fewer.
-"""
-DEEPEST = 40
-"""Levels of nesting; what lies deeper is stored as text."""
+# Elements of an array or tensor that are stored individually; a larger one is stored as its shape and dtype.
+MAX_ELEMENTS = 256
+# Characters kept of an object's description.
+MAX_TEXT = 10_000
+# Bits of an integer stored as such: Python refuses to print more than 4300 digits, and back ends accept fewer.
+_MAX_INT_BITS = 2**13
+# Levels of nesting; deeper values are stored as text.
+MAX_DEPTH = 40
 
 _CALLABLE = (
     types.FunctionType,
@@ -36,52 +35,40 @@ _CALLABLE = (
 
 
 def to_plain(value: Any) -> Any:
-    """A value as dictionaries with texts as keys, lists, texts, numbers, booleans and None.
+    """Convert a value to dictionaries with string keys, lists, strings, numbers, booleans and None. Never raises.
 
-    Enumerations of texts or numbers become these, others ``Class.MEMBER``; functions, classes and modules their full
-    names; paths, dates and torch's dtypes and devices texts; data classes, named tuples and namespaces dictionaries;
-    sets sorted lists; tensors and arrays numbers or nested lists while they are small. What contains itself is cut
-    there with ``"<cycle>"``. Anything else becomes its ``repr``. Never raises.
-
-    Args:
-        value: anything.
+    Enum members with string or number values become these, other members ``Class.MEMBER``; functions, classes and
+    modules their qualified names; paths, dates, torch dtypes and devices strings; data classes, named tuples and
+    namespaces dictionaries; sets sorted lists; small tensors and arrays numbers or nested lists. A reference cycle
+    becomes ``"<cycle>"``, anything else its ``repr``.
     """
     return _plain(value, ())
 
 
-def _plain(value: Any, above: tuple[int, ...]) -> Any:
-    if type(value) is int and value.bit_length() > _LONGEST_INTEGER:
-        return (
-            f"{hex(value)[:LONGEST_TEXT]}{'...' if value.bit_length() > 4 * LONGEST_TEXT else ''} "
-            f"({value.bit_length()} bits)"
-        )
+def _plain(value: Any, parents: tuple[int, ...]) -> Any:
+    if type(value) is int and value.bit_length() > _MAX_INT_BITS:
+        digits = hex(value)
+        ellipsis = "..." if len(digits) > MAX_TEXT else ""
+        return f"{digits[:MAX_TEXT]}{ellipsis} ({value.bit_length()} bits)"
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Enum):
-        return _enumeration(value)
-    if isinstance(value, (bool, int, float, str)):
-        return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
-    if id(value) in above:
+        is_plain = isinstance(value, (str, int, float))
+        return _plain(value.value, ()) if is_plain else f"{type(value).__name__}.{value.name}"
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if id(value) in parents:
         return "<cycle>"
-    if len(above) >= DEEPEST:
+    if len(parents) >= MAX_DEPTH:
         return describe(value)
     try:
-        return _converted(value, (*above, id(value)))
+        for accepts, convert in _CONVERSIONS:
+            if accepts(value):
+                return convert(value, (*parents, id(value)))
     except Exception:
-        # The object's own code failed: a property, an iterator, an array protocol. Its name is still worth keeping.
+        # The object's own code failed: a property, an iterator, an array protocol. Its description is still useful.
         return describe(value)
-
-
-def _enumeration(value: Enum) -> Any:
-    if isinstance(value, (str, int, float)):
-        return _plain(value.value, ())
-    return f"{type(value).__name__}.{value.name}"
-
-
-def _converted(value: Any, above: tuple[int, ...]) -> Any:
-    for accepts, convert in _CONVERSIONS:
-        if accepts(value):
-            return convert(value, above)
     return describe(value)
 
 
@@ -96,40 +83,40 @@ def _fields(value: Any) -> dict[Any, Any]:
     return dict(vars(value))
 
 
-def _dictionary(items: Iterable[tuple[Any, Any]], above: tuple[int, ...]) -> dict[str, Any]:
+def _dictionary(items: Iterable[tuple[Any, Any]], parents: tuple[int, ...]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in items:
-        name = key if type(key) is str else str(_plain(key, above))
-        # 1 and "1" are two keys of a dictionary.
-        result[name if name not in result else f"{name} ({type(key).__name__})"] = _plain(value, above)
+        name = key if type(key) is str else str(_plain(key, parents))
+        # 1 and "1" are different keys of a dictionary.
+        result[name if name not in result else f"{name} ({type(key).__name__})"] = _plain(value, parents)
     return result
 
 
-def _list(items: Iterable[Any], above: tuple[int, ...]) -> list[Any]:
-    return [_plain(item, above) for item in items]
+def _list(items: Iterable[Any], parents: tuple[int, ...]) -> list[Any]:
+    return [_plain(item, parents) for item in items]
 
 
-def _sorted(items: Iterable[Any], above: tuple[int, ...]) -> list[Any]:
+def _sorted(items: Iterable[Any], parents: tuple[int, ...]) -> list[Any]:
     return sorted(
-        _list(items, above),
+        _list(items, parents),
         key=lambda item: (type(item).__name__, item if isinstance(item, (int, float)) else 0, str(item)),
     )
 
 
-def _tensor(value: torch.Tensor, above: tuple[int, ...]) -> Any:
-    if value.numel() > LARGEST_LIST or value.device.type == "meta":
+def _tensor(value: torch.Tensor, parents: tuple[int, ...]) -> Any:
+    if value.numel() > MAX_ELEMENTS or value.device.type == "meta":
         return f"tensor(shape={tuple(value.shape)}, dtype={_dtype(value.dtype)}, device={value.device})"
-    return _plain(value.detach().tolist(), above)
+    return _plain(value.detach().tolist(), parents)
 
 
-def _array(value: Any, above: tuple[int, ...]) -> Any:
-    if value.size > LARGEST_LIST:
+def _array(value: Any, parents: tuple[int, ...]) -> Any:
+    if value.size > MAX_ELEMENTS:
         return f"array(shape={tuple(value.shape)}, dtype={value.dtype})"
-    return _plain(value.tolist(), above)
+    return _plain(value.tolist(), parents)
 
 
 def _is_array(value: Any) -> bool:
-    # Arrays and scalars of numpy, and of libraries with its interface, without an import of any.
+    # Arrays and scalars of numpy and of libraries with its interface, without importing them.
     return all(hasattr(value, name) for name in ("tolist", "dtype", "shape", "size")) and not isinstance(value, type)
 
 
@@ -137,11 +124,11 @@ def _name_of(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}" if getattr(value, "__module__", None) else str(value.__qualname__)
 
 
-def _partial(value: Any, above: tuple[int, ...]) -> dict[str, Any]:
+def _partial(value: Any, parents: tuple[int, ...]) -> dict[str, Any]:
     return {
-        "function": _plain(value.func, above),
-        "args": _list(value.args, above),
-        "kwargs": _dictionary(value.keywords.items(), above),
+        "function": _plain(value.func, parents),
+        "args": _list(value.args, parents),
+        "kwargs": _dictionary(value.keywords.items(), parents),
     }
 
 
@@ -150,53 +137,49 @@ def _dtype(value: torch.dtype) -> str:
 
 
 def _text_of_bytes(value: Any) -> str:
-    return bytes(value[:LONGEST_TEXT]).decode(errors="backslashreplace")
+    return bytes(value[:MAX_TEXT]).decode(errors="backslashreplace")
 
 
 _DATES = (datetime.date, datetime.time)
 _CONVERSIONS: tuple[tuple[Callable[[Any], bool], Callable[[Any, tuple[int, ...]], Any]], ...] = (
     (lambda v: isinstance(v, torch.Tensor), _tensor),
-    (lambda v: isinstance(v, Mapping), lambda v, above: _dictionary(v.items(), above)),
+    (lambda v: isinstance(v, Mapping), lambda v, parents: _dictionary(v.items(), parents)),
     (
         lambda v: isinstance(v, tuple) and hasattr(v, "_asdict"),
-        lambda v, above: _dictionary(v._asdict().items(), above),
+        lambda v, parents: _dictionary(v._asdict().items(), parents),
     ),
     (lambda v: isinstance(v, (list, tuple)), _list),
     (lambda v: isinstance(v, (set, frozenset)), _sorted),
-    (_is_fields, lambda v, above: _dictionary(_fields(v).items(), above)),
-    (lambda v: isinstance(v, os.PathLike), lambda v, above: _plain(os.fspath(v), above)),
+    (_is_fields, lambda v, parents: _dictionary(_fields(v).items(), parents)),
+    (lambda v: isinstance(v, os.PathLike), lambda v, parents: _plain(os.fspath(v), parents)),
     (lambda v: isinstance(v, functools.partial), _partial),
-    (lambda v: isinstance(v, _CALLABLE), lambda v, above: _name_of(v)),
-    (lambda v: isinstance(v, types.ModuleType), lambda v, above: v.__name__),
-    (lambda v: isinstance(v, torch.dtype), lambda v, above: _dtype(v)),
-    (lambda v: isinstance(v, torch.device), lambda v, above: str(v)),
-    (lambda v: isinstance(v, _DATES), lambda v, above: v.isoformat()),
-    (lambda v: isinstance(v, datetime.timedelta), lambda v, above: str(v)),
-    (lambda v: isinstance(v, (bytes, bytearray)), lambda v, above: _text_of_bytes(v)),
+    (lambda v: isinstance(v, _CALLABLE), lambda v, parents: _name_of(v)),
+    (lambda v: isinstance(v, types.ModuleType), lambda v, parents: v.__name__),
+    (lambda v: isinstance(v, torch.dtype), lambda v, parents: _dtype(v)),
+    (lambda v: isinstance(v, torch.device), lambda v, parents: str(v)),
+    (lambda v: isinstance(v, _DATES), lambda v, parents: v.isoformat()),
+    (lambda v: isinstance(v, datetime.timedelta), lambda v, parents: str(v)),
+    (lambda v: isinstance(v, (bytes, bytearray)), lambda v, parents: _text_of_bytes(v)),
     (_is_array, _array),
-    # pydantic's models, and dictionary-like objects of configuration libraries.
-    (lambda v: callable(getattr(type(v), "model_dump", None)), lambda v, above: _plain(v.model_dump(), above)),
+    # pydantic models.
+    (lambda v: callable(getattr(type(v), "model_dump", None)), lambda v, parents: _plain(v.model_dump(), parents)),
     (lambda v: type(v).__name__ == "deque", _list),
 )
 
 
 def describe(value: Any) -> str:
-    """The ``repr`` of an object, shortened; its class if it has none that works."""
+    """The shortened ``repr`` of an object, or its class if ``repr`` fails."""
     try:
         text = repr(value)
     except Exception:
         text = f"<{type(value).__module__}.{type(value).__qualname__}>"
-    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}... ({len(text)} characters)"
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
 
 
 def flatten(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
-    """A plain nested dictionary as one level, with the keys joined; lists stay as they are.
+    """Flatten a plain nested dictionary by joining keys with ``separator``; lists and empty dictionaries stay values.
 
-    Where two keys become one, the second gets a number. Empty dictionaries stay as values.
-
-    Args:
-        values: as :func:`to_plain` gives them.
-        separator: put between keys.
+    If two joined keys are equal, the second gets a number.
     """
     result: dict[str, Any] = {}
     for key, value in _leaves(values, "", separator):
@@ -219,10 +202,7 @@ def _leaves(values: Mapping[str, Any], prefix: str, separator: str) -> Iterator[
 def as_number(value: Any) -> int | float | None:
     """A number, boolean, or tensor or array of one element as a Python number; None for anything else.
 
-    An integer beyond the range of floats becomes infinite: back ends compute with what they are given.
-
-    Args:
-        value: a logged value.
+    An integer beyond the range of floats becomes infinite, because back ends convert to floats.
     """
     if isinstance(value, (bool, int)):
         if abs(value) <= sys.float_info.max:
@@ -239,11 +219,9 @@ def as_number(value: Any) -> int | float | None:
 
 
 def to_json(value: Any) -> Any:
-    """Plain data as JSON can hold it in every reader: numbers that are not finite become "NaN", "Infinity" and
-    "-Infinity".
-    """
+    """Plain data as strict JSON: numbers that are not finite become "NaN", "Infinity" and "-Infinity"."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return str(value).replace("nan", "NaN").replace("inf", "Infinity")
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     return [to_json(item) for item in value] if isinstance(value, list) else value

@@ -1,9 +1,9 @@
-"""Logged values as they are at the time of the call, at a cost that a training loop does not notice.
+"""Copies of logged values, at a cost that a training loop does not notice.
 
-Numbers and texts cannot change. A tensor can, right after the call: an optimizer or the next batch writes into it. So
-its value is kept: a single number in host memory is read, which takes less than a microsecond; all others of one
-device, type and shape are copied by one operation, where they are. A device only queues that operation. Whoever
-delivers the values waits for it later, in a thread of its own.
+Numbers and strings are immutable, but an optimizer or the next batch may overwrite a tensor right after the call.
+A single number in host memory is read, which takes less than a microsecond; all other tensors of one device, dtype and
+shape are copied by one operation on their device. A device only enqueues that operation, and the thread that delivers
+the values waits for it later.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from accel_state.errors import ConfigurationError
 
 from .serialize import to_plain
 
-_UNCHANGING = frozenset({float, int, str, bool, type(None), bytes, complex})
+_IMMUTABLE = frozenset({float, int, str, bool, type(None), bytes, complex})
 
 
 class _Scalar:
-    """A tensor of one element in host memory, to be made again when somebody wants it."""
+    """A tensor of one element in host memory."""
 
     __slots__ = ("dtype", "shape", "value")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Unlike item(), this keeps the interpreter's lock, which a delivering thread might hold for milliseconds before
-        # it is given back.
+        # Unlike item(), tolist() keeps the GIL, which a delivering thread might otherwise take for milliseconds.
         value = tensor.tolist()
         while type(value) is list:
             value = value[0]
@@ -40,7 +39,7 @@ class _Scalar:
 
 
 class _Member:
-    """A tensor that is part of a group's copy."""
+    """A tensor in a group's copy."""
 
     __slots__ = ("group", "index")
 
@@ -52,7 +51,7 @@ class _Member:
 
 
 class _Group:
-    """Tensors of one device, type and shape, copied by one operation."""
+    """Tensors of one device, dtype and shape, copied by one operation."""
 
     __slots__ = ("copied", "host", "members", "ready")
 
@@ -66,7 +65,7 @@ class _Group:
         return _Member(self, len(self.members) - 1)
 
     def copy(self) -> None:
-        """Queue the copy on the device."""
+        """Enqueue the copy on the device."""
         self.copied = torch.stack(self.members) if len(self.members) > 1 else self.members[0].clone().unsqueeze(0)
         self.members = []
         module: Any = getattr(torch, self.copied.device.type, None)
@@ -75,7 +74,7 @@ class _Group:
             self.ready.record(module.current_stream(self.copied.device))
 
     def fetch(self) -> None:
-        """Bring the copy to host memory. Waits for nothing that the script queued after it."""
+        """Move the copy to host memory without waiting for operations enqueued after it."""
         with self._after_copy():
             self.host = self.copied.cpu()
         del self.copied
@@ -97,10 +96,10 @@ class Snapshot:
     """Values at the time of a call.
 
     Args:
-        values: names to anything. Containers are copied, tensors and arrays too; other objects are kept as they are.
+        values: names to anything. Containers, tensors and arrays are copied; other objects are not.
 
     Raises:
-        ConfigurationError: a tensor that is spread over processes.
+        ConfigurationError: a tensor is sharded over processes.
     """
 
     __slots__ = ("_fetched", "_groups", "_lock", "_values")
@@ -109,10 +108,11 @@ class Snapshot:
         self._groups: dict[Any, _Group] = {}
         self._lock: Any = None
         self._fetched = True
-        kept: dict[str, Any] = {}
+        copies: dict[str, Any] = {}
         for name, value in values.items():
-            kept[name if type(name) is str else str(name)] = value if type(value) in _UNCHANGING else self._keep(value)
-        self._values = kept
+            key = name if type(name) is str else str(name)
+            copies[key] = value if type(value) in _IMMUTABLE else self._copy(value)
+        self._values = copies
         if self._groups:
             with torch.no_grad():
                 for group in self._groups.values():
@@ -120,30 +120,25 @@ class Snapshot:
         if not self._fetched:
             self._lock = threading.Lock()
 
-    def _keep(self, value: Any) -> Any:
+    def _copy(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.is_meta:
-                return to_plain(value)  # there is no value to fetch
+                return to_plain(value)  # has no data
             self._fetched = False
-            if (
-                value.is_cpu
-                and not hasattr(value, "placements")
-                and value.numel() == 1
-                and value.layout is torch.strided
-                and not value.is_quantized
-            ):
-                return _Scalar(value)
-            return self._keep_tensor(value)
+            if not value.is_cpu or value.numel() != 1 or hasattr(value, "placements"):
+                return self._copy_tensor(value)
+            is_dense = value.layout is torch.strided and not value.is_quantized
+            return _Scalar(value) if is_dense else self._copy_tensor(value)
         if isinstance(value, dict):
-            return {key: self._keep(item) for key, item in value.items()}
+            return {key: self._copy(item) for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)([self._keep(item) for item in value])
-        # Arrays of numpy, which need not be installed.
+            return type(value)([self._copy(item) for item in value])
+        # numpy need not be installed.
         return value.copy() if type(value).__name__ == "ndarray" and type(value).__module__ == "numpy" else value
 
-    def _keep_tensor(self, tensor: torch.Tensor) -> Any:
+    def _copy_tensor(self, tensor: torch.Tensor) -> Any:
         if hasattr(tensor, "placements"):
-            tensor = _whole(tensor)
+            tensor = _local_tensor(tensor)
         key = (tensor.device, tensor.dtype, tensor.shape) if tensor.layout is torch.strided else id(tensor)
         group = self._groups.get(key)
         if group is None:
@@ -151,9 +146,7 @@ class Snapshot:
         return group.add(tensor.detach())
 
     def values(self) -> dict[str, Any]:
-        """The values, with every tensor in host memory; a dictionary of the caller's own. Any thread may ask, also
-        several at once.
-        """
+        """A new dictionary of the values, with every tensor in host memory. Thread-safe."""
         if not self._fetched:
             with self._lock:
                 if not self._fetched:
@@ -164,15 +157,14 @@ class Snapshot:
         return dict(self._values)
 
 
-def _whole(tensor: Any) -> torch.Tensor:
-    """A tensor of a mesh of devices as one of this process, which is possible if every process has all of it."""
+def _local_tensor(tensor: Any) -> torch.Tensor:
+    """The local tensor of a replicated DTensor."""
     if all(placement.is_replicate() for placement in tensor.placements):
         local: torch.Tensor = tensor.to_local()
         return local
     raise ConfigurationError(
-        f"a tensor of shape {tuple(tensor.shape)} is spread over processes ({tensor.placements}), and log() is no "
-        "collective operation. "
-        "Log tensor.full_tensor(), computed on every rank."
+        f"a tensor of shape {tuple(tensor.shape)} is sharded over processes ({tensor.placements}), and log() is not a "
+        "collective operation. Log tensor.full_tensor(), computed on every rank."
     )
 
 

@@ -1,4 +1,4 @@
-"""``accel track``: a plain look at runs of the JSON-lines tracker. Torch-free."""
+"""``accel track``: show runs of the jsonl tracker. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, MissingDependencyError
 
 PROGRAM = "accel track"
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand of ``accel``, as ``accel_launch.commands.base.Command`` describes it."""
+    """A subcommand of ``accel``; see ``accel_launch.commands.base.Command``."""
 
     summary: str
     run: Callable[[list[str]], int]
@@ -26,14 +27,14 @@ def run(argv: Sequence[str]) -> int:
     """Run ``accel track``.
 
     Args:
-        argv: the arguments after it.
+        argv: the command line after ``accel track``.
 
     Returns:
         The exit code.
 
     Raises:
-        ConfigurationError: there is no run to show, or nothing of it that was asked for.
-        MissingDependencyError: a PNG was asked for, and matplotlib is not installed.
+        ConfigurationError: there is no matching run or metric.
+        MissingDependencyError: ``--png`` without matplotlib.
     """
     arguments = _parser().parse_args(list(argv) or ["--help"])
     from ..viewer.show import show
@@ -43,49 +44,36 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        PROGRAM, description="A plain look at runs that were logged with log_with='jsonl'."
-    )
+    parser = argparse.ArgumentParser(PROGRAM, description="Show runs that were logged with log_with='jsonl'.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    show = commands.add_parser("show", help="print the last values and draw the curves of one run or several")
-    show.add_argument(
-        "folder", type=Path, metavar="DIR", help="a run, or a folder that contains runs (the logging_dir)"
-    )
-    show.add_argument(
-        "--run",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="only runs whose project/run id contains this; repeatable",
-    )
-    show.add_argument(
-        "--metric", action="append", default=[], metavar="PATTERN", help="only metrics like this ('*loss*'); repeatable"
-    )
-    show.add_argument(
-        "--smooth", type=_fraction, default=0.0, metavar="W", help="weight of the past in a moving average, 0 to 1"
-    )
-    show.add_argument("--png", type=Path, metavar="FILE", help="write the curves as an image (needs matplotlib)")
-    show.add_argument(
-        "--html", type=Path, metavar="FILE", help="write one page that needs no network: values, configs and curves"
-    )
-    show.add_argument("--csv", type=Path, metavar="FILE", help="write the rows of one run as a table")
-    size = shutil.get_terminal_size((100, 24))
-    show.add_argument("--width", type=int, default=size.columns, metavar="N", help="columns of the terminal")
-    show.add_argument("--height", type=int, default=10, metavar="N", help="lines of a curve (default 10)")
+    show = commands.add_parser("show", help="print the last values and plot the curves of one or several runs")
+    show.add_argument("folder", type=Path, metavar="DIR", help="directory of a run, or one that contains runs")
+    columns = shutil.get_terminal_size((100, 24)).columns
+    repeatable = {"action": "append", "default": []}
+    options: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "--run": ("TEXT", "only runs whose project/run_id contains TEXT; repeatable", repeatable),
+        "--metric": ("PATTERN", "only metrics that match PATTERN, such as '*loss*'; repeatable", repeatable),
+        "--smooth": ("W", "weight of past values in a moving average, in [0, 1)", {"type": _fraction, "default": 0.0}),
+        "--png": ("FILE", "write the curves as an image (needs matplotlib)", {"type": Path}),
+        "--html": ("FILE", "write values, configs and curves as a self-contained page", {"type": Path}),
+        "--csv": ("FILE", "write the rows of one run as comma-separated values", {"type": Path}),
+        "--width": ("N", "width of a plot in characters (default: the terminal's)", {"type": int, "default": columns}),
+        "--height": ("N", "height of a plot in lines (default: 10)", {"type": int, "default": 10}),
+    }
+    for flag, (metavar, text, settings) in options.items():
+        show.add_argument(flag, metavar=metavar, help=text, **settings)
     return parser
 
 
 def _fraction(text: str) -> float:
     value = float(text)
     if not 0.0 <= value < 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 0 and below 1")
+        raise argparse.ArgumentTypeError(f"{text} must be in [0, 1)")
     return value
 
 
 def main() -> int:
-    """Run as ``python -m accel_track``; what is wrong becomes one line and the exit code 2."""
-    from accel_state.errors import MissingDependencyError
-
+    """Run as ``python -m accel_track``; prints an expected error as one line and returns exit code 2."""
     try:
         return run(sys.argv[1:])
     except (ConfigurationError, MissingDependencyError) as error:
@@ -93,4 +81,4 @@ def main() -> int:
         return 2
 
 
-COMMAND = Command("show runs that were logged with the JSON-lines tracker", lambda argv: run(argv))
+COMMAND = Command("show runs of the jsonl tracker", lambda argv: run(argv))

@@ -6,25 +6,25 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..images import as_images
+from ..images import named_images
 from ..rank_info import on_main_process
-from ..sdk_tracker import LibraryTracker
+from ..sdk_tracker import SdkTracker
 from ..serialize import as_number, flatten, to_plain
 
 
-class AimTracker(LibraryTracker):
-    """Logs to a repository of Aim, in a folder or on a server (``aim://host:port``).
+class AimTracker(SdkTracker):
+    """Logs to an Aim repository in a directory or on a server (``aim://host:port``).
 
     Args:
         run_name: name of the run.
         logging_dir: the repository.
-        **kwargs: for ``aim.Run``.
+        **kwargs: arguments of ``aim.Run``.
     """
 
     name = "aim"
     requires_logging_directory = True
     module = "aim"
-    offline = "A folder as logging_dir keeps the run on this machine."
+    offline = "Pass a directory as logging_dir to store the run locally."
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class AimTracker(LibraryTracker):
             kwargs.setdefault("run_hash", self._resumed_id)
         if str(kwargs["repo"]).startswith("aim://"):
             self._require_server(str(kwargs["repo"]))
-        self.writer = self._library().Run(**kwargs)
+        self.writer = self._sdk().Run(**kwargs)
         self.writer.name = self.run_name
 
     @on_main_process
@@ -59,9 +59,9 @@ class AimTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of a step; ``kwargs`` go to ``aim.Run.track`` (``context``, ``epoch``)."""
-        step = self._at(step)
-        aim = self._library()
+        """Log values of a step; ``kwargs`` go to ``aim.Run.track`` (``context``, ``epoch``)."""
+        step = self._step_or_next(step)
+        aim = self._sdk()
         for name, value in flatten(values, "/").items():
             number = as_number(value)
             item: Any = number if number is not None else value
@@ -75,33 +75,30 @@ class AimTracker(LibraryTracker):
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Keep images of a step.
+        """Log images of a step.
 
         Args:
-            values: names to images or lists of them; or to ``(image, caption)``.
+            values: names to images, lists of images, or ``(image, caption)``.
             step: the step.
             kwargs: ``{"aim_image": arguments of aim.Image, "track": arguments of aim.Run.track}``.
         """
-        step = self._at(step)
-        chosen = kwargs or {}
-        picture = self._library("PIL.Image")
-        for name, value in values.items():
-            content, caption = (
-                value if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str) else (value, "")
-            )
-            options = {"caption": caption, **chosen.get("aim_image", {})}
-            for index, image in enumerate(as_images(content)):
-                made = self._library().Image(
-                    picture.fromarray(image[..., 0] if image.shape[-1] == 1 else image), **options
-                )
-                # A sequence of Aim holds either images or lists of them, so each of several has a sequence of its own.
-                self.writer.track(made, name=f"{name}_{index}" if index else name, step=step, **chosen.get("track", {}))
+        step = self._step_or_next(step)
+        kwargs = kwargs or {}
+        pil_image, aim_image = self._sdk("PIL.Image"), self._sdk().Image
+        for key, value in values.items():
+            has_caption = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str)
+            content, caption = value if has_caption else (value, "")
+            options = {"caption": caption, **kwargs.get("aim_image", {})}
+            # An Aim sequence holds either images or lists of them, so each of several images gets its own sequence.
+            for name, image in named_images({key: content}):
+                tracked = aim_image(pil_image.fromarray(image), **options)
+                self.writer.track(tracked, name=name, step=step, **kwargs.get("track", {}))
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Keep a file in the repository's folder for artifacts."""
+        """Store a file in the repository's directory for artifacts."""
         if not self.writer.artifacts_uri:
-            self.writer.set_artifacts_uri(_artifacts_uri(self.writer))
+            self.writer.set_artifacts_uri(Path(self.writer.repo.path, "artifacts").absolute().as_uri())
         prefix = f"{artifact_path.strip('/')}/" if artifact_path else ""
         self.writer.log_artifact(local_path, name=prefix + os.path.basename(local_path), block=True)
 
@@ -109,7 +106,3 @@ class AimTracker(LibraryTracker):
     def finish(self) -> None:
         if self.writer is not None:
             self.writer.close()
-
-
-def _artifacts_uri(run: Any) -> str:
-    return Path(run.repo.path, "artifacts").absolute().as_uri()

@@ -7,30 +7,30 @@ from typing import Any
 
 from accel_state import env
 
-from ..images import as_images
+from ..images import named_images
 from ..rank_info import on_main_process
-from ..sdk_tracker import LibraryTracker
+from ..sdk_tracker import SdkTracker
 from ..serialize import flatten, to_plain
 
 _SPLIT = re.compile(r"(train|eval|test|val|valid|validation)[_/](.+)")
 
 
-class ClearMLTracker(LibraryTracker):
-    """Logs to a task of ClearML: the current one if there is one, else a new one.
+class ClearMLTracker(SdkTracker):
+    """Logs to the current ClearML task, or to a new one.
 
-    ``eval_loss`` and ``train/loss`` become the series ``eval`` and ``train`` of the chart ``loss``; other names charts
-    of their own.
+    ``eval_loss`` and ``train/loss`` become the series ``eval`` and ``train`` of the chart ``loss``; any other name gets
+    its own chart.
 
     Args:
-        run_name: name of the project and of the task; the variables CLEARML_PROJECT and CLEARML_TASK win.
-        **kwargs: for ``Task.init``. Recording what other libraries do is off for TensorBoard, which would have every
-            value twice, and for torch, which would upload each checkpoint; ``auto_connect_frameworks`` turns it on.
+        run_name: name of the project and the task; overridden by the variables CLEARML_PROJECT and CLEARML_TASK.
+        **kwargs: arguments of ``Task.init``. By default ``auto_connect_frameworks`` excludes TensorBoard, which would
+            duplicate every value, and torch, which would upload every checkpoint.
     """
 
     name = "clearml"
     requires_logging_directory = False
     module = "clearml"
-    offline = "CLEARML_OFFLINE_MODE=1 keeps the task on this machine, for Task.import_offline_session to upload later."
+    offline = "Set CLEARML_OFFLINE_MODE=1 to store the task locally and call Task.import_offline_session later."
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ClearMLTracker(LibraryTracker):
 
     @on_main_process
     def start(self) -> None:
-        clearml = self._library()
+        clearml = self._sdk()
         self.task = clearml.Task.current_task()
         if self.task is not None:
             return
@@ -62,11 +62,10 @@ class ClearMLTracker(LibraryTracker):
             **self._kwargs,
         }
         if not clearml.Task.is_offline():
-            self._require_server(self._library("clearml.backend_api").Session.get_api_server_host())
+            self._require_server(self._sdk("clearml.backend_api").Session.get_api_server_host())
             if self._resumed_id is not None:
                 kwargs.setdefault("continue_last_task", self._resumed_id)
-        # It would fork a process to report from. In one with the threads of torch and of other trackers, that may hang
-        # for ever.
+        # ClearML would fork a process for reporting, which may deadlock with the threads of torch and other trackers.
         clearml.Task._report_subprocess_enabled = False
         self.task = clearml.Task.init(**kwargs)
         self._owns_task = True
@@ -78,9 +77,7 @@ class ClearMLTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values: at a step, or as single values without one; ``kwargs`` go to ``report_scalar`` or
-        ``report_single_value``.
-        """
+        """Log values: ``kwargs`` go to ``report_scalar``, or to ``report_single_value`` without a step."""
         report = self.task.get_logger()
         for name, number in self._numbers(values).items():
             if step is None:
@@ -91,14 +88,12 @@ class ClearMLTracker(LibraryTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images of a step; ``kwargs`` go to ``report_image``."""
+        """Log images of a step; ``kwargs`` go to ``report_image``."""
         report = self.task.get_logger()
-        for name, value in values.items():
-            title, series = _title_and_series(name)
-            for index, image in enumerate(as_images(value)):
-                squeezed = image[..., 0] if image.shape[-1] == 1 else image
-                named = f"{series}_{index}" if index else series
-                report.report_image(title=title, series=named, iteration=step or 0, image=squeezed, **kwargs)
+        for key, value in values.items():
+            title, series = _title_and_series(key)
+            for name, image in named_images({series: value}):
+                report.report_image(title=title, series=name, iteration=step or 0, image=image, **kwargs)
 
     @on_main_process
     def log_table(
@@ -110,7 +105,7 @@ class ClearMLTracker(LibraryTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep a table; ``kwargs`` go to ``report_table``."""
+        """Log a table; ``kwargs`` go to ``report_table``."""
         title, series = _title_and_series(table_name)
         content = dataframe if dataframe is not None else [*([columns] if columns else []), *(data or [])]
         self.task.get_logger().report_table(
@@ -119,7 +114,7 @@ class ClearMLTracker(LibraryTracker):
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Keep a file as an artifact; ``kwargs`` go to ``upload_artifact``."""
+        """Store a file as an artifact; ``kwargs`` go to ``upload_artifact``."""
         name = f"{artifact_path.strip('/')}/" if artifact_path else ""
         self.task.upload_artifact(
             name + local_path.replace("\\", "/").rsplit("/", 1)[-1], local_path, wait_on_upload=True, **kwargs
@@ -135,5 +130,5 @@ class ClearMLTracker(LibraryTracker):
 
 
 def _title_and_series(name: str) -> tuple[str, str]:
-    found = _SPLIT.fullmatch(name)
-    return (found[2], found[1]) if found else (name, name)
+    match = _SPLIT.fullmatch(name)
+    return (match[2], match[1]) if match else (name, name)

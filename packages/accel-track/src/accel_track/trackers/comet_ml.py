@@ -5,27 +5,24 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
-from ..images import as_images
+from ..images import named_images
 from ..rank_info import on_main_process
-from ..sdk_tracker import LibraryTracker
+from ..sdk_tracker import SdkTracker
 from ..serialize import as_number, flatten, to_plain
 
 
-class CometMLTracker(LibraryTracker):
+class CometMLTracker(SdkTracker):
     """Logs to an experiment of Comet.
 
     Args:
         run_name: name of the project.
-        **kwargs: for ``comet_ml.start``; ``online=False`` keeps the experiment on this machine.
+        **kwargs: arguments of ``comet_ml.start``; ``online=False`` stores the experiment locally.
     """
 
     name = "comet_ml"
     requires_logging_directory = False
     module = "comet_ml"
-    offline = (
-        "init_kwargs={'comet_ml': {'online': False}} keeps the experiment on this machine, for `comet upload` "
-        "to upload later."
-    )
+    offline = "Pass init_kwargs={'comet_ml': {'online': False}} to store it locally and run `comet upload` later."
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
@@ -45,7 +42,7 @@ class CometMLTracker(LibraryTracker):
 
     @on_main_process
     def start(self) -> None:
-        comet = self._library()
+        comet = self._sdk()
         kwargs = {"project_name": self.run_name, **self._kwargs}
         if self._resumed_id is not None:
             kwargs.setdefault("experiment_key", self._resumed_id)
@@ -60,7 +57,7 @@ class CometMLTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of a step; ``kwargs`` go to ``log_metric`` (numbers) or ``log_other`` (texts)."""
+        """Log values of a step; ``kwargs`` go to ``log_metric`` (numbers) or ``log_other`` (texts)."""
         if step is not None:
             self.writer.set_step(step)
         for name, value in flatten(values, "/").items():
@@ -72,11 +69,9 @@ class CometMLTracker(LibraryTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images of a step; ``kwargs`` go to ``log_image``."""
-        for name, value in values.items():
-            for index, image in enumerate(as_images(value)):
-                squeezed = image[..., 0] if image.shape[-1] == 1 else image
-                self.writer.log_image(squeezed, name=f"{name}_{index}" if index else name, step=step, **kwargs)
+        """Log images of a step; ``kwargs`` go to ``log_image``."""
+        for name, image in named_images(values):
+            self.writer.log_image(image, name=name, step=step, **kwargs)
 
     @on_main_process
     def log_table(
@@ -88,7 +83,7 @@ class CometMLTracker(LibraryTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep a table as ``<table_name>.csv``; ``kwargs`` go to ``log_table``."""
+        """Log a table as ``<table_name>.csv``; ``kwargs`` go to ``log_table``."""
         filename = table_name if table_name.endswith((".csv", ".tsv", ".json")) else f"{table_name}.csv"
         if dataframe is not None:
             columns, data = [str(column) for column in dataframe.columns], dataframe.to_numpy().tolist()
@@ -96,7 +91,7 @@ class CometMLTracker(LibraryTracker):
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Keep a file as an asset; ``kwargs`` go to ``log_asset``."""
+        """Store a file as an asset; ``kwargs`` go to ``log_asset``."""
         name = str(PurePosixPath(artifact_path or "") / PurePosixPath(local_path).name)
         self.writer.log_asset(local_path, file_name=name, **kwargs)
 

@@ -6,17 +6,17 @@ from typing import Any
 
 from ..images import as_images
 from ..rank_info import on_main_process
-from ..sdk_tracker import LibraryTracker
+from ..sdk_tracker import SdkTracker
 from ..serialize import as_number, flatten, to_plain
 
 
-class DVCLiveTracker(LibraryTracker):
-    """Writes what DVC reads: ``dvclive/metrics.json``, ``params.yaml`` and ``plots/``.
+class DVCLiveTracker(SdkTracker):
+    """Writes files for DVC: ``dvclive/metrics.json``, ``params.yaml`` and ``plots/``.
 
     Args:
-        run_name: not used: DVC names experiments after ``exp_name``.
-        live: a ``dvclive.Live`` of yours.
-        **kwargs: for ``dvclive.Live``.
+        run_name: ignored, because DVC names experiments after ``exp_name``.
+        live: an existing ``dvclive.Live`` to log to.
+        **kwargs: arguments of ``dvclive.Live``.
     """
 
     name = "dvclive"
@@ -36,14 +36,14 @@ class DVCLiveTracker(LibraryTracker):
 
     @property
     def run_id(self) -> str | None:
-        """The folder: a resumed run goes on in it."""
+        """The directory, in which a resumed run continues."""
         return None if self.live is None else str(self.live.dir)
 
     @on_main_process
     def start(self) -> None:
         if not self._given:
             resumed = {} if self._resumed_id is None else {"dir": self._resumed_id, "resume": True}
-            self.live = self._library().Live(**{**resumed, **self._kwargs})
+            self.live = self._sdk().Live(**{**resumed, **self._kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -51,20 +51,20 @@ class DVCLiveTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of a step; ``kwargs`` go to ``Live.log_metric``."""
+        """Log values of a step; ``kwargs`` go to ``Live.log_metric``."""
         if step is not None:
             self.live.step = step
         for name, value in flatten(values, "/").items():
             number = as_number(value)
             if number is None and not isinstance(value, str):
-                self._numbers({name: value})  # which says that it is left out
+                self._numbers({name: value})  # warns that it is skipped
                 continue
             self.live.log_metric(name, value if number is None else number, **kwargs)
         self.live.next_step()
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images of a step as ``plots/images/<name>/<index>.png``."""
+        """Log images of a step as ``plots/images/<name>/<index>.png``."""
         for name, value in values.items():
             for index, image in enumerate(as_images(value)):
                 self.live.log_image(
@@ -74,7 +74,7 @@ class DVCLiveTracker(LibraryTracker):
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Keep a file under DVC's control; ``kwargs`` go to ``Live.log_artifact``."""
+        """Store a file as a DVC artifact; ``kwargs`` go to ``Live.log_artifact``."""
         self.live.log_artifact(local_path, **kwargs)
 
     @on_main_process
@@ -84,7 +84,7 @@ class DVCLiveTracker(LibraryTracker):
 
 
 def _without_none(value: Any) -> Any:
-    """Parameters as DVC takes them: it has no word for None."""
+    """Replace None, which DVC does not accept."""
     if isinstance(value, dict):
         return {name: _without_none(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -6,48 +6,48 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from accel_state import env
 from accel_state.errors import ConfigurationError
 
-from ..images import as_images
+from ..images import named_images
 from ..rank_info import on_main_process
-from ..sdk_tracker import LibraryTracker
+from ..sdk_tracker import SdkTracker
 from ..serialize import flatten, to_plain
 
 logger = logging.getLogger(__name__)
 
-LONGEST_PARAMETER = 6000
-"""Characters that a store keeps of a parameter (``mlflow.utils.validation.MAX_PARAM_VAL_LENGTH``)."""
-LARGEST_BATCH = 100
-"""Parameters in one request (``mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH``)."""
+# Limits of a parameter's value, and of parameters in one request: MAX_PARAM_VAL_LENGTH and MAX_PARAMS_TAGS_PER_BATCH
+# in mlflow.utils.validation.
+MAX_PARAMETER_LENGTH = 6000
+MAX_PARAMETERS_PER_REQUEST = 100
 
 
-class MLflowTracker(LibraryTracker):
-    """Logs to a run of MLflow.
+class MLflowTracker(SdkTracker):
+    """Logs to an MLflow run.
 
-    The run is used by its id, so MLflow's "active run" of the script's own threads stays what it was. To log to this
-    run with ``mlflow.log_...``: ``with mlflow.start_run(run_id=accelerator.get_tracker("mlflow").run_id): ...``.
+    MLflow's active run in the script's threads does not change. To log to this run with ``mlflow.log_...``, use
+    ``with mlflow.start_run(run_id=accelerator.get_tracker("mlflow").run_id): ...``.
 
     Args:
-        experiment_name: name of the experiment; the variable MLFLOW_EXPERIMENT_NAME wins.
-        logging_dir: where artifacts are stored, for an experiment that does not exist yet.
-        run_id: the run to continue; the variable MLFLOW_RUN_ID wins.
-        tags: of the run, a dictionary or JSON; the variable MLFLOW_TAGS wins.
-        nested_run: make the run a child of the one that is active in the script; the variable MLFLOW_NESTED_RUN wins.
+        experiment_name: name of the experiment; overridden by the variable MLFLOW_EXPERIMENT_NAME.
+        logging_dir: artifact location of an experiment that does not exist yet.
+        run_id: the run to continue; overridden by MLFLOW_RUN_ID.
+        tags: tags of the run, a dictionary or JSON; overridden by MLFLOW_TAGS.
+        nested_run: make the run a child of the script's active run; overridden by MLFLOW_NESTED_RUN.
         run_name: name of the run.
-        description: of the run.
+        description: description of the run.
 
     Raises:
-        ConfigurationError: tags that are neither a dictionary nor JSON, or a nested run without an active one.
+        ConfigurationError: ``tags`` is neither a dictionary nor JSON, or ``nested_run`` without an active run.
     """
 
     name = "mlflow"
     requires_logging_directory = False
     module = "mlflow"
-    offline = "MLFLOW_TRACKING_URI=sqlite:///mlflow.db keeps the run on this machine."
+    offline = "Set MLFLOW_TRACKING_URI=sqlite:///mlflow.db to store the run locally."
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class MLflowTracker(LibraryTracker):
         self.run_name = run_name
         self.description = description
         self.tags = _tags(env.read_str("MLFLOW_TAGS") or tags)
-        self._given_id = env.read_str("MLFLOW_RUN_ID") or run_id
+        self._existing_id = env.read_str("MLFLOW_RUN_ID") or run_id
         self.nested_run = env.parse_flag_from_env("MLFLOW_NESTED_RUN", bool(nested_run))
         self.active_run: Any = None
         self._client: Any = None
-        # Which run is active is a matter of the script's thread, and this is called in it.
+        # The active run is thread-local, and the constructor is called in the script's thread.
         self._parent = self._active_parent() if self.nested_run else None
 
     def _active_parent(self) -> str:
-        active = self._library().active_run()
+        active = self._sdk().active_run()
         if active is None:
             raise ConfigurationError(
-                "nested_run=True needs a run to be nested in. Make the tracker within `with mlflow.start_run(): ...`."
+                "nested_run=True needs an active run. Create the tracker within `with mlflow.start_run(): ...`."
             )
         return str(active.info.run_id)
 
@@ -92,12 +92,12 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def start(self) -> None:
-        mlflow = self._library()
+        mlflow = self._sdk()
         uri = mlflow.get_tracking_uri()
         if uri.startswith(("http://", "https://")):
             self._require_server(uri)
         self._client = mlflow.MlflowClient()
-        existing = self._given_id or self._resumed_id
+        existing = self._existing_id or self._resumed_id
         if existing is not None:
             self._client.update_run(existing, status="RUNNING")
             self.active_run = self._client.get_run(existing)
@@ -106,9 +106,9 @@ class MLflowTracker(LibraryTracker):
 
     def _experiment(self) -> str:
         name = self.experiment_name or "Default"
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            return str(found.experiment_id)
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         location = None if self.logging_dir is None else str(self.logging_dir)
         return str(self._client.create_experiment(name, artifact_location=location))
 
@@ -126,29 +126,27 @@ class MLflowTracker(LibraryTracker):
         texts = {_key(name): _text(value) for name, value in flatten(to_plain(values)).items()}
         changed = [name for name, text in texts.items() if known.get(name, text) != text]
         if changed:
-            logger.warning("MLflow keeps the parameters of a run as they were first: %s.", ", ".join(changed))
-        param = self._library("mlflow.entities").Param
-        for batch in _batches([param(name, text) for name, text in texts.items() if name not in known]):
-            self._client.log_batch(self.run_id, params=batch)
+            logger.warning("MLflow cannot change parameters of a run; these keep their values: %s.", ", ".join(changed))
+        param = self._sdk("mlflow.entities").Param
+        params = [param(name, text) for name, text in texts.items() if name not in known]
+        for start in range(0, len(params), MAX_PARAMETERS_PER_REQUEST):
+            self._client.log_batch(self.run_id, params=params[start : start + MAX_PARAMETERS_PER_REQUEST])
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        step = self._at(step)
+        step = self._step_or_next(step)
         now = int(time.time() * 1000)
-        metric = self._library("mlflow.entities").Metric
+        metric = self._sdk("mlflow.entities").Metric
         metrics = [metric(_key(name), number, now, step) for name, number in self._numbers(values).items()]
         for start in range(0, len(metrics), 1000):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + 1000], **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images of a step."""
-        step = self._at(step)
-        for name, value in values.items():
-            for index, image in enumerate(as_images(value)):
-                self._client.log_image(
-                    self.run_id, image, key=_key(f"{name}_{index}" if index else name), step=step, **kwargs
-                )
+        """Log images of a step."""
+        step = self._step_or_next(step)
+        for name, image in named_images(values, squeeze=False):
+            self._client.log_image(self.run_id, image, key=_key(name), step=step, **kwargs)
 
     @on_main_process
     def log_table(
@@ -159,43 +157,30 @@ class MLflowTracker(LibraryTracker):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Keep a table as ``<table_name>.json``; rows of a data frame are added to those that are there."""
+        """Log a table as ``<table_name>.json``; rows of a data frame are appended to existing ones."""
         file = table_name if table_name.endswith(".json") else f"{table_name}.json"
         if dataframe is not None:
             self._client.log_table(self.run_id, dataframe, file)
         else:
-            # What log_table writes, without its need for pandas.
+            # The format of log_table, without pandas.
             self._client.log_dict(self.run_id, {"columns": columns, "data": to_plain(data)}, file)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Keep a figure of matplotlib or plotly as an artifact.
+        """Store a matplotlib or plotly figure as the artifact ``artifact_file``.
 
-        Args:
-            figure: the figure.
-            artifact_file: path among the run's artifacts.
-            **save_kwargs: for the figure's own method that saves it.
+        ``save_kwargs`` go to the figure's method that saves it.
         """
         self._client.log_figure(self.run_id, figure, artifact_file, save_kwargs=save_kwargs or None)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Keep all files of a folder.
-
-        Args:
-            local_dir: the folder.
-            artifact_path: the folder among the run's artifacts to put them into.
-        """
+        """Store all files of a directory in the directory ``artifact_path`` of the run's artifacts."""
         self._client.log_artifacts(self.run_id, local_dir, artifact_path)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Keep a file.
-
-        Args:
-            local_path: the file.
-            artifact_path: the folder among the run's artifacts to put it into.
-        """
+        """Store a file in the directory ``artifact_path`` of the run's artifacts."""
         self._client.log_artifact(self.run_id, local_path, artifact_path)
 
     @on_main_process
@@ -216,23 +201,18 @@ def _tags(tags: Any) -> dict[str, Any]:
             tags = json.loads(tags)
         except ValueError as error:
             raise ConfigurationError(
-                f"tags={tags!r} is not JSON: {error}. Give a dictionary, or JSON of one."
+                f"tags={tags!r} is not JSON: {error}. Pass a dictionary or a JSON object."
             ) from None
     if tags is not None and not isinstance(tags, Mapping):
-        raise ConfigurationError(f"tags={tags!r} is a {type(tags).__name__}. Give a dictionary, or JSON of one.")
+        raise ConfigurationError(f"tags={tags!r} is of type {type(tags).__name__}. Pass a dictionary or a JSON object.")
     return dict(tags or {})
 
 
 def _key(name: str) -> str:
-    """A name of the characters that MLflow allows."""
-    return "".join(character if character.isalnum() or character in "_-. /:" else "_" for character in name)[:250]
+    """Replace characters that MLflow does not allow in names."""
+    return "".join(char if char.isalnum() or char in "_-. /:" else "_" for char in name)[:250]
 
 
 def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value) if isinstance(value, (list, dict)) else str(value)
-    return text if len(text) <= LONGEST_PARAMETER else text[: LONGEST_PARAMETER - 3] + "..."
-
-
-def _batches(params: list[Any]) -> Iterator[list[Any]]:
-    for start in range(0, len(params), LARGEST_BATCH):
-        yield params[start : start + LARGEST_BATCH]
+    text = json.dumps(value) if isinstance(value, (list, dict)) else str(value)
+    return text if len(text) <= MAX_PARAMETER_LENGTH else text[: MAX_PARAMETER_LENGTH - 3] + "..."

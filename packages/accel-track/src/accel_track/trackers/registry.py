@@ -1,6 +1,4 @@
-"""Every tracker; other distributions add theirs through the entry point group ``accel.trackers`` (a
-:class:`GeneralTracker` class).
-"""
+"""Registry of trackers; other distributions add theirs with the entry point group ``accel.trackers``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in a folder."""
+"""TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from accel_state.imports import is_package_available
 
 from ..rank_info import on_main_process
-from ..sdk_tracker import LibraryTracker
+from ..sdk_tracker import SdkTracker
 from ..serialize import as_number, flatten, to_plain
 
 
-class TensorBoardTracker(LibraryTracker):
+class TensorBoardTracker(SdkTracker):
     """Writes event files into ``<logging_dir>/<run_name>``.
 
-    Numbers become scalars, texts texts, dictionaries of numbers scalars in one chart, tensors and arrays of several
-    numbers histograms. The config becomes hyperparameters, and is written to ``<folder>/<time>/hparams.yml`` whole.
+    Numbers become scalars, strings text, dictionaries of numbers scalars in one chart, and tensors and arrays of
+    several numbers histograms. The config becomes hyperparameters, and is written to ``<time>/hparams.yml``.
 
     Args:
         run_name: name of the run.
-        logging_dir: the folder.
-        **kwargs: for ``SummaryWriter``.
+        logging_dir: parent of the run's directory.
+        **kwargs: arguments of ``SummaryWriter``.
     """
 
     name = "tensorboard"
@@ -41,7 +41,7 @@ class TensorBoardTracker(LibraryTracker):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether TensorBoard, or tensorboardX, is installed."""
+        """Whether TensorBoard or tensorboardX is installed."""
         return is_package_available("tensorboard") or is_package_available("tensorboardX")
 
     @property
@@ -51,18 +51,18 @@ class TensorBoardTracker(LibraryTracker):
 
     @property
     def run_id(self) -> str | None:
-        """The name of the run: a resumed one writes into the same folder."""
+        """The name of the run; a resumed one writes to the same directory."""
         return self.run_name
 
     @on_main_process
     def start(self) -> None:
         if is_package_available("tensorboard"):
-            writer = self._library("torch.utils.tensorboard").SummaryWriter
+            writer = self._sdk("torch.utils.tensorboard").SummaryWriter
         else:
-            writer = self._library("tensorboardX").SummaryWriter
+            writer = self._sdk("tensorboardX").SummaryWriter
         kwargs = {"flush_secs": 20, **self._kwargs}
         if self._resumed_step is not None:
-            # Readers then drop what an interrupted job has logged after it.
+            # Readers then ignore what the interrupted job logged after that step.
             kwargs.setdefault("purge_step", self._resumed_step + 1)
         self.writer = writer(self.logging_dir, **kwargs)
 
@@ -75,21 +75,17 @@ class TensorBoardTracker(LibraryTracker):
         }
         self.writer.add_hparams(flat, metric_dict={})
         self.writer.flush()
-        self._write_whole(plain)
-
-    def _write_whole(self, plain: dict[str, Any]) -> None:
-        folders = [path for path in Path(self.writer.get_logdir()).iterdir() if path.is_dir()]
-        # add_hparams has made a folder named after the time; the config belongs beside its event file.
-        folder = max(folders, key=lambda path: path.stat().st_mtime, default=Path(self.writer.get_logdir()))
-        # JSON is YAML that needs no library.
-        (folder / "hparams.yml").write_text(
-            json.dumps(plain, indent=2) + "\n", encoding="utf-8", errors="backslashreplace"
-        )
+        # add_hparams created a directory named after the time; the config is written next to its event file.
+        directories = [path for path in Path(self.writer.get_logdir()).iterdir() if path.is_dir()]
+        directory = max(directories, key=lambda path: path.stat().st_mtime, default=Path(self.writer.get_logdir()))
+        # JSON is valid YAML.
+        text = json.dumps(plain, indent=2) + "\n"
+        (directory / "hparams.yml").write_text(text, encoding="utf-8", errors="backslashreplace")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of a step; ``kwargs`` go to the writer's ``add_scalar``, ``add_text`` or ``add_scalars``."""
-        step = self._at(step)
+        """Log values of a step; ``kwargs`` go to the writer's ``add_scalar``, ``add_text`` or ``add_scalars``."""
+        step = self._step_or_next(step)
         for name, value in values.items():
             self._add(name, value, step, kwargs)
 
@@ -112,16 +108,16 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images of a step.
+        """Log images of a step.
 
         Args:
             values: names to images or lists of them.
             step: the step.
-            **kwargs: for ``add_images``; with ``dataformats``, values go there as they are.
+            **kwargs: arguments of ``add_images``; with ``dataformats``, values are passed to it unchanged.
         """
         from ..images import as_images
 
-        step = self._at(step)
+        step = self._step_or_next(step)
         for name, value in values.items():
             if "dataformats" in kwargs:
                 self.writer.add_images(name, value, global_step=step, **kwargs)

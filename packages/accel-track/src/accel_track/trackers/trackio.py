@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..images import as_images
+from ..images import named_images
 from ..rank_info import on_main_process
-from ..sdk_tracker import RunTracker
+from ..sdk_tracker import SdkRunTracker
 from ..serialize import to_plain
 
 
-class TrackioTracker(RunTracker):
-    """Logs to a run of Trackio: on this machine, on a Space of Hugging Face, or on a server of yours.
+class TrackioTracker(SdkRunTracker):
+    """Logs to a Trackio run: local, on a Hugging Face Space, or on a self-hosted server.
 
     Args:
         run_name: name of the project.
-        **kwargs: for ``trackio.init``.
+        **kwargs: arguments of ``trackio.init``.
     """
 
     name = "trackio"
     module = "trackio"
-    offline = "Without server_url, the run is kept on this machine."
-    id_word = "name"
+    offline = "Without server_url, the run is stored locally."
+    id_attribute = "name"
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__(run_name, **{"embed": False, **kwargs})
@@ -33,19 +33,16 @@ class TrackioTracker(RunTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images of a step; several of one name get a number."""
-        image = self._library().Image
-        pictures = {}
-        for name, value in values.items():
-            for index, one in enumerate(as_images(value)):
-                pictures[f"{name}_{index}" if index else name] = image(
-                    one.repeat(3, axis=2) if one.shape[-1] == 1 else one
-                )
-        self.run.log(pictures, step=step, **kwargs)
+        """Log images of a step; further images of one name get a number."""
+        image = self._sdk().Image
+        images = {}
+        for name, array in named_images(values, squeeze=False):
+            images[name] = image(array.repeat(3, axis=2) if array.shape[-1] == 1 else array)
+        self.run.log(images, step=step, **kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Keep a file as an artifact; ``kwargs`` go to the run's ``log_artifact``."""
+        """Store a file as an artifact; ``kwargs`` go to the run's ``log_artifact``."""
         self.run.log_artifact(local_path, **kwargs)
 
     def _server(self, kwargs: Mapping[str, Any]) -> str | None:

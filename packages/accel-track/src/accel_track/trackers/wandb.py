@@ -8,21 +8,21 @@ from typing import Any
 
 from ..images import as_images
 from ..rank_info import on_main_process
-from ..sdk_tracker import RunTracker
+from ..sdk_tracker import SdkRunTracker
 from ..serialize import to_plain
 
 
-class WandBTracker(RunTracker):
-    """Logs to a run of Weights & Biases.
+class WandBTracker(SdkRunTracker):
+    """Logs to a Weights & Biases run.
 
     Args:
         run_name: name of the project.
-        **kwargs: for ``wandb.init``.
+        **kwargs: arguments of ``wandb.init``.
     """
 
     name = "wandb"
     module = "wandb"
-    offline = "WANDB_MODE=offline keeps the run on this machine, for `wandb sync` to upload later."
+    offline = "Set WANDB_MODE=offline to store the run locally and run `wandb sync` later."
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -30,11 +30,10 @@ class WandBTracker(RunTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images of a step; ``kwargs`` go to the run's ``log``."""
-        image = self._library().Image
-        self.run.log(
-            {name: [image(one) for one in as_images(value)] for name, value in values.items()}, step=step, **kwargs
-        )
+        """Log images of a step; ``kwargs`` go to the run's ``log``."""
+        image = self._sdk().Image
+        images = {name: [image(array) for array in as_images(value)] for name, value in values.items()}
+        self.run.log(images, step=step, **kwargs)
 
     @on_main_process
     def log_table(
@@ -46,15 +45,15 @@ class WandBTracker(RunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep a table; ``kwargs`` go to the run's ``log``."""
-        table = self._library().Table(columns=columns, data=data, dataframe=dataframe)
+        """Log a table; ``kwargs`` go to the run's ``log``."""
+        table = self._sdk().Table(columns=columns, data=data, dataframe=dataframe)
         self.run.log({table_name: table}, step=step, **kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Keep a file as an artifact of its own name; ``kwargs`` go to ``wandb.Artifact``."""
+        """Store a file as an artifact; ``kwargs`` go to ``wandb.Artifact``."""
         name = PurePosixPath(local_path).name
-        artifact = self._library().Artifact(**{"name": f"run-{self.run.id}-{name}", "type": "file", **kwargs})
+        artifact = self._sdk().Artifact(**{"name": f"run-{self.run.id}-{name}", "type": "file", **kwargs})
         artifact.add_file(local_path, name=str(PurePosixPath(artifact_path or "") / name))
         self.run.log_artifact(artifact)
 
@@ -64,8 +63,9 @@ class WandBTracker(RunTracker):
             self.run.finish(exit_code=1 if self.failed else 0)
 
     def _server(self, kwargs: Mapping[str, Any]) -> str | None:
-        settings = self._library().Settings()
-        given = kwargs.get("settings") or {}
-        chosen = given if isinstance(given, Mapping) else given.model_dump(exclude_unset=True)
-        mode = kwargs.get("mode") or chosen.get("mode") or settings.mode
-        return str(chosen.get("base_url") or settings.base_url) if mode in ("online", "run", "shared") else None
+        settings = self._sdk().Settings()
+        overrides = kwargs.get("settings") or {}
+        if not isinstance(overrides, Mapping):
+            overrides = overrides.model_dump(exclude_unset=True)
+        mode = kwargs.get("mode") or overrides.get("mode") or settings.mode
+        return str(overrides.get("base_url") or settings.base_url) if mode in ("online", "run", "shared") else None

@@ -1,1 +1,1 @@
-"""Runs of the JSON-lines tracker, for people: in the terminal, as an image, as a page."""
+"""Views of runs of the jsonl tracker: text, image and HTML page."""

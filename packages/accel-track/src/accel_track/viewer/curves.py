@@ -1,4 +1,4 @@
-"""What there is to draw: the metrics that were asked for, of every run, smoothed. Torch-free."""
+"""Selection and smoothing of the metrics to plot. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,66 +17,60 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """One metric.
-
-    Attributes:
-        metric: its name.
-        curves: run name to points (step, value).
-    """
+    """The curves of one metric."""
 
     metric: str
-    curves: dict[str, Points]
+    curves: dict[str, Points]  # points (step, value) by run name
 
     def limits(self) -> tuple[float, float, float, float]:
-        """First and last step, lowest and highest value of all finite points; a range of one value is widened."""
+        """First and last step, lowest and highest value of all finite points; empty ranges are widened."""
         points = [point for curve in self.curves.values() for point in curve if math.isfinite(point[1])]
         steps, values = [step for step, _ in points] or [0.0], [value for _, value in points] or [0.0]
         low, high, first, last = min(values), max(values), min(steps), max(steps)
         if high == low:
             margin = abs(high) * 0.05 or 1.0
             low, high = max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)
-        # One step beyond, or as far as makes a difference to steps that are times.
-        return first, last if last > first else first + max(1.0, abs(first) * 1e-9), low, high
+        if last == first:
+            last += max(1.0, abs(first) * 1e-9)  # steps may be time stamps, too large for adding 1
+        return first, last, low, high
 
 
 def fraction(value: float, low: float, high: float) -> float:
-    """How far a value is from the lower end of a range, from 0 to 1."""
-    # Halves, since a range of floats may be wider than the largest of them.
+    """Position of a value in a range, from 0 to 1."""
+    # Halved, because the width of a range of floats may overflow.
     return (value / 2 - low / 2) / (high / 2 - low / 2)
 
 
 def charts(runs: Sequence[Run], patterns: Sequence[str] = (), weight: float = 0.0) -> list[Chart]:
-    """A chart for every metric of the runs, in the order in which they were logged first.
+    """A chart for every metric of the runs, in the order of their first values.
 
     Args:
         runs: the runs.
         patterns: names or shell patterns of the metrics to keep.
-        weight: of the past, in an exponential moving average.
+        weight: weight of past values in an exponential moving average.
 
     Raises:
-        ConfigurationError: no metric is like this.
+        ConfigurationError: no metric matches.
     """
     series = {run.name: run.series() for run in runs}
     names = list(dict.fromkeys(name for metrics in series.values() for name in metrics))
-    chosen = [name for name in names if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
-    if not chosen and (patterns or not names):
-        known = f"Metrics with numbers: {', '.join(names)}." if names else "Nothing with numbers was logged yet."
-        raise ConfigurationError(
-            f"there is nothing to draw{f' like {chr(32).join(patterns)}' if patterns else ''}. {known}"
-        )
+    selected = [name for name in names if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    if not selected:
+        known = f"Numeric metrics: {', '.join(names)}." if names else "No numeric metric was logged yet."
+        matching = f" that matches {' '.join(patterns)}" if patterns else ""
+        raise ConfigurationError(f"there is no metric to plot{matching}. {known}")
     return [
         Chart(name, {run: smooth(metrics[name], weight) for run, metrics in series.items() if name in metrics})
-        for name in chosen
+        for name in selected
     ]
 
 
 def smooth(points: Points, weight: float) -> Points:
-    """An exponential moving average that starts without bias (the correction of Adam, https://arxiv.org/abs/1412.6980,
-    section 3).
+    """Exponential moving average with the bias correction of Adam (https://arxiv.org/abs/1412.6980, section 3).
 
     Args:
         points: (step, value).
-        weight: of the past; 0 changes nothing.
+        weight: weight of past values; 0 disables smoothing.
     """
     if not weight:
         return points
@@ -90,14 +84,12 @@ def smooth(points: Points, weight: float) -> Points:
 
 
 def text_of(number: float) -> str:
-    """A number, short."""
+    """A number with four significant digits."""
     return f"{number:.4g}"
 
 
 def one_line(value: object, longest: int = 200) -> str:
-    """Any value as a line of text that leaves the terminal alone: control characters are spelt out, and long texts cut."""
+    """Any value as one line of text, with control characters escaped, truncated to ``longest`` characters."""
     text = text_of(value) if isinstance(value, float) else str(value)
-    line = "".join(
-        character if character.isprintable() else ascii(character)[1:-1] for character in text[: longest + 1]
-    )
+    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[: longest + 1])
     return line if len(text) <= longest else f"{line[:longest]}... ({len(text)} characters)"

@@ -1,4 +1,4 @@
-"""Curves as an image, by matplotlib."""
+"""Curves as an image, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from accel_state.errors import require
 from .curves import Chart, one_line
 
 _INCHES = (4.6, 2.9)
+# The width of a range must be a float too.
 _LARGEST = 1e300
-"""matplotlib computes with the width of a range, which must be a float too."""
 
 
 def write_png(charts: Sequence[Chart], path: Path) -> None:
@@ -20,12 +20,12 @@ def write_png(charts: Sequence[Chart], path: Path) -> None:
 
     Args:
         charts: at least one.
-        path: the file; its ending chooses the format (.png, .svg, .pdf).
+        path: the file; its suffix determines the format (.png, .svg, .pdf).
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    # The figure's own class: pyplot would choose a window system, and keep every figure.
+    # Not pyplot, which would select a GUI back end and keep every figure.
     figure_class = require("matplotlib.figure", purpose="an image of the curves", install="accel-track[plot]").Figure
     columns = min(len(charts), 2)
     rows = -(-len(charts) // columns)
@@ -33,12 +33,8 @@ def write_png(charts: Sequence[Chart], path: Path) -> None:
     for index, chart in enumerate(charts):
         axes = figure.add_subplot(rows, columns, index + 1)
         for name, points in chart.curves.items():
-            axes.plot(
-                [step for step, _ in points],
-                [_drawable(value) for _, value in points],
-                label=one_line(name),
-                linewidth=1.4,
-            )
+            steps, values = [step for step, _ in points], [_drawable(value) for _, value in points]
+            axes.plot(steps, values, label=one_line(name), linewidth=1.4)
         axes.set_title(one_line(chart.metric), fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)

@@ -18,24 +18,24 @@ _MOST_CHARTS = 12
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Do what the command line asks for: files where they were named, else text on the terminal.
+    """Write the requested files, or print to the terminal if none is requested.
 
     Raises:
-        ConfigurationError: there is no run, or no metric, that was asked for.
-        MissingDependencyError: an image was asked for, and matplotlib is not installed.
+        ConfigurationError: there is no matching run or metric.
+        MissingDependencyError: ``--png`` without matplotlib.
     """
     if arguments.width < 20 or arguments.height < 2:
         raise ConfigurationError(
-            f"--width {arguments.width} --height {arguments.height} is too small. Give at least 20 and 2."
+            f"--width {arguments.width} --height {arguments.height} is too small. Use at least --width 20 --height 2."
         )
     runs = find_runs(arguments.folder, arguments.run)
     if arguments.csv is not None:
         _write_csv(runs, arguments)
         if arguments.png is None and arguments.html is None:
             return
-    # An image needs a curve; the last values of texts are worth showing without any.
-    must_draw = arguments.png is not None or arguments.metric or any(run.series() for run in runs)
-    drawn = charts(runs, arguments.metric, arguments.smooth) if must_draw else []
+    # Runs without numeric metrics can be printed, but not plotted.
+    needs_charts = arguments.png is not None or arguments.metric or any(run.series() for run in runs)
+    drawn = charts(runs, arguments.metric, arguments.smooth) if needs_charts else []
     if arguments.png is not None:
         write_png(drawn, arguments.png)
         print(f"wrote {arguments.png}")
@@ -49,39 +49,32 @@ def show(arguments: argparse.Namespace) -> None:
 def _write_csv(runs: Sequence[Run], arguments: argparse.Namespace) -> None:
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs)
-        raise ConfigurationError(f"--csv takes one run, and there are {len(runs)}: {names}. Choose one with --run.")
+        raise ConfigurationError(f"--csv takes one run, and there are {len(runs)}: {names}. Select one with --run.")
     runs[0].write_csv(arguments.csv)
     print(f"wrote {arguments.csv}")
 
 
 def _print(runs: Sequence[Run], drawn: Sequence[Chart], arguments: argparse.Namespace) -> None:
     for run in runs:
-        print(_heading(run))
-        print(_table(run))
+        _print_last_values(run)
     for chart in drawn[:_MOST_CHARTS]:
         print()
         print(draw(chart, arguments.width, arguments.height, braille=_shows_braille()))
     if len(drawn) > _MOST_CHARTS:
-        print(f"\n{len(drawn) - _MOST_CHARTS} more: choose with --metric, or write them all with --html.")
+        print(f"\n{len(drawn) - _MOST_CHARTS} more plots. Select some with --metric, or write all with --html.")
 
 
-def _heading(run: Run) -> str:
+def _print_last_values(run: Run) -> None:
     facts = [one_line(run.facts[name]) for name in ("status", "started", "host") if name in run.facts]
     damaged = [f"{run.damaged} unreadable line{'s' if run.damaged > 1 else ''}"] if run.damaged else []
-    return f"{one_line(run.name)}  ({', '.join([*facts, f'{len(run.rows)} rows', *damaged])})"
-
-
-def _table(run: Run) -> str:
-    last = run.last()
-    if not last:
-        return "  nothing was logged yet"
-    named = [(one_line(name), step, value) for name, (step, value) in last.items()]
-    wide = max(len(name) for name, _, _ in named)
-    lines = [
-        f"  {name:<{wide}}  {one_line(value):>12}" + ("" if step is None else f"  at step {one_line(step)}")
-        for name, step, value in named
-    ]
-    return "\n".join(lines)
+    print(f"{one_line(run.name)}  ({', '.join([*facts, f'{len(run.rows)} rows', *damaged])})")
+    values = [(one_line(name), step, value) for name, (step, value) in run.last().items()]
+    width = max((len(name) for name, _, _ in values), default=0)
+    for name, step, value in values:
+        at_step = "" if step is None else f"  at step {one_line(step)}"
+        print(f"  {name:<{width}}  {one_line(value):>12}{at_step}")
+    if not values:
+        print("  nothing was logged yet")
 
 
 def _shows_braille() -> bool:

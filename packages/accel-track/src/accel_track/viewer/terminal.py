@@ -1,4 +1,4 @@
-"""Curves of characters."""
+"""Plots made of characters."""
 
 from __future__ import annotations
 
@@ -7,34 +7,32 @@ import math
 from .curves import Chart, fraction, one_line, text_of
 
 _MARKS = "*o+x#@%&"
+# The bits of a braille character (Unicode, from U+2800), by row and column of its dots.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""The bits of a braille character (Unicode, from U+2800), by row and column of its dots."""
 
 
 def draw(chart: Chart, width: int, height: int, braille: bool) -> str:
     """A chart as lines of text.
 
     Args:
-        chart: what to draw; several curves are told apart by their characters.
-        width: columns.
-        height: lines of the curve, without its title and axis.
-        braille: dots of eight to a character, for one curve and a terminal that shows them.
+        chart: the curves; several ones are drawn with different characters.
+        width: total width in characters.
+        height: lines of the plot, without title and axis.
+        braille: draw a single curve with braille characters, which have eight dots each.
     """
     first, last, low, high = chart.limits()
     labels = [text_of(high), *[""] * (height - 2), text_of(low)]
     margin = max(map(len, labels)) + 1
     columns = max(width - margin - 2, 10)
-    fine = braille and len(chart.curves) == 1
-    wide, tall = (columns * 2, height * 4) if fine else (columns, height)
+    use_dots = braille and len(chart.curves) == 1
+    wide, tall = (columns * 2, height * 4) if use_dots else (columns, height)
     dots: dict[tuple[int, int], int] = {}
     for number, points in enumerate(chart.curves.values()):
         for x, y in _pixels(points, (first, last, low, high), wide, tall):
             dots[x, y] = number
-    rows = _braille(dots, columns, height) if fine else _marks(dots, columns, height)
-    lines = [
-        f"{label:>{margin}} ┤{row}" if braille else f"{label:>{margin}} |{row}"
-        for label, row in zip(labels, rows, strict=True)
-    ]
+    rows = _braille(dots, columns, height) if use_dots else _marks(dots, columns, height)
+    border = "┤" if braille else "|"
+    lines = [f"{label:>{margin}} {border}{row}" for label, row in zip(labels, rows, strict=True)]
     axis = f"{'':>{margin}}  {text_of(first)}{text_of(last):>{max(columns - len(text_of(first)), 1)}}"
     named = [f"  {_MARKS[index % len(_MARKS)]} {one_line(name)}" for index, name in enumerate(chart.curves)]
     legend = named if len(named) > 1 else []
@@ -44,9 +42,9 @@ def draw(chart: Chart, width: int, height: int, braille: bool) -> str:
 def _pixels(
     points: list[tuple[float, float]], limits: tuple[float, float, float, float], wide: int, tall: int
 ) -> set[tuple[int, int]]:
-    """The cells that a curve goes through, from the upper left; gaps between neighbours are filled, also those upwards."""
+    """The cells (x, y) that a curve passes through, counted from the upper left."""
     first, last, low, high = limits
-    found: set[tuple[int, int]] = set()
+    pixels: set[tuple[int, int]] = set()
     before: tuple[int, int] | None = None
     for step, value in points:
         if not math.isfinite(value):
@@ -54,9 +52,9 @@ def _pixels(
             continue
         x = round(fraction(step, first, last) * (wide - 1))
         y = round((1.0 - fraction(value, low, high)) * (tall - 1))
-        found.update(_line(before or (x, y), (x, y)))
+        pixels.update(_line(before or (x, y), (x, y)))
         before = (x, y)
-    return found
+    return pixels
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:

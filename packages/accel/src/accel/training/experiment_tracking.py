@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_state import PartialState, get_logger
-from accel_track.tracking import Settings
-from accel_track.tracking import Tracking as Run
+from accel_track.tracking import Settings, TrackerRun
 
 from ..checkpoint.weights_io import write_atomically
 from ..kwargs.handlers import TrackingKwargs
@@ -29,7 +28,7 @@ class Tracking:
     def _init_tracking(
         self, log_with: Any, logging_dir: str | os.PathLike[str] | None, settings: TrackingKwargs
     ) -> None:
-        self._run = Run(log_with, logging_dir, delivery=settings.to_delivery())
+        self._run = TrackerRun(log_with, logging_dir, delivery=settings.to_delivery())
 
     @property
     def log_with(self) -> list[Any]:
@@ -71,7 +70,7 @@ class Tracking:
         self._run.log(values, step, log_kwargs)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Settings = None) -> None:
-        """Log images to every tracker that keeps images; see :meth:`accel_track.Tracking.log_images`."""
+        """Log images to every tracker that keeps images; see :meth:`accel_track.TrackerRun.log_images`."""
         self._run.log_images(values, step, log_kwargs)
 
     def log_table(
@@ -83,13 +82,13 @@ class Tracking:
         step: int | None = None,
         log_kwargs: Settings = None,
     ) -> None:
-        """Log a table to every tracker that keeps tables; see :meth:`accel_track.Tracking.log_table`."""
+        """Log a table to every tracker that keeps tables; see :meth:`accel_track.TrackerRun.log_table`."""
         self._run.log_table(table_name, columns, data, dataframe, step, log_kwargs)
 
     def log_artifact(
         self, local_path: str | os.PathLike[str], artifact_path: str | None = None, log_kwargs: Settings = None
     ) -> None:
-        """Keep a file in every tracker that keeps files; see :meth:`accel_track.Tracking.log_artifact`."""
+        """Keep a file in every tracker that keeps files; see :meth:`accel_track.TrackerRun.log_artifact`."""
         self._run.log_artifact(local_path, artifact_path, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
