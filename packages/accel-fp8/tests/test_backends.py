@@ -50,7 +50,7 @@ def test_on_a_cpu_the_native_one_is_taken_and_the_log_says_why(caplog: pytest.Lo
         model = convert(network())
     assert "FP8 back end native: torch multiplies in 8 bits on cpu" in caplog.text
     assert has_native_layers(model)
-    assert choose_backend("native", CPU).reason == "it was asked for"
+    assert choose_backend("native", CPU).reason == "selected by name"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_msamp_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_msamp_is_refused_where_it_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match="MS-AMP computes on a GPU only"):
         create_backend(FP8Recipe(backend="msamp"), CPU)
-    with pytest.raises(MissingDependencyError, match=r"not maintained any more.*'ao'.*'native'"):
+    with pytest.raises(MissingDependencyError, match=r"no longer maintained.*'ao'.*'native'"):
         create_backend(FP8Recipe(backend="msamp"), GPU)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from accel_fp8 import E4M3, E5M2, Float8Format, matmul_error_bound, rounding_error_bound
 from accel_fp8.autograd import _rowwise
-from accel_fp8.matmul import _in_wider_type, computes_in_8_bits, has_instruction, multiply
+from accel_fp8.matmul import _in_wider_dtype, computes_in_8_bits, has_instruction, multiply
 from accel_fp8.scaling import SMALLEST_AMAX, delayed_scale, largest_of_rows, largest_value, quantize, scale_for
 
 FORMATS = st.sampled_from([E4M3, E5M2])
@@ -34,7 +34,7 @@ def matrices(draw: st.DrawFn, rows: int, columns: int) -> torch.Tensor:
 
 
 def fits_into_float32(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether every sum of the product of a and the transposed b does: what float32 cannot hold is no rounding error."""
+    """Whether float32 represents every sum of ``a @ b.T``; an overflow is not a rounding error."""
     return bool(((a.double().abs() @ b.double().abs().t()) < torch.finfo(torch.float32).max / 4).all())
 
 
@@ -100,7 +100,7 @@ def test_devices_without_the_instruction_get_the_same_numbers(data: st.DataObjec
         torch.float32,
     )
     bound = 2 * matmul_error_bound(a, b.t(), scale_a, scale_b.t(), (E5M2, E4M3))
-    assert ((multiply(*arguments).double() - _in_wider_type(*arguments).double()).abs() <= bound).all()
+    assert ((multiply(*arguments).double() - _in_wider_dtype(*arguments).double()).abs() <= bound).all()
 
 
 def test_bfloat16_is_wide_enough_for_8_bit_values() -> None:
@@ -114,7 +114,7 @@ def test_bfloat16_is_wide_enough_for_8_bit_values() -> None:
 def test_wider_type_gives_what_was_asked_for() -> None:
     ones = torch.ones(3, 16)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        result = _in_wider_type(ones.to(E4M3.dtype), ones.to(E4M3.dtype), torch.tensor(0.5), torch.tensor(2.0), dtype)
+        result = _in_wider_dtype(ones.to(E4M3.dtype), ones.to(E4M3.dtype), torch.tensor(0.5), torch.tensor(2.0), dtype)
         assert result.dtype is dtype and (result == 16).all()
 
 

@@ -35,7 +35,7 @@ from accel_state.options import FP8Options
         ({"override_linear_precision": (True, False)}, "fprop, dgrad and wgrad"),
         ({"override_linear_precision": "true"}, "fprop, dgrad and wgrad"),
         ({"override_linear_precision": (1, 0, 0)}, "fprop, dgrad and wgrad"),
-        ({"module_filter_func": "0"}, "cannot be called"),
+        ({"module_filter_func": "0"}, "is not callable"),
     ],
     ids=str,
 )

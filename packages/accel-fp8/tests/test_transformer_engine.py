@@ -117,7 +117,7 @@ def test_the_recipe_in_its_own_terms(te: Any) -> None:
 
 @pytest.mark.parametrize("setting", [{"interval": 4}, {"override_linear_precision": (False, False, True)}])
 def test_what_the_installed_version_dropped_is_refused(te: Any, setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="no such setting any more.*fp8_backend='native'"):
+    with pytest.raises(ConfigurationError, match="no longer supported.*fp8_backend='native'"):
         te_backend.build_recipe(FP8Recipe(**setting))
 
 

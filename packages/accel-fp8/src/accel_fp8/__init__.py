@@ -1,4 +1,4 @@
-"""Train a PyTorch model in 8-bit floating point, on the hardware you have."""
+"""Train a PyTorch model in 8-bit floating point on any device."""
 
 from accel_state._lazy import attach
 

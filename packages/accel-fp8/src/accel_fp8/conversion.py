@@ -1,6 +1,4 @@
-"""The whole of it in two calls, for a model without an Accelerator: :func:`convert`, and :func:`autocast` around its
-forward.
-"""
+"""FP8 training without an Accelerator: :func:`convert` a model, and run its forward in :func:`autocast`."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
-from .backends.base import Backend
 from .backends.registry import create_backend
 from .recipe import FP8Recipe
 
@@ -31,36 +28,32 @@ def convert(
     process_group: Any = None,
     sharded: bool = False,
 ) -> nn.Module:
-    """Let layers of a model compute in 8-bit floating point, in place. Which back end does so, and why, goes to the
-    log.
+    """Convert layers of a model to 8-bit floating point, in place. The selected back end is logged at level INFO.
 
     Convert before wrapping (DDP, FSDP) and compiling. The parameters stay the same objects, so an optimizer may exist
-    already; MS-AMP alone needs it: ``create_backend(recipe, device)[0].initialize(model, optimizer)``.
+    already. MS-AMP needs the optimizer: ``create_backend(recipe, device)[0].initialize(model, optimizer)``.
 
     Args:
         model: the whole model.
-        recipe: what is computed in 8 bits, and how; by default the launcher's settings.
-        device: where the model will compute; by default where its parameters are.
-        process_group: the data-parallel processes, where they are not all.
-        sharded: whether FSDP 2 will shard it.
+        recipe: FP8 settings; defaults to the launcher's.
+        device: device that the model will compute on; defaults to that of its parameters.
+        process_group: the data-parallel process group; defaults to all processes.
+        sharded: whether FSDP 2 will shard the model.
 
     Returns:
         The given model.
 
     Raises:
-        ConfigurationError: the back end cannot compute there, or what the recipe asks for.
-        MissingDependencyError: its package is not installed.
+        ConfigurationError: the back end does not support the device or the recipe.
+        MissingDependencyError: the package of the back end is not installed.
     """
     recipe = recipe or FP8Recipe.from_environment()
-    place = (
-        torch.device(device)
-        if device is not None
-        else next((p.device for p in model.parameters()), torch.device("cpu"))
-    )
-    backend, choice = create_backend(recipe, place)
+    if device is None:
+        device = next((parameter.device for parameter in model.parameters()), "cpu")
+    backend, choice = create_backend(recipe, torch.device(device))
     if backend.takes_optimizer:
         raise ConfigurationError(
-            f"the FP8 back end {choice.name!r} prepares a model together with its optimizer: "
+            f"the FP8 back end {choice.name!r} prepares a model together with its optimizer. Call "
             "create_backend(recipe, device)[0].initialize(model, optimizer)."
         )
     logger.info("FP8 back end %s: %s", choice.name, choice.reason)
@@ -72,26 +65,20 @@ def convert(
 
 @contextmanager
 def autocast(model: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """A block for the forward pass of a model that :func:`convert` converted: bfloat16 around the layers that compute
-    in 8 bits.
+    """Context for the forward pass of a converted model: bfloat16 around the layers that compute in 8 bits.
 
     Args:
-        model: the converted model, or a wrapper (DDP, torch.compile) around it.
-        enabled: False leaves out the autocast.
+        model: a model converted by :func:`convert`, or a wrapper (DDP, torch.compile) around it.
+        enabled: False disables the autocast.
 
     Raises:
         ConfigurationError: the model was not converted.
     """
-    backend = _backend_of(model)
+    backends = (module.__dict__.get(_ATTRIBUTE) for module in model.modules())
+    backend = next((backend for backend in backends if backend is not None), None)
+    if backend is None:
+        raise ConfigurationError(
+            "autocast(model): the model is not converted. Call accel_fp8.convert(model, recipe) first."
+        )
     with backend.autocast(enabled), backend.forward_context(model.training and enabled):
         yield
-
-
-def _backend_of(model: nn.Module) -> Backend:
-    for module in model.modules():
-        backend = module.__dict__.get(_ATTRIBUTE)
-        if backend is not None:
-            return backend
-    raise ConfigurationError(
-        "autocast(model): the model is not converted. Call accel_fp8.convert(model, recipe) first."
-    )

@@ -1,4 +1,4 @@
-"""Delayed scaling: at each forward pass, what the last one saw goes into the histories, and the scales follow them."""
+"""Delayed scaling: each forward pass appends the last pass's largest values to histories and updates the scales."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from accel_state.errors import ConfigurationError
 
+from ._torch_compat import foreach_add_, foreach_copy_, foreach_zero_, forward_pre_hooks
 from .formats import BY_DTYPE
 from .linear import NativeLinear
 from .recipe import FP8Recipe
@@ -18,11 +19,11 @@ from .scaling import SMALLEST_AMAX
 
 
 class AmaxGroup:
-    """The processes over which largest values are taken: those that share a batch, and so must share scales.
+    """The processes that share scales, and over which largest values (amax) are reduced.
 
     Args:
-        group: a process group; None is the default one, where there is one.
-        enabled: False keeps every process to itself.
+        group: a process group; None means the default group, if torch.distributed is initialized.
+        enabled: False disables the reduction.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, enabled: bool = True) -> None:
@@ -41,22 +42,21 @@ class AmaxGroup:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.group is not None:
             raise ConfigurationError(
-                "a model that was converted with a process_group of its own cannot be pickled, because the group "
-                "cannot. Save its "
-                "state_dict()."
+                "a model converted with an explicit process_group cannot be pickled, because a process group cannot. "
+                "Save its state_dict()."
             )
         return AmaxGroup, (None, self.enabled)
 
 
 class ScaleUpdate:
-    """The hook that runs before each forward pass of a converted model.
+    """Forward pre-hook that updates the scales of a converted model.
 
-    It is made of tensor operations only, so that it becomes part of the graph when the model is compiled.
+    It consists of tensor operations only, so that it becomes part of the graph when the model is compiled.
 
     Args:
         layers: the layers with delayed scaling.
-        recipe: how scales follow from histories.
-        group: the processes that share them.
+        recipe: how scales are computed from histories.
+        group: the processes that share scales.
     """
 
     def __init__(self, layers: list[NativeLinear], recipe: FP8Recipe, group: AmaxGroup) -> None:
@@ -65,73 +65,69 @@ class ScaleUpdate:
         self.group = group
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Update the scales, if this is a step of training."""
+        """Update the scales in a training step."""
         if module.training and torch.is_grad_enabled() and self.layers:
             self.update()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Write the pending largest values into the histories, and compute the scales from these."""
+        """Move the pending largest values to the histories, and compute the scales from these."""
         layers = self.layers
         amax = self.group.reduce(self._pending())
-        history = torch.cat(
-            [amax.unsqueeze(-1), torch.stack([layer.fp8_amax_history for layer in layers])[..., :-1]], dim=-1
-        )
-        before = torch.stack([layer.fp8_scale for layer in layers])
+        older = torch.stack([layer.fp8_amax_history for layer in layers])[..., :-1]
+        history = torch.cat([amax.unsqueeze(-1), older], dim=-1)
+        previous = torch.stack([layer.fp8_scale for layer in layers])
         updates = torch.stack([layer.fp8_updates for layer in layers])
-        scales = torch.where((updates % self.recipe.interval == 0).unsqueeze(-1), self._scales(history, before), before)
-        torch._foreach_copy_([layer.fp8_amax_history for layer in layers], list(history.unbind()))
-        torch._foreach_copy_([layer.fp8_scale for layer in layers], list(scales.unbind()))
-        torch._foreach_add_([layer.fp8_updates for layer in layers], 1)
-        torch._foreach_zero_([layer.fp8_forward_amax for layer in layers])
-        torch._foreach_zero_([layer.fp8_gradient_amax for layer in layers])
+        is_due = (updates % self.recipe.interval == 0).unsqueeze(-1)
+        scales = torch.where(is_due, self._scales(history, previous), previous)
+        foreach_copy_([layer.fp8_amax_history for layer in layers], list(history.unbind()))
+        foreach_copy_([layer.fp8_scale for layer in layers], list(scales.unbind()))
+        foreach_add_([layer.fp8_updates for layer in layers], 1)
+        foreach_zero_([layer.fp8_forward_amax for layer in layers])
+        foreach_zero_([layer.fp8_gradient_amax for layer in layers])
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Give every process the largest values of all of them, as the next forward pass would."""
+        """Reduce the pending largest values over all processes, as the next forward pass would."""
         if not self.layers:
             return
         amax = self.group.reduce(self._pending())
-        torch._foreach_copy_([layer.fp8_forward_amax for layer in self.layers], list(amax[:, :2].unbind()))
-        torch._foreach_copy_([layer.fp8_gradient_amax for layer in self.layers], list(amax[:, 2].unbind()))
+        foreach_copy_([layer.fp8_forward_amax for layer in self.layers], list(amax[:, :2].unbind()))
+        foreach_copy_([layer.fp8_gradient_amax for layer in self.layers], list(amax[:, 2].unbind()))
 
     def _pending(self) -> Tensor:
-        """Of shape (layers, 3)."""
-        return torch.cat(
-            [
-                torch.stack([layer.fp8_forward_amax for layer in self.layers]),
-                torch.stack([layer.fp8_gradient_amax for layer in self.layers]).unsqueeze(-1),
-            ],
-            dim=-1,
-        )
+        """The pending largest values, of shape (layers, 3)."""
+        forward = torch.stack([layer.fp8_forward_amax for layer in self.layers])
+        gradient = torch.stack([layer.fp8_gradient_amax for layer in self.layers])
+        return torch.cat([forward, gradient.unsqueeze(-1)], dim=-1)
 
-    def _scales(self, history: Tensor, before: Tensor) -> Tensor:
-        """The scales of all layers; a tensor that was not seen keeps its own.
+    def _scales(self, history: Tensor, previous: Tensor) -> Tensor:
+        """The scales of all layers; those of tensors without largest values stay.
 
         ``scale = largest / amax / 2**margin``, as in the delayed scaling of Transformer Engine:
         https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html
         """
         amax = history.amax(dim=-1) if self.recipe.amax_compute_algo == "max" else history[..., 0]
-        plan = self.layers[0]._plan
-        largest = [BY_DTYPE[dtype].largest for dtype in (plan.forward, plan.forward, plan.backward)]
-        ends = torch.tensor(largest, device=amax.device)
-        return torch.where(amax > 0, ends / amax.clamp(min=SMALLEST_AMAX) * 2.0**-plan.margin, before)
+        precision = self.layers[0].precision
+        dtypes = (precision.forward, precision.forward, precision.backward)
+        largest = torch.tensor([BY_DTYPE[dtype].largest for dtype in dtypes], device=amax.device)
+        return torch.where(amax > 0, largest / amax.clamp(min=SMALLEST_AMAX) * 2.0**-precision.margin, previous)
 
 
-def updates_of(model: nn.Module) -> Iterator[ScaleUpdate]:
-    """The hooks of this kind on a model and the modules in it."""
+def scale_updates(model: nn.Module) -> Iterator[ScaleUpdate]:
+    """The ScaleUpdate hooks of a model and its submodules."""
     for module in model.modules():
-        yield from (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ScaleUpdate))
+        yield from (hook for hook in forward_pre_hooks(module).values() if isinstance(hook, ScaleUpdate))
 
 
 def synchronize(model: nn.Module) -> None:
-    """Give every process the largest values that any of them has seen since the last forward pass.
+    """Reduce the largest values since the last forward pass over all processes.
 
-    The next forward pass does so by itself. Call it on every process before the state dict of one of them is saved for
-    all: training that is resumed from it is then bit for bit that of the run without an interruption.
+    The next forward pass does the same. Call this on every process before one of them saves the state dict for all, so
+    that training resumed from it is bit-for-bit equal to an uninterrupted run.
 
     Args:
-        model: a model converted by the native back end; any other has nothing to synchronise.
+        model: a model converted by the native back end; other models are not changed.
     """
-    for update in updates_of(model):
+    for update in scale_updates(model):
         update.synchronize()

@@ -1,6 +1,6 @@
-"""The two 8-bit formats: their numbers, and how far a product of quantized matrices may be from the exact one.
+"""The two 8-bit formats, and error bounds of quantization and quantized matrix products.
 
-Numbers from "FP8 Formats for Deep Learning" (Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433), table 1.
+Values from "FP8 Formats for Deep Learning" (Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433), table 1.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Float8Format:
     """An 8-bit format.
 
     Attributes:
-        dtype: torch's type.
-        largest: the largest finite value.
+        dtype: the torch dtype.
+        largest: largest finite value.
         unit_roundoff: largest relative error of rounding a normal number to nearest.
         underflow: largest absolute error of rounding a subnormal number: half of the smallest one.
     """
@@ -37,15 +37,15 @@ BY_DTYPE = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
 
 
 def rounding_error_bound(x: Tensor, scale: Tensor | float, fmt: Float8Format) -> Tensor:
-    """How far each element may be from what is left of it after quantization with a scale, in units of ``x``.
+    """Elementwise bound of the quantization error ``|x - q(x)|``, in units of ``x``.
 
     ``|x - q(x)| <= max(u |x|, d / s)``, with u the unit roundoff and d the underflow of the format and s the scale, for
-    all ``|x| s`` up to the largest value. Multiplying by the scale in float32 rounds once more, by 2**-23 at most
-    relative to the result.
+    all ``|x| s`` up to the largest value. Multiplying by the scale in float32 adds a relative rounding error of at most
+    2**-23.
 
     Args:
         x: the exact values.
-        scale: what they are multiplied by before they are rounded; it broadcasts against ``x``.
+        scale: factor before rounding; broadcasts against ``x``.
         fmt: the format.
     """
     x = x.double().abs()
@@ -61,21 +61,21 @@ def matmul_error_bound(
     formats: tuple[Float8Format, Float8Format],
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """How far each element of ``q(a) @ q(b)`` may be from ``a @ b``, where q quantizes with a scale.
+    """Elementwise bound of ``|q(a) @ q(b) - a @ b|``, where q quantizes with a scale.
 
     With the elementwise bounds e_a and e_b of :func:`rounding_error_bound`, the triangle inequality gives
-    ``|q(a) q(b) - a b| <= e_a |b| + |a| e_b + e_a e_b``, all products of matrices. Adding K products in float32 adds
-    ``K 2**-22 (|a| + e_a)(|b| + e_b)`` at most (Higham, Accuracy and Stability of Numerical Algorithms, section 3.5,
-    with room for hardware that does not add in order), and rounding the result to ``out_dtype`` half a unit in the last
-    place of it.
+    ``|q(a) q(b) - a b| <= e_a |b| + |a| e_b + e_a e_b`` (matrix products). Accumulating K products in float32 adds at
+    most ``K 2**-22 (|a| + e_a)(|b| + e_b)`` (Higham, Accuracy and Stability of Numerical Algorithms, section 3.5, with
+    a margin for hardware that does not accumulate in order), and rounding to ``out_dtype`` half a unit in the last
+    place.
 
     Args:
-        a: of shape (M, K).
-        b: of shape (K, N).
-        scale_a: of ``a``; it broadcasts against it.
-        scale_b: of ``b``.
-        formats: of ``a`` and ``b``.
-        out_dtype: the type of the result.
+        a: shape (M, K).
+        b: shape (K, N).
+        scale_a: scale of ``a``; broadcasts against it.
+        scale_b: scale of ``b``; broadcasts against it.
+        formats: formats of ``a`` and ``b``.
+        out_dtype: dtype of the result.
 
     Returns:
         float64 of shape (M, N).

@@ -1,1 +1,1 @@
-"""What computes in 8 bits: one file a back end, named as it is registered."""
+"""FP8 back ends, one module each, named as registered."""

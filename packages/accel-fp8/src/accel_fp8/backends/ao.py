@@ -1,4 +1,4 @@
-"""torchao's float8 training: linear layers with dynamic scales, made to be compiled. https://github.com/pytorch/ao"""
+"""torchao: linear layers with dynamic scales, designed for torch.compile. https://github.com/pytorch/ao"""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def _torchao() -> Any:
 
 
 def torchao_required(func: F) -> F:
-    """Decorate a function that needs torchao: without it, calling the function raises MissingDependencyError (an
-    ImportError).
-    """
+    """Decorate a function to raise MissingDependencyError (an ImportError) if torchao is not installed."""
 
     @functools.wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +40,7 @@ def torchao_required(func: F) -> F:
 
 
 class TorchAOBackend(Backend):
-    """Linear layers become ``torchao.float8.Float8Linear``, with the same parameters."""
+    """Converts linear layers to ``torchao.float8.Float8Linear``, with the same parameters."""
 
     name: ClassVar[str] = "ao"
 
@@ -52,7 +50,7 @@ class TorchAOBackend(Backend):
 
     @classmethod
     def merit(cls, device: torch.device) -> str | None:
-        # On a CPU nothing is gained over the native back end, which has histories and needs no further package.
+        # On a CPU it has no advantage over the native back end, which supports delayed scaling.
         if device.type == "cpu" or not is_torchao_available() or not computes_in_8_bits(device):
             return None
         return f"torchao is installed, and {device.type} multiplies in 8 bits"
@@ -61,12 +59,12 @@ class TorchAOBackend(Backend):
         return convert_model_to_fp8_ao(model, self._config(sharded), self.recipe.module_filter_func)
 
     def _config(self, sharded: bool) -> Any:
-        """Torchao's own settings."""
+        """The recipe as a Float8LinearConfig."""
         recipe = self.recipe
         if recipe.config is not None:
             return recipe.config
         config = _torchao().Float8LinearConfig.from_recipe_name(recipe.ao_recipe)
-        # Gathering in 8 bits replaces each parameter by another, and is for shards with one scale a tensor only.
+        # The all-gather in 8 bits replaces parameters, and supports tensorwise scales only.
         gather = recipe.enable_fsdp_float8_all_gather and sharded and recipe.ao_recipe == "tensorwise"
         return replace(config, pad_inner_dim=recipe.pad_inner_dim, enable_fsdp_float8_all_gather=gather)
 
@@ -75,13 +73,13 @@ class TorchAOBackend(Backend):
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: LayerFilter | None = None
 ) -> nn.Module:
-    """Let the linear layers of a model compute in 8 bits with torchao, in place.
+    """Convert the linear layers of a model to torchao, in place.
 
     Args:
         model: the whole model.
-        config: a ``torchao.float8.Float8LinearConfig``; by default torchao's own.
-        module_filter_func: called with a layer and its name; False keeps it in high precision. By default the first and
-            the last linear layer are kept. Layers with a dimension that is no multiple of 16 are kept in any case.
+        config: a ``torchao.float8.Float8LinearConfig``; defaults to that of torchao.
+        module_filter_func: called with a layer and its name; False keeps it in high precision. The default excludes the
+            first and the last linear layer. Layers with a dimension that is not a multiple of 16 are always excluded.
 
     Returns:
         The given model.
@@ -91,7 +89,7 @@ def convert_model_to_fp8_ao(
     """
     accepts = layer_filter(model, module_filter_func)
     if isinstance(model, nn.Linear):
-        return model  # first and last at once
+        return model  # it is both the first and the last layer
     torchao = _torchao()
     torchao.convert_to_float8_training(
         model,
@@ -103,7 +101,7 @@ def convert_model_to_fp8_ao(
 
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
-    """Whether a layer of a model computes in 8 bits with torchao.
+    """Whether a model has layers converted to torchao.
 
     Raises:
         MissingDependencyError: torchao is not installed.

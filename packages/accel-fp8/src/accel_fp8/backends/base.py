@@ -1,4 +1,4 @@
-"""What a back end does for a model. The base class computes in 16 bits, and so is a back end that converts nothing."""
+"""Interface of FP8 back ends. The base class converts nothing and computes in 16 bits."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from ..recipe import FP8Recipe
 
 
 class Backend:
-    """Converts models, and opens the block that their forward passes run in.
+    """Converts models, and provides the context of their forward passes.
 
     Args:
-        recipe: what is computed in 8 bits, and how.
-        device: where models compute.
+        recipe: FP8 settings.
+        device: device that models compute on.
+
+    Attributes:
+        name: name in the registry.
 
     Raises:
-        ConfigurationError: the recipe asks for what the back end cannot do.
+        ConfigurationError: the back end does not support the recipe.
         MissingDependencyError: a package is not installed.
     """
 
     name: ClassVar[str]
-    """What it is registered under."""
 
     def __init__(self, recipe: FP8Recipe, device: torch.device) -> None:
         self.recipe = recipe
@@ -35,21 +37,21 @@ class Backend:
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Why the back end cannot compute on a device with what is installed; None where it can."""
+        """Why the back end cannot compute on a device with the installed packages; None if it can."""
         return None
 
     @classmethod
     def merit(cls, device: torch.device) -> str | None:
-        """Why it should be chosen on a device where nothing was asked for; None where it should not."""
+        """Why to select the back end by default on a device; None if it should not be."""
         return None
 
     def convert(self, model: nn.Module, process_group: Any = None, sharded: bool = False) -> nn.Module:
-        """Let layers of a model compute in 8 bits, in place.
+        """Convert layers of a model, in place.
 
         Args:
             model: the whole model, not yet wrapped or compiled.
-            process_group: the data-parallel processes, where they are not all.
-            sharded: whether FSDP 2 will shard it.
+            process_group: the data-parallel process group; None means all processes.
+            sharded: whether FSDP 2 will shard the model.
 
         Returns:
             The given model.
@@ -60,44 +62,30 @@ class Backend:
         return model
 
     def initialize(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-        """Prepare a model and its optimizer together; most back ends leave the optimizer alone.
-
-        Args:
-            model: on its device, not yet wrapped.
-            optimizer: over its parameters.
-        """
+        """Prepare a model, on its device and not yet wrapped, together with its optimizer."""
         return model, optimizer
 
     @property
     def takes_optimizer(self) -> bool:
-        """Whether :meth:`initialize` does something, and so must be called."""
+        """Whether :meth:`initialize` must be called."""
         return False
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
-        """A block whose operations outside of converted layers compute in bfloat16, where the device has it.
-
-        Args:
-            enabled: False computes in full precision.
-        """
+        """Context in which operations outside converted layers compute in bfloat16, if the device supports it."""
         if not devices.get(self.device.type).supports_autocast(torch.bfloat16):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
 
     def forward_context(self, training: bool) -> AbstractContextManager[Any]:
-        """The block of one forward pass, inside of :meth:`autocast`.
-
-        Args:
-            training: whether the model is in training mode.
-        """
+        """Context of one forward pass, inside :meth:`autocast`; ``training`` is the model's mode."""
         return nullcontext()
 
     def synchronize(self, model: nn.Module) -> None:
-        """Make state of a model the same on all processes, before one of them saves it for all. Every process calls it."""
+        """Make FP8 state equal on all processes, before one of them saves it. Called on every process."""
 
     def _refuse_pure_e5m2(self) -> None:
         if self.recipe.fp8_format == "E5M2":
             raise ConfigurationError(
-                f"fp8_format='E5M2' cannot be trained with: no back end, and {self.name} neither, multiplies two "
-                "matrices of E5M2. "
-                "Allowed: HYBRID, E4M3."
+                f"fp8_format='E5M2' cannot be trained with: the FP8 back end {self.name!r} does not multiply two E5M2 "
+                "matrices. Allowed: HYBRID, E4M3."
             )

@@ -1,7 +1,6 @@
 """MS-AMP: gradients, optimizer states and their reduction in 8 bits. https://azure.github.io/MS-AMP/
 
-The project has not had a release since 2024 and is made for PyTorch 2.1; torchao and the native back end are the ones
-to use on today's PyTorch.
+MS-AMP targets PyTorch 2.1 and has not had a release since 2024. Prefer torchao or the native back end.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .base import Backend
 
 
 class MSAMPBackend(Backend):
-    """``msamp.initialize`` over a model and its optimizer."""
+    """``msamp.initialize`` for a model and its optimizer."""
 
     name: ClassVar[str] = "msamp"
 
@@ -34,13 +33,11 @@ class MSAMPBackend(Backend):
 
     @staticmethod
     def _msamp() -> Any:
-        if not is_msamp_available():  # no pip command gets it, so the usual message would not help
+        if not is_msamp_available():  # not on PyPI, so the usual message with a pip command would not help
             raise MissingDependencyError(
-                "the FP8 back end 'msamp' needs MS-AMP, which is on no package index: its own guide says how to build "
-                "it, "
-                "https://azure.github.io/MS-AMP/docs/getting-started/installation. It is not maintained any more: "
-                "fp8_backend='ao' "
-                "(pip install 'accel-fp8[ao]') or 'native' (nothing to install) compute in 8 bits on today's PyTorch."
+                "the FP8 back end 'msamp' needs MS-AMP, which must be built from source: "
+                "https://azure.github.io/MS-AMP/docs/getting-started/installation. It is no longer maintained; use "
+                "fp8_backend='ao' (pip install 'accel-fp8[ao]') or 'native' (no further package) with current PyTorch."
             )
         return importlib.import_module("msamp")
 

@@ -1,8 +1,7 @@
-"""Our own back end: torch's scaled matrix product, and nothing else to install."""
+"""Native back end: torch's scaled matrix product, without further packages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import COMPILED_PREFIX, DDP_IGNORED, forward_pre_hooks
 from ..delayed_scaling import AmaxGroup, ScaleUpdate, synchronize
 from ..filters import layer_filter, linear_layers
 from ..linear import NativeLinear, convert_layer, restore_layer
@@ -18,13 +18,9 @@ from ..matmul import computes_in_8_bits
 from ..recipe import FP8Recipe
 from .base import Backend
 
-_DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-
 
 class NativeBackend(Backend):
-    """Linear layers compute with ``torch._scaled_mm``, by the hardware where it can, and elsewhere with the same
-    numbers.
-    """
+    """Linear layers use the hardware's FP8 product, or compute the same numbers in a wider dtype."""
 
     name: ClassVar[str] = "native"
 
@@ -35,11 +31,8 @@ class NativeBackend(Backend):
     @classmethod
     def merit(cls, device: torch.device) -> str | None:
         if computes_in_8_bits(device):
-            return f"torch multiplies in 8 bits on {device.type}, and it needs no other package"
-        return (
-            f"torch does not multiply in 8 bits on {device.type} here: the numbers are those of 8 bits, the speed "
-            "is not"
-        )
+            return f"torch multiplies in 8 bits on {device.type}, and no other package is needed"
+        return f"torch cannot multiply in 8 bits on {device.type}: results have 8-bit precision, without its speed"
 
     def convert(self, model: nn.Module, process_group: Any = None, sharded: bool = False) -> nn.Module:
         return convert_to_native(model, self.recipe, process_group)
@@ -51,79 +44,66 @@ class NativeBackend(Backend):
 def convert_to_native(
     model: nn.Module, recipe: FP8Recipe | None = None, process_group: Any = None, reduce_amax: bool = True
 ) -> nn.Module:
-    """Let the linear layers of a model compute in 8 bits with torch's own product, in place.
+    """Convert the linear layers of a model to the native back end, in place.
 
-    The layers keep their weights (the same parameters, in the precision they have), names and hooks. With delayed
-    scaling they get buffers, which are in the state dict. Convert before wrapping (DDP, FSDP) and before compiling.
+    The layers keep their weights, names and hooks. Delayed scaling adds buffers, which are in the state dict. Convert
+    before wrapping (DDP, FSDP) and before compiling.
 
     Args:
         model: the whole model.
-        recipe: what is computed, and how.
-        process_group: the data-parallel processes, over which largest values are taken; the default group where there
-            is one.
-        reduce_amax: False keeps the scales of every process to itself.
+        recipe: FP8 settings.
+        process_group: the data-parallel process group, over which largest values are reduced; defaults to all
+            processes.
+        reduce_amax: False lets every process use its own scales.
 
     Returns:
         The given model.
 
     Raises:
-        ConfigurationError: a parametrized layer, or a model that is converted with other settings already.
+        ConfigurationError: the model is already converted with other settings.
     """
     recipe = recipe or FP8Recipe(backend="native")
     accepts = layer_filter(model, recipe.module_filter_func)
-    # The filter has done its work then, and is often a function that cannot be pickled with the model.
+    # The filter is not needed after conversion, and often cannot be pickled with the model.
     recipe = replace(recipe, module_filter_func=None)
-    chosen = [layer for name, layer in linear_layers(model) if type(layer) is nn.Linear and accepts(layer, name)]
-    known = [layer for _, layer in linear_layers(model) if isinstance(layer, NativeLinear)]
-    if known:
-        _refuse_other_recipe(known, recipe)
+    linears = list(linear_layers(model))
+    existing = [layer.recipe for _, layer in linears if isinstance(layer, NativeLinear)]
+    if existing:
+        conflicts = [other for other in existing if other != recipe]
+        if conflicts:
+            raise ConfigurationError(
+                f"the model is converted already, with {conflicts[0]}. Call restore_native(model) before converting it "
+                f"with {recipe}."
+            )
         return model
-    converted = [convert_layer(layer, recipe) for layer in chosen]
+    selected = [layer for name, layer in linears if type(layer) is nn.Linear and accepts(layer, name)]
+    converted = [convert_layer(layer, recipe) for layer in selected]
     if converted and recipe.scaling == "delayed":
         model.register_forward_pre_hook(ScaleUpdate(converted, recipe, AmaxGroup(process_group, reduce_amax)))
-        _hide_from_ddp(model)
+        # DDP would broadcast rank 0's histories before each forward pass, and lose those of the other ranks.
+        setattr(model, DDP_IGNORED, [*getattr(model, DDP_IGNORED, []), *_buffer_names(model)])
     return model
 
 
 def restore_native(model: nn.Module) -> nn.Module:
-    """Make a model that :func:`convert_to_native` converted compute as before, in place. Its weights stay as they are."""
+    """Undo :func:`convert_to_native`, in place. Weights do not change."""
     for module in model.modules():
-        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, ScaleUpdate)]:
-            del module._forward_pre_hooks[key]
-            _show_to_ddp(module)
+        hooks = forward_pre_hooks(module)
+        for key in [key for key, hook in hooks.items() if isinstance(hook, ScaleUpdate)]:
+            del hooks[key]
+            names = _buffer_names(module)
+            setattr(module, DDP_IGNORED, [name for name in getattr(module, DDP_IGNORED, []) if name not in names])
         if isinstance(module, NativeLinear):
             restore_layer(module)
     return model
 
 
 def has_native_layers(model: nn.Module) -> bool:
-    """Whether a layer of a model computes in 8 bits with torch's own product."""
+    """Whether a layer of a model belongs to the native back end."""
     return any(isinstance(module, NativeLinear) for module in model.modules())
 
 
-def _refuse_other_recipe(known: Iterable[NativeLinear], recipe: FP8Recipe) -> None:
-    others = [layer.recipe for layer in known if layer.recipe != recipe]
-    if others:
-        raise ConfigurationError(
-            f"the model is converted already, with {others[0]}. Call restore_native(model) before converting it with "
-            f"{recipe}."
-        )
-
-
-def _buffer_names(model: nn.Module) -> list[str]:
-    names = [name for name, _ in model.named_buffers() if name.rpartition(".")[2].startswith("fp8_")]
-    # The second is how they are called inside of torch.compile(model).
-    return [*names, *(f"_orig_mod.{name}" for name in names)]
-
-
-def _hide_from_ddp(model: nn.Module) -> None:
-    """Keep DDP from sending rank 0's histories to all ranks before each forward pass: that would lose what the others
-    saw.
-    """
-    ignored = list(getattr(model, _DDP_IGNORES, []))
-    setattr(model, _DDP_IGNORES, [*ignored, *_buffer_names(model)])
-
-
-def _show_to_ddp(model: nn.Module) -> None:
-    hidden = set(_buffer_names(model))
-    setattr(model, _DDP_IGNORES, [name for name in getattr(model, _DDP_IGNORES, []) if name not in hidden])
+def _buffer_names(model: nn.Module) -> set[str]:
+    """The names of FP8 buffers, as seen by DDP around the model and around ``torch.compile(model)``."""
+    names = {name for name, _ in model.named_buffers() if name.rpartition(".")[2].startswith("fp8_")}
+    return names | {COMPILED_PREFIX + name for name in names}

@@ -1,4 +1,4 @@
-"""The back ends by name, and which of them to take."""
+"""Registry and selection of FP8 back ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_state.registry import Registry
 from ..recipe import FP8Recipe
 from .base import Backend
 
-# The order in which they are tried where none was asked for: the fastest on the hardware it is made for comes first.
+# In the order in which they are tried by default: specialised ones first.
 BACKENDS: Registry[type[Backend]] = Registry(
     "FP8 back end",
     {
@@ -24,49 +24,49 @@ BACKENDS: Registry[type[Backend]] = Registry(
 )
 
 
-class Choice(NamedTuple):
-    """A back end, and why it was taken."""
+class BackendChoice(NamedTuple):
+    """The name of a back end, and why it was selected."""
 
     name: str
     reason: str
 
 
-def choose_backend(name: str | None, device: torch.device) -> Choice:
-    """Which back end computes on a device.
+def choose_backend(name: str | None, device: torch.device) -> BackendChoice:
+    """Select the back end for a device.
 
     Args:
-        name: the one that was asked for; None takes the best that device and environment support.
-        device: where models compute.
+        name: name of a back end; None selects the best one for the device and the installed packages.
+        device: device that models compute on.
 
     Raises:
-        ConfigurationError: the one asked for is not known, or cannot compute on this device.
+        ConfigurationError: the name is unknown, or the back end does not support the device.
         MissingDependencyError: its package is not installed.
     """
     if name is not None:
-        refusal = BACKENDS.load(name).unavailable(device)
-        if refusal is not None:
+        reason = BACKENDS.load(name).unavailable(device)
+        if reason is not None:
             raise ConfigurationError(
-                f"the FP8 back end {name!r} cannot compute here: {refusal}. Take another one: --fp8_backend native "
-                "works on any device."
+                f"the FP8 back end {name!r} cannot compute here: {reason}. Use another one: --fp8_backend native "
+                "supports every device."
             )
-        return Choice(name, "it was asked for")
+        return BackendChoice(name, "selected by name")
     for candidate in BACKENDS:
         backend = BACKENDS.load(candidate)
         reason = backend.merit(device)
         if reason is not None and backend.unavailable(device) is None:
-            return Choice(candidate, reason)
-    raise AssertionError("the native back end computes on every device")
+            return BackendChoice(candidate, reason)
+    raise AssertionError("the native back end supports every device")
 
 
-def create_backend(recipe: FP8Recipe, device: torch.device) -> tuple[Backend, Choice]:
-    """The back end that a recipe asks for, or the best one, and why it was taken.
+def create_backend(recipe: FP8Recipe, device: torch.device) -> tuple[Backend, BackendChoice]:
+    """Create the back end for a recipe, and return why it was selected.
 
     Args:
-        recipe: what is computed in 8 bits, and how.
-        device: where models compute.
+        recipe: FP8 settings.
+        device: device that models compute on.
 
     Raises:
-        ConfigurationError: see :func:`choose_backend`; or the recipe asks for what the back end cannot do.
+        ConfigurationError: see :func:`choose_backend`; or the back end does not support the recipe.
         MissingDependencyError: its package is not installed.
     """
     choice = choose_backend(recipe.backend, device)

@@ -1,4 +1,4 @@
-"""Transformer Engine: NVIDIA's layers for 8-bit training. https://docs.nvidia.com/deeplearning/transformer-engine/"""
+"""Transformer Engine: NVIDIA's layers for FP8 training. https://docs.nvidia.com/deeplearning/transformer-engine/"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _te_recipes() -> Any:
 
 
 class TransformerEngineBackend(Backend):
-    """Linear layers and layer norms become those of Transformer Engine, and run in its autocast."""
+    """Replaces linear layers and layer norms by those of Transformer Engine, and runs them in its autocast."""
 
     name: ClassVar[str] = "te"
 
@@ -43,7 +43,7 @@ class TransformerEngineBackend(Backend):
         if device.type == "cpu":
             return "Transformer Engine computes on NVIDIA GPUs only"
         if not is_transformer_engine_available():
-            return None  # building the back end says how to install it
+            return None  # the constructor raises MissingDependencyError
         return _why_without_fp8()
 
     @classmethod
@@ -63,7 +63,7 @@ class TransformerEngineBackend(Backend):
 
 
 def _why_without_fp8() -> str | None:
-    """What Transformer Engine itself says against FP8 on this machine; None where nothing."""
+    """Transformer Engine's reason for not supporting FP8 on this GPU, or None."""
     te = _te()
     if hasattr(te, "is_fp8_available"):
         supported, reason = te.is_fp8_available(return_reason=True)
@@ -73,36 +73,29 @@ def _why_without_fp8() -> str | None:
 
 
 def te_autocast(enabled: bool, recipe: Any, process_group: Any = None) -> AbstractContextManager[Any]:
-    """Transformer Engine's autocast, by the name that the installed version gives it.
+    """Transformer Engine's autocast, whose name depends on the version.
 
     Args:
         enabled: whether its layers compute in 8 bits.
-        recipe: one of ``transformer_engine.common.recipe``.
+        recipe: a recipe of ``transformer_engine.common.recipe``.
         process_group: the processes that share scales.
     """
     te = _te()
     if hasattr(te, "fp8_autocast"):
-        block: AbstractContextManager[Any] = te.fp8_autocast(
-            enabled=enabled, fp8_recipe=recipe, fp8_group=process_group
-        )
-        return block
-    renamed: AbstractContextManager[Any] = te.autocast(
-        enabled=enabled, recipe=recipe, amax_reduction_group=process_group
-    )
-    return renamed
+        context = te.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=process_group)
+    else:
+        context = te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=process_group)
+    return context  # type: ignore[no-any-return]
 
 
 def build_recipe(recipe: FP8Recipe) -> Any:
-    """The recipe in Transformer Engine's own terms.
-
-    Args:
-        recipe: ours.
+    """Convert a recipe to Transformer Engine's.
 
     Returns:
         A ``DelayedScaling``, or a ``MXFP8BlockScaling`` with ``use_mxfp8_block_scaling``.
 
     Raises:
-        ConfigurationError: the installed version does not have what the recipe asks for.
+        ConfigurationError: the installed version does not support a setting.
         MissingDependencyError: Transformer Engine is not installed.
     """
     recipes = _te_recipes()
@@ -111,7 +104,7 @@ def build_recipe(recipe: FP8Recipe) -> Any:
         if not hasattr(recipes, "MXFP8BlockScaling"):
             raise ConfigurationError("use_mxfp8_block_scaling=True needs Transformer Engine 2.0 or newer.")
         return recipes.MXFP8BlockScaling(margin=recipe.margin, fp8_format=fp8_format)
-    wanted = {
+    settings = {
         "margin": recipe.margin,
         "interval": recipe.interval,
         "fp8_format": fp8_format,
@@ -120,29 +113,27 @@ def build_recipe(recipe: FP8Recipe) -> Any:
         "override_linear_precision": recipe.override_linear_precision,
     }
     accepted = inspect.signature(recipes.DelayedScaling).parameters
-    for name, harmless in (("interval", 1), ("override_linear_precision", (False, False, False))):
-        if name not in accepted and wanted.pop(name) != harmless:
+    for name, default in (("interval", 1), ("override_linear_precision", (False, False, False))):
+        if name not in accepted and settings.pop(name) != default:
             raise ConfigurationError(
-                f"{name}={getattr(recipe, name)!r}: the installed Transformer Engine has no such setting any more. "
-                "Leave it out, or take "
-                "fp8_backend='native', which has it."
+                f"{name}={getattr(recipe, name)!r} is no longer supported by the installed Transformer Engine. Remove "
+                "it, or use fp8_backend='native'."
             )
-    return recipes.DelayedScaling(**wanted)
+    return recipes.DelayedScaling(**settings)
 
 
 def convert_model(
     model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
 ) -> None:
-    """Replace the linear layers and layer norms of a model by those of Transformer Engine, or the other way round, in
-    place.
+    """Replace the linear layers and layer norms of a model by those of Transformer Engine, or vice versa, in place.
 
-    The new layers have the parameters of the old ones: the same objects, so an optimizer that holds them goes on
-    training them. Linear layers with a dimension that is no multiple of 16 stay, because FP8 products need one; layer
-    norms without weights, or over several dimensions, stay as well.
+    The parameters stay the same objects, so that an optimizer keeps training them. Linear layers with a dimension that
+    is not a multiple of 16 stay, because FP8 products need one; so do layer norms without weight or bias, or over
+    several dimensions.
 
     Args:
         model: the model.
-        to_transformer_engine: False goes back to torch's layers.
+        to_transformer_engine: False converts back to torch's layers.
         _convert_linear: whether linear layers are replaced.
         _convert_ln: whether layer norms are replaced.
 
@@ -150,95 +141,77 @@ def convert_model(
         MissingDependencyError: Transformer Engine is not installed.
     """
     te = _te()
-    makers: dict[type, Callable[[Any, Any], nn.Module | None]] = {}
-    if _convert_linear:
-        makers[nn.Linear if to_transformer_engine else te.Linear] = (
-            _te_linear if to_transformer_engine else _torch_linear
-        )
-    if _convert_ln:
-        makers[nn.LayerNorm if to_transformer_engine else te.LayerNorm] = (
-            _te_norm if to_transformer_engine else _torch_norm
-        )
-    _replace_layers(te, model, makers, {})
-
-
-def _replace_layers(te: Any, model: nn.Module, makers: dict[type, Any], made: dict[int, nn.Module]) -> None:
-    for name, child in model._modules.items():
-        if child is None:
+    factories: dict[type, Callable[[Any, Any], nn.Module | None]] = {}
+    if to_transformer_engine:
+        factories = {nn.Linear: _te_linear, nn.LayerNorm: _te_norm}
+    else:
+        factories = {te.Linear: _torch_linear, te.LayerNorm: _torch_norm}
+    enabled = dict(zip(factories, (_convert_linear, _convert_ln), strict=True))
+    replacements: dict[int, nn.Module] = {}
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
+        if layer is model or not enabled.get(type(layer), False):
             continue
-        maker = makers.get(type(child))
-        if maker is None:
-            _replace_layers(te, child, makers, made)
-            continue
-        if id(child) not in made:  # a layer that is used in two places stays one layer
-            made[id(child)] = maker(te, child) or child
-        model._modules[name] = made[id(child)]
+        if id(layer) not in replacements:  # a layer with several names stays one layer
+            replacements[id(layer)] = factories[type(layer)](te, layer) or layer
+        model.set_submodule(name, replacements[id(layer)])
 
 
-def _take_over(old: nn.Module, new: nn.Module) -> nn.Module:
-    """Give a new layer the parameters and the mode of the one it replaces."""
-    new._parameters["weight"] = old._parameters["weight"]
-    if old._parameters.get("bias") is not None:
-        new._parameters["bias"] = old._parameters["bias"]
+def _with_parameters_of(old: nn.Module, new: nn.Module) -> nn.Module:
+    """Set parameters and mode of a new layer to those of the layer it replaces."""
+    new.weight = old.weight
+    # Transformer Engine's layers without bias have an empty tensor.
+    if isinstance(old.bias, nn.Parameter):
+        new.bias = old.bias
     return new.train(old.training)
 
 
 def _te_linear(te: Any, layer: nn.Linear) -> nn.Module | None:
     if not has_fitting_dimensions(layer):
         return None
-    has_bias = layer.bias is not None
-    weight = layer.weight
+    weight, has_bias = layer.weight, layer.bias is not None
     new = te.Linear(
         layer.in_features, layer.out_features, bias=has_bias, params_dtype=weight.dtype, device=weight.device
     )
-    return _take_over(layer, new)
+    return _with_parameters_of(layer, new)
 
 
 def _te_norm(te: Any, layer: nn.LayerNorm) -> nn.Module | None:
-    if (
-        layer._parameters.get("weight") is None
-        or layer._parameters.get("bias") is None
-        or len(layer.normalized_shape) != 1
-    ):
+    weight: Any = layer.weight
+    if weight is None or layer.bias is None or len(layer.normalized_shape) != 1:
         return None
-    new = te.LayerNorm(
-        layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype, device=layer.weight.device
-    )
-    return _take_over(layer, new)
+    new = te.LayerNorm(layer.normalized_shape[0], eps=layer.eps, params_dtype=weight.dtype, device=weight.device)
+    return _with_parameters_of(layer, new)
 
 
 def _torch_linear(te: Any, layer: Any) -> nn.Module:
-    has_bias = isinstance(layer._parameters.get("bias"), nn.Parameter)
-    return _take_over(layer, nn.Linear(layer.in_features, layer.out_features, bias=has_bias, device="meta"))
+    has_bias = isinstance(layer.bias, nn.Parameter)
+    return _with_parameters_of(layer, nn.Linear(layer.in_features, layer.out_features, bias=has_bias, device="meta"))
 
 
 def _torch_norm(te: Any, layer: Any) -> nn.Module:
-    return _take_over(layer, nn.LayerNorm(tuple(layer.weight.shape), eps=layer.eps, device="meta"))
+    return _with_parameters_of(layer, nn.LayerNorm(tuple(layer.weight.shape), eps=layer.eps, device="meta"))
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Whether a layer of a model is one of Transformer Engine's.
+    """Whether a model has layers of Transformer Engine.
 
     Raises:
         MissingDependencyError: Transformer Engine is not installed.
     """
     te = _te()
-    kinds = tuple(
-        kind
-        for kind in (getattr(te, name, None) for name in ("Linear", "LayerNorm", "TransformerLayer"))
-        if kind is not None
-    )
+    names = ("Linear", "LayerNorm", "TransformerLayer")
+    kinds = tuple(getattr(te, name) for name in names if hasattr(te, name))
     return any(isinstance(module, kinds) for module in model.modules())
 
 
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """A forward that runs in Transformer Engine's autocast, in 8 bits while the model trains.
+    """Wrap a forward to run in Transformer Engine's autocast.
 
     Args:
-        model_forward: the bound forward of a model.
-        fp8_recipe: one of ``transformer_engine.common.recipe``.
+        model_forward: the bound ``forward`` method of a model.
+        fp8_recipe: a recipe of ``transformer_engine.common.recipe``.
         use_during_eval: compute in 8 bits in evaluation mode too.
     """
     owner = getattr(model_forward, "__self__", None)
@@ -253,30 +226,26 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
-    """Convert a model to Transformer Engine's layers and let its forward run in its autocast, in place.
+    """Convert a model to Transformer Engine's layers, and wrap its forward in its autocast, in place.
 
     Args:
         model: the model.
-        fp8_recipe_handler: a ``TERecipeKwargs``, an ``FP8RecipeKwargs``, an :class:`FP8Recipe`, or None for the
-            launcher's settings.
+        fp8_recipe_handler: a ``TERecipeKwargs``, ``FP8RecipeKwargs`` or :class:`FP8Recipe`; None means the launcher's
+            settings.
 
     Returns:
         The given model.
 
     Raises:
-        ConfigurationError: the recipe asks for what the installed version does not have.
+        ConfigurationError: the installed version does not support a setting.
         MissingDependencyError: Transformer Engine is not installed.
     """
-    recipe = _recipe_of(fp8_recipe_handler)
+    recipe = fp8_recipe_handler
+    if not isinstance(recipe, FP8Recipe):
+        settings = recipe.recipe_settings() if hasattr(recipe, "recipe_settings") else {}
+        recipe = FP8Recipe.from_environment(**settings)
     if not has_transformer_engine_layers(model):
         with torch.no_grad():
             convert_model(model)
     model.forward = contextual_fp8_autocast(model.forward, build_recipe(recipe), recipe.use_autocast_during_eval)
     return model
-
-
-def _recipe_of(handler: Any) -> FP8Recipe:
-    if isinstance(handler, FP8Recipe):
-        return handler
-    settings = handler.recipe_settings() if hasattr(handler, "recipe_settings") else {}
-    return FP8Recipe.from_environment(**settings)
