@@ -73,7 +73,7 @@ def test_on_a_gpu_the_best_of_what_is_installed_is_taken(
     choice = choose_backend(None, GPU)
     assert choice.name == expected and choice.reason
     if not in_8_bits:
-        assert "the speed is not" in choice.reason
+        assert "without its speed" in choice.reason
 
 
 def test_a_gpu_that_transformer_engine_refuses_gets_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
