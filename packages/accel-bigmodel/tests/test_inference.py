@@ -208,6 +208,7 @@ def run_errors():
     rank = PartialState().process_index
     found = [
         refused(prepare_pippy, net()),
+        refused(prepare_pippy, net().to("meta"), example_args=(x,)),
         refused(prepare_pippy, net(), split_points=["nowhere"], example_args=(x,)),
         refused(prepare_pippy, net(), example_args=(torch.randn(4, 5),)),
         refused(prepare_pippy, net(), example_args=(x,), num_chunks=-1),
@@ -231,12 +232,13 @@ def test_a_model_of_ones_own() -> None:
     assert points[0][0].startswith("blocks.") and points[1] == ["blocks.2.2"]
     expected = [
         "needs an example",
-        "no submodule of Net",
+        "tensors of the model have no values",
+        "not a submodule of Net",
         "rank 0 could not split the model: RuntimeError",
         "num_chunks=-1",
-        "cannot find a batch size",
-        "use_cache=True: the cache of each layer would live on its own rank",
-        "is a pipeline already",
+        "no batch size can be found",
+        "use_cache=True: the cache of each layer would stay on its own rank",
+        "is already a pipeline",
     ]
     rank0, rank1 = (errors for _, errors in results)
     for what, on_first, on_second in zip(expected, rank0, rank1, strict=True):

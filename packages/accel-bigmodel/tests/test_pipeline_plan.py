@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 
 import pytest
 import torch
@@ -10,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accel_bigmodel.pipeline.build import plan_of
-from accel_bigmodel.pipeline.chunks import merge, split, take
-from accel_bigmodel.pipeline.plan import balanced_starts
-from accel_bigmodel.pipeline.schedule import _Worker
-from accel_bigmodel.pipeline.stage import Stage
+from accel_bigmodel.pipeline.microbatches import drop_padding, merge, split
+from accel_bigmodel.pipeline.split import balanced_starts, split_model
+from accel_bigmodel.pipeline.stage import Stage, extract
 from accel_state.errors import ConfigurationError
 
 
@@ -52,18 +51,28 @@ class Residual(nn.Module):
         return {"logits": nn.functional.linear(x * self.factor, self.embed.weight), "last": x, "nothing": None}
 
 
-def simulate(make, plan, *args, **kwargs):
+CPU = torch.device("cpu")
+
+
+def stage_of(model, plan, index, in_place=True):
+    shell = extract(model, plan, [index], CPU, in_place=in_place)
+    forward = model.forward if in_place else types.MethodType(type(model).forward, shell)
+    stage = Stage(shell, forward, plan, index, CPU)
+    stage.intercept()
+    return stage
+
+
+def simulate(make, plan, *args, in_place=True, **kwargs):
     """Run the stages one after the other in this process."""
-    received, templates = {}, {}
-    for index in range(len(plan.starts)):
-        model = make()
-        stage = Stage(model, model.forward, plan, index, torch.device("cpu"))
-        assert set(stage.received) == set(received)
+    tensors, templates = (), {}
+    for index in range(len(plan)):
+        stage = stage_of(make(), plan, index, in_place)
+        assert len(stage.received) == len(tensors)
+        stage.begin([(args, kwargs)], templates, known=False)
         with torch.no_grad():
-            result = stage.run(args, kwargs, received, templates)
-        if index < len(plan.starts) - 1:
-            received, templates = dict(zip(stage.sent, result, strict=True)), stage.templates
-    return result
+            tensors = stage.run(*tensors)
+        templates = stage.templates
+    return stage.outputs[0]
 
 
 def build():
@@ -76,7 +85,7 @@ def build():
 def test_any_code_between_the_modules_gives_the_same_result(count, whole) -> None:
     tokens = torch.arange(6).reshape(2, 3)
     model = build()
-    plan = plan_of(model, model.forward, "auto", whole, ((tokens,), {}), count)
+    plan = split_model(model, model.forward, "auto", whole, ((tokens,), {}), count)
     assert len(plan.starts) == count
     with torch.no_grad():
         expected = build()(tokens + 3)
@@ -88,10 +97,11 @@ def test_any_code_between_the_modules_gives_the_same_result(count, whole) -> Non
 
 def test_only_what_is_read_later_travels_and_only_what_is_used_is_kept() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.Linear(4, 4)).eval()
-    plan = plan_of(model, model.forward, ["2"], None, ((torch.randn(2, 4),), {}), 2)
+    plan = split_model(model, model.forward, ["2"], None, ((torch.randn(2, 4),), {}), 2)
     assert plan.carries == (((1, 0),),)
-    Stage(model, model.forward, plan, 1, torch.device("cpu"))
-    assert [parameter.is_meta for parameter in model.parameters()] == [True, True, False, False, False, False]
+    stage_of(model, plan, 1)
+    assert [name for name, _ in model.named_parameters()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
+    assert model[0].weight.is_meta
 
 
 def test_a_module_that_is_called_in_several_stages_is_kept_in_each() -> None:
@@ -112,7 +122,7 @@ def test_a_module_that_is_called_in_several_stages_is_kept_in_each() -> None:
 
     x = torch.randn(3, 4)
     model = make()
-    plan = plan_of(model, model.forward, "auto", ["Sequential"], ((x,), {}), 3)
+    plan = split_model(model, model.forward, "auto", ["Sequential"], ((x,), {}), 3)
     with torch.no_grad():
         torch.testing.assert_close(simulate(make, plan, x), make()(x), rtol=0, atol=0)
 
@@ -131,7 +141,7 @@ def test_another_path_than_that_of_the_example_is_an_error_and_not_a_wrong_numbe
             return self.c(second + first if add else second)
 
     model, x = Optional(), torch.randn(2, 4)
-    plan = plan_of(model, model.forward, ["c"], None, ((x,), {}), 2)
+    plan = split_model(model, model.forward, ["c"], None, ((x,), {}), 2)
     for kwargs, what in (
         ({"skip": True}, "call 1 was of 'c'"),
         ({"stop": True}, "the forward ended after 1 calls, not 3"),
@@ -148,13 +158,40 @@ def test_shapes_that_depend_on_values_are_an_error_and_not_garbage() -> None:
 
     model = nn.Sequential(Positive(4, 4), nn.Identity(), nn.ReLU())
     x = torch.tensor([1.0, -1.0, 2.0, 3.0])
-    plan = plan_of(model, model.forward, ["1"], None, ((x,), {}), 2)
-    stage = Stage(model, model.forward, plan, 0, torch.device("cpu"))
-    worker = _Worker(stage, 2, [], stage.run((x,), {}, {}, {}))
-    worker.chunks = [((x,), {}), ((-x,), {})]
-    assert worker(torch.tensor([0]))[1].tolist() == [1.0, 2.0, 3.0]
-    with pytest.raises(ConfigurationError, match="the shapes of its results depend on the values of the inputs"):
-        worker(torch.tensor([1]))
+    plan = split_model(model, model.forward, ["1"], None, ((x,), {}), 2)
+    stage = stage_of(model, plan, 0)
+    stage.begin([((x,), {}), ((-x,), {})], {0: plan.outputs[0]}, known=True)
+    with torch.no_grad():
+        assert stage.run()[0].tolist() == [1.0, 2.0, 3.0]
+        with pytest.raises(ConfigurationError, match="the shapes of its results depend on the values of the inputs"):
+            stage.run()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_gradients_flow_through_the_stages(count) -> None:
+    tokens = torch.arange(6).reshape(2, 3)
+    model, whole = build(), build()
+    for net in (model, whole):
+        # Autograd keeps the output of a ReLU, which the forward would modify.
+        net.layers = nn.ModuleList(nn.Sequential(nn.ReLU(), layer[0]) for layer in net.layers)
+    plan = split_model(model, model.forward, "auto", ["Sequential"], ((tokens,), {}), count)
+    stages = [stage_of(model, plan, index, in_place=False) for index in range(count)]
+    assert {name for stage in stages for name, _ in stage.module.named_parameters()} == dict(
+        model.named_parameters()
+    ).keys()
+    received, sent = [()], []
+    for stage in stages:
+        stage.begin([((tokens,), {})], dict(enumerate(plan.outputs)), known=True)
+        stage._select = lambda output: output["logits"]
+        sent.append(stage.run(*received[-1]))
+        received.append([tensor.detach().requires_grad_() for tensor in sent[-1]])
+    sent[-1].square().sum().backward()
+    for number in range(count - 2, -1, -1):
+        assert all(tensor.grad is not None for tensor in received[number + 1])
+        torch.autograd.backward(sent[number], [tensor.grad for tensor in received[number + 1]])
+    whole(tokens)["logits"].square().sum().backward()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_a_cache_that_layers_write_into_is_refused() -> None:
@@ -184,15 +221,15 @@ def test_a_cache_that_layers_write_into_is_refused() -> None:
 
     model = Caching()
     with pytest.raises(ConfigurationError, match="layers.0 writes into a Cache.*use_cache=False"):
-        plan_of(model, model.forward, "auto", None, ((torch.randn(1, 4),), {}), 2)
+        split_model(model, model.forward, "auto", None, ((torch.randn(1, 4),), {}), 2)
 
 
 @pytest.mark.parametrize(
     ("points", "message"),
     [
         ("1", "must be 'auto' or a list of names of modules"),
-        (["7"], "'7', which is no submodule of Sequential. Its submodules are 0, 1"),
-        (["0"], "'0' is not called after what begins the stage before it"),
+        (["7"], "'7', which is not a submodule of Sequential. Its submodules are 0, 1"),
+        (["0"], "'0' is not called after the start of the previous stage"),
         (["1", "2"], r"makes 3 stages, and this run has 2 processes. Name 1 module\(s\)"),
         (["3"], "'3', which the forward does not call with the example inputs"),
     ],
@@ -207,18 +244,17 @@ def test_split_points_that_make_no_sense_are_refused(points, message) -> None:
     model = Unused(*(nn.Linear(4, 4) for _ in range(4)))
     model.__class__.__name__ = "Sequential"
     with pytest.raises(ConfigurationError, match=message):
-        plan_of(model, model.forward, points, None, ((torch.randn(1, 4),), {}), 2)
+        split_model(model, model.forward, points, None, ((torch.randn(1, 4),), {}), 2)
 
 
-def test_too_few_parts_and_missing_weights_are_refused() -> None:
+def test_too_few_parts_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     example = ((torch.randn(1, 4),), {})
     with pytest.raises(
-        ConfigurationError, match="fewer parts .* than the 3 processes of this run. Start fewer processes"
+        ConfigurationError,
+        match="fewer consecutive module calls than the 3 processes of this run. Start fewer processes",
     ):
-        plan_of(model, model.forward, "auto", None, example, 3)
-    with pytest.raises(ConfigurationError, match="4 tensors of the model have no values.*meta device"):
-        plan_of(model.to("meta"), model.forward, "auto", None, example, 2)
+        split_model(model, model.forward, "auto", None, example, 3)
 
 
 def test_chunks_are_cut_and_put_together() -> None:
@@ -228,7 +264,7 @@ def test_chunks_are_cut_and_put_together() -> None:
     assert all(piece[0]["whole"] is data[0]["whole"] for piece in pieces)
     joined = merge(pieces, 2)
     assert joined[0]["x"].flatten().tolist() == list(range(6)) and joined[0]["whole"].tolist() == [0, 1, 2, 3]
-    assert take(joined, 6, 5)[0]["x"].shape == (5, 1)
+    assert drop_padding(joined, 6, 5)[0]["x"].shape == (5, 1)
     with pytest.raises(
         ConfigurationError,
         match=r"tensor of shape \(\).*Call the model without labels, or prepare it with num_chunks=1",

@@ -16,8 +16,7 @@ from torch.distributed import pipelining
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel.parallel.config import ParallelismConfig
-from accel.parallel.pipeline import PipelineParallelConfig
+from accel.parallel.config import ParallelismConfig, PipelineParallelConfig
 from accel_launch.config.read import load_settings
 from accel_plan._torch_compat import local_tensor, storage_id
 from accel_plan.command import COMMAND
@@ -303,7 +302,11 @@ def test_the_text_names_the_fullest_rank(tmp_path) -> None:
             {"num_microbatches": 2},
             r"--pp_num_microbatches=2: 1f1b needs at least as many as there are ranks in the pipeline \(4\)",
         ),
-        ({"pp": 2}, {"batch_size": 3}, "--pp_num_microbatches=2: a batch of 3 samples on a rank cannot be divided so"),
+        (
+            {"pp": 2},
+            {"batch_size": 3},
+            "--pp_num_microbatches=2: a batch of 3 samples on a rank is not a multiple of it",
+        ),
         ({"pp": 2}, {"schedule": "zb"}, "--pp_schedule='zb' is not one of gpipe, 1f1b, interleaved1f1b"),
         ({"pp": 2}, {"stages_per_rank": 2}, "--pp_stages_per_rank=2 does not go with --pp_schedule='1f1b'"),
     ],

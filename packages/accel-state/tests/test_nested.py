@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from typing import Any
 
@@ -192,3 +194,16 @@ def test_the_converter_can_be_pickled() -> None:
 
     converter = pickle.loads(pickle.dumps(ops.ConvertOutputsToFp32(torch.nn.functional.relu)))
     assert converter(torch.ones(1).half()).dtype == torch.float32
+
+
+def test_leaves_are_freed_without_the_garbage_collector() -> None:
+    tensor = torch.ones(2)
+    alive = weakref.ref(tensor)
+    gc.disable()
+    try:
+        ops.recursively_apply(lambda leaf: None, {"x": [tensor]})
+        nested.leaves({"x": [tensor]})
+        del tensor
+        assert alive() is None
+    finally:
+        gc.enable()

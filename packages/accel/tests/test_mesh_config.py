@@ -121,17 +121,17 @@ def test_the_launchers_sizes_are_taken_where_the_script_gives_none() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ParallelismConfig(tp_size=0), "tp_size=0 is no number of processes. Allowed: whole numbers from 1"),
-        (lambda: ParallelismConfig(dp_shard_size=-1), "dp_shard_size=-1 is no number"),
-        (lambda: ParallelismConfig(cp_size="2"), "cp_size='2' is no number"),  # type: ignore[arg-type]
-        (lambda: ParallelismConfig(tp_size=True), "tp_size=True is no number"),
-        (lambda: ParallelismConfig(cp_size=2, sp_size=2), "cp_size=2 and sp_size=2 contradict each other"),
+        (lambda: ParallelismConfig(tp_size=0), "tp_size=0 must be a positive integer"),
+        (lambda: ParallelismConfig(dp_shard_size=-1), "dp_shard_size=-1 must be a positive integer"),
+        (lambda: ParallelismConfig(cp_size="2"), "cp_size='2' must be a positive integer"),  # type: ignore[arg-type]
+        (lambda: ParallelismConfig(tp_size=True), "tp_size=True must be a positive integer"),
+        (lambda: ParallelismConfig(cp_size=2, sp_size=2), "cp_size=2 and sp_size=2 exclude each other"),
         (lambda: ParallelismConfig(cp_backend="jax"), "cp_backend='jax' is not one of torch"),
-        (lambda: ParallelismConfig(tp_size=2, tp_handler=object()), "is no TorchTensorParallelConfig"),  # type: ignore[arg-type]
+        (lambda: ParallelismConfig(tp_size=2, tp_handler=object()), "must be a TorchTensorParallelConfig"),  # type: ignore[arg-type]
         (lambda: TorchContextParallelConfig("pigeon"), "cp_comm_strategy='pigeon' is not one of allgather, alltoall"),
-        (lambda: DeepSpeedSequenceParallelConfig(sp_seq_length=0), "sp_seq_length=0 is no number"),
-        (lambda: TorchTensorParallelConfig(enable_async_tp=True), "enable_async_tp=True asks to overlap"),
-        (lambda: TorchTensorParallelPlugin(tp_size=0), "tp_size=0 is no number"),
+        (lambda: DeepSpeedSequenceParallelConfig(sp_seq_length=0), "sp_seq_length=0 must be a positive integer"),
+        (lambda: TorchTensorParallelConfig(enable_async_tp=True), "enable_async_tp=True overlaps"),
+        (lambda: TorchTensorParallelPlugin(tp_size=0), "tp_size=0 must be a positive integer"),
         (lambda: TorchTensorParallelPlugin(tp_size=3).for_world(4), "tp_size=3 does not divide the 4 processes"),
         (
             lambda: ParallelismConfig(dp_shard_size=4, tp_size=2).for_world(4),

@@ -1,6 +1,4 @@
-"""Pipelined inference: each process holds a part of the model, and the chunks of a batch follow each other through
-them.
-"""
+"""Pipelined inference: each process holds one stage of the model, and micro-batches pass through the stages."""
 
 from __future__ import annotations
 
@@ -24,16 +22,15 @@ from accel_state.state import PartialState
 
 from .device_map.infer import infer_auto_device_map
 from .device_map.memory import get_balanced_memory
-from .pipeline import chunks
-from .pipeline.build import agree_on_plan, plan_of
-from .pipeline.plan import Plan
-from .pipeline.schedule import Schedule
-from .pipeline.sharing import receive_object, send_object, start_broadcast
-from .pipeline.stage import Stage
+from .pipeline import microbatches
+from .pipeline.broadcast import receive_object, send_object, start_broadcast, wait_for
+from .pipeline.runtime import PipelineRuntime
+from .pipeline.split import PipelineSplit, split_model
+from .pipeline.stage import Stage, extract
 from .sizes import calculate_maximum_sizes
 from .tensors import Location
 
-# Batch size (None where nothing is cut), batch size after filling up, positional and keyword inputs.
+# Batch size (None where nothing is split), batch size with padding, positional and keyword inputs.
 _Inputs: TypeAlias = tuple[int | None, int, Any, Any]
 
 
@@ -46,32 +43,32 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """Share a model among all processes of this run, as the stages of a pipeline, for inference.
+    """Split a model into pipeline stages, one for each process of this run, for inference.
 
-    The model's forward may be any Python code. It is run once on rank 0, on the example, to see which modules are
+    The model's forward may be any Python code. It runs once on rank 0, on the example, to record which modules are
     called in which order and which results they exchange. Afterwards every rank keeps the weights of its stage, on its
-    device; ``model(...)`` cuts the batch of rank 0 into chunks and sends them through. All ranks must call the model;
-    what the others pass is not looked at. Gradients are not computed.
+    device; ``model(...)`` splits the batch of rank 0 into micro-batches and sends them through the stages. All ranks
+    must call the model; only the arguments of rank 0 are used. Gradients are not computed.
 
     Args:
         model: the whole model, with its weights, on every rank. It is changed in place: its forward becomes that of the
-            pipeline, and weights of other stages are let go.
+            pipeline, and weights of other stages are freed.
         split_points: "auto" makes the stages as equal in bytes as the order of the calls allows. A list names the
             modules at which the stages after the first begin, one fewer than there are processes.
         no_split_module_classes: names of classes whose instances stay on one rank. None takes those that a transformers
             model declares, or the classes of repeated layers.
-        example_args: positional inputs to try the model with, of the kind that it will be called with.
-        example_kwargs: keyword inputs to try it with.
-        num_chunks: number of chunks, by default the number of processes. A batch that they do not divide is filled up
-            with copies of its last sample, which are dropped again.
-        gather_output: give the output to every rank. Otherwise the last one has it, and the others get None.
+        example_args: positional inputs to record the model with, of the kind that it will be called with.
+        example_kwargs: keyword inputs to record it with.
+        num_chunks: number of micro-batches, by default the number of processes. A batch that is not a multiple of it is
+            padded with copies of its last sample, which are dropped from the output.
+        gather_output: return the output on every rank. Otherwise the last rank returns it, and the others None.
 
     Returns:
         The model. Its attribute ``hf_split_points`` names the modules at which the stages begin, ``hf_pipeline`` is the
         :class:`Pipeline`.
 
     Raises:
-        ConfigurationError: the model cannot be split so; the message says why. On every rank.
+        ConfigurationError: the model cannot be split this way; the message says why. On every rank.
     """
     count = PartialState().num_processes
     pipeline = build_pipeline(
@@ -79,53 +76,54 @@ def prepare_pippy(
     )
     model.hf_split_points = pipeline.split_points  # type: ignore[assignment]
     model.hf_pipeline = pipeline  # type: ignore[assignment]
-    forward = functools.partial(pippy_forward, pipeline, num_chunks or count, bool(gather_output))
-    model.forward = forward
+    model.forward = functools.partial(pippy_forward, pipeline, num_chunks or count, bool(gather_output))
     return model
 
 
 class Pipeline:
-    """A model that is shared by the processes of this run.
+    """A model split over the processes of this run.
 
     Args:
-        model: the model, whose weights are dealt out.
+        model: the model, of which this rank keeps one stage.
         forward: the forward of the whole model.
-        plan: which calls each stage computes; None in a single process.
-        num_chunks: number of chunks of a batch.
+        split: how the model is split; None in a single process.
+        num_chunks: number of micro-batches of a batch.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any], plan: Plan | None, num_chunks: int) -> None:
+    def __init__(
+        self, model: nn.Module, forward: Callable[..., Any], split: PipelineSplit | None, num_chunks: int
+    ) -> None:
         state = PartialState()
         self.num_chunks = num_chunks
-        self.plan = plan
-        self.split_points: list[str] = [] if plan is None else plan.split_points()
+        self.split = split
+        self.split_points: list[str] = [] if split is None else split.split_points()
         self._forward = forward
         self._device = state.device
-        self._schedule: Schedule | None = None
-        if plan is None:
-            model.to(state.device)
-        else:
-            self._schedule = Schedule(
-                Stage(model, forward, plan, state.process_index, state.device), state.num_processes
-            )
+        self._runtime: PipelineRuntime | None = None
+        if split is not None:
+            extract(model, split, [state.process_index], state.device, in_place=True)
+            stage = Stage(model, forward, split, state.process_index, state.device)
+            self._runtime = PipelineRuntime([stage], split)
+            model.requires_grad_(False)
+        model.to(state.device)
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch that all ranks know, whose size is a multiple of the number of chunks.
+        """Run a batch that is the same on all ranks and whose size is a multiple of the number of micro-batches.
 
         Returns:
             The output on the last rank, None on the others.
 
         Raises:
-            ConfigurationError: the batch cannot be cut, or the outputs cannot be put together.
+            ConfigurationError: the batch cannot be split, or the outputs cannot be merged.
         """
         args, kwargs = send_to_device((args, kwargs), self._device)
-        batch_size = find_pippy_batch_size(args, kwargs)
-        pieces = (
-            [(args, kwargs)] if self.num_chunks == 1 else chunks.split((args, kwargs), batch_size or 0, self.num_chunks)
-        )
-        outputs = [self._forward(*a, **k) for a, k in pieces] if self._schedule is None else self._schedule.run(pieces)
-        return chunks.merge(outputs, (batch_size or 0) // self.num_chunks) if outputs else None
+        batch_size = microbatches.batch_size_of((args, kwargs)) or 0
+        batches = [(args, kwargs)]
+        if self.num_chunks > 1:
+            batches = microbatches.split((args, kwargs), batch_size, self.num_chunks)
+        outputs = [self._forward(*a, **k) for a, k in batches] if self._runtime is None else self._runtime.run(batches)
+        return microbatches.merge(outputs, batch_size // self.num_chunks) if outputs else None
 
 
 def build_pipeline(
@@ -136,8 +134,7 @@ def build_pipeline(
     num_chunks: int,
     no_split_module_classes: Sequence[str] | None = None,
 ) -> Pipeline:
-    """Split a model and keep the part of this rank. :func:`prepare_pippy` does this, and makes the model call the
-    pipeline.
+    """Split a model and keep the stage of this rank, as :func:`prepare_pippy` does before it replaces the forward.
 
     Raises:
         ConfigurationError: as :func:`prepare_pippy`.
@@ -145,35 +142,70 @@ def build_pipeline(
     state = PartialState()
     if num_chunks < 1:
         raise ConfigurationError(
-            f"num_chunks={num_chunks} chunks make no batch. Give at least 1, or leave it out for {state.num_processes}."
+            f"num_chunks={num_chunks} must be at least 1. Leave it out for {state.num_processes}, the number of "
+            "processes."
         )
     if hasattr(model, "hf_pipeline"):
-        raise ConfigurationError("this model is a pipeline already. Make the model anew to split it in another way.")
-    _forget_cache(model)
+        raise ConfigurationError("this model is already a pipeline. Create the model again to split it differently.")
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None):
+            # Otherwise Transformers would return the keys and values of the last stage alone.
+            config.use_cache = False
     forward = model.forward
     if state.num_processes == 1:
         return Pipeline(model, forward, None, num_chunks)
     if not args and not kwargs:
         raise ConfigurationError(
-            "prepare_pippy needs an example to see what the model calls: pass example_args=(inputs,) or "
+            "prepare_pippy needs an example to record what the model calls: pass example_args=(inputs,) or "
             "example_kwargs={'input_ids': inputs}."
         )
-    plan = agree_on_plan(
-        lambda: plan_of(
-            model, forward, split_points, no_split_module_classes, (args, kwargs or {}), state.num_processes
+
+    def make() -> PipelineSplit:
+        _check_has_weights(model)
+        example = (args, kwargs or {})
+        return split_model(model, forward, split_points, no_split_module_classes, example, state.num_processes)
+
+    return Pipeline(model, forward, _from_rank_0(make), num_chunks)
+
+
+def _from_rank_0(make: Callable[[], PipelineSplit]) -> PipelineSplit:
+    """Call ``make`` on rank 0 and send its result, or its error, to all ranks."""
+    collectives = PartialState().collectives
+    if collectives.rank:
+        message = collectives.broadcast_object(None)
+        if isinstance(message, str):
+            raise ConfigurationError(message)
+        return message  # type: ignore[no-any-return]
+    try:
+        split = make()
+    except Exception as error:  # the other ranks wait for an answer, whatever it is
+        text = str(error) if isinstance(error, AccelError) else f"{type(error).__name__}: {error}"
+        prefix = "" if isinstance(error, AccelError) else "rank 0 could not split the model: "
+        collectives.broadcast_object(f"{prefix}{text}")
+        raise
+    collectives.broadcast_object(split)
+    return split
+
+
+def _check_has_weights(model: nn.Module) -> None:
+    missing = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if missing:
+        raise ConfigurationError(
+            f"{len(missing)} tensors of the model have no values: they are on the meta device "
+            f"({', '.join(missing[:3])}, ...). Load the weights before the model is split, with "
+            "load_checkpoint_in_model for example."
         )
-    )
-    return Pipeline(model, forward, plan, num_chunks)
 
 
 def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
     """Call a pipeline with the inputs of rank 0.
 
     Args:
-        forward: what runs a batch, such as a :class:`Pipeline`.
-        num_chunks: the batch is filled up to a multiple of it, by copies of the last sample, which are dropped from the
+        forward: runs a batch, such as a :class:`Pipeline`.
+        num_chunks: the batch is padded to a multiple of it with copies of the last sample, which are dropped from the
             output.
-        gather_output: give the output to every rank.
+        gather_output: return the output on every rank.
         *args: positional inputs of the model.
         **kwargs: keyword inputs of the model.
 
@@ -185,24 +217,22 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     """
     if not PartialState().use_distributed:
         return _run(forward, _prepare_inputs(num_chunks, args, kwargs))
-    inputs, under_way = _share_inputs(num_chunks, args, kwargs)
+    inputs, pending = _share_inputs(num_chunks, args, kwargs)
     output = _run(forward, inputs)
-    for work in under_way:
-        work.wait()
-    return _give_to_all(output) if gather_output else output
+    wait_for(pending)
+    return _share_output(output) if gather_output else output
 
 
 def _run(forward: Callable[..., Any], inputs: _Inputs) -> Any:
     batch_size, padded, args, kwargs = inputs
     output = forward(*args, **kwargs)
-    return output if batch_size is None else chunks.take(output, padded, batch_size)
+    return output if batch_size is None else microbatches.drop_padding(output, padded, batch_size)
 
 
 def _share_inputs(num_chunks: int, args: Any, kwargs: Any) -> tuple[_Inputs, list[Any]]:
-    """The inputs of rank 0 on every rank; and what must be waited for before they may be let go.
+    """The inputs of rank 0 on every rank, and the sends to wait for before they may be freed.
 
-    Rank 0 does not wait until the others have them: these may still be busy with the batch before, and it can begin
-    with this one.
+    Rank 0 does not wait until the other ranks have received them: these may still run the previous batch.
     """
     device = PartialState().device
     if PartialState().process_index:
@@ -210,24 +240,22 @@ def _share_inputs(num_chunks: int, args: Any, kwargs: Any) -> tuple[_Inputs, lis
         if isinstance(structure, str):
             raise ConfigurationError(structure)
         inputs = send_to_device(initialize_tensors(structure), device)
-        for work in start_broadcast(leaves(inputs)):
-            work.wait()
+        wait_for(start_broadcast(leaves(inputs)))
         return inputs, []
     try:
         inputs = send_to_device(_prepare_inputs(num_chunks, args, kwargs), device)
     except AccelError as error:
-        for work in send_object(str(error), device):
-            work.wait()
+        wait_for(send_object(str(error), device))
         raise
     inputs = replace_leaves(inputs, [tensor.contiguous() for tensor in leaves(inputs)])
     return inputs, [*send_object(get_data_structure(inputs), device), *start_broadcast(leaves(inputs))]
 
 
 def _prepare_inputs(num_chunks: int, args: Any, kwargs: Any) -> _Inputs:
-    """The inputs, filled up to a multiple of the chunks; with the batch sizes before and after."""
+    """The inputs padded to a multiple of the number of micro-batches, with the batch sizes before and after."""
     if kwargs.get("use_cache"):
         raise ConfigurationError(
-            "use_cache=True: the cache of each layer would live on its own rank. Call the pipeline with "
+            "use_cache=True: the cache of each layer would stay on its own rank. Call the pipeline with "
             "use_cache=False."
         )
     batch_size = find_pippy_batch_size(args, kwargs)
@@ -235,21 +263,21 @@ def _prepare_inputs(num_chunks: int, args: Any, kwargs: Any) -> _Inputs:
         return None, 0, args, kwargs
     if batch_size is None:
         raise ConfigurationError(
-            "no batch size can be found: none of the inputs is a tensor with at least one dimension, so there is "
-            "nothing to cut into "
-            f"{num_chunks} chunks. Pass the batch on rank 0, or prepare the model with num_chunks=1."
+            "no batch size can be found: none of the inputs is a tensor with at least one dimension, so nothing can "
+            f"be split into {num_chunks} micro-batches. Pass the batch on rank 0, or prepare the model with "
+            "num_chunks=1."
         )
     pad = functools.partial(pad_input_tensors, batch_size=batch_size, num_processes=num_chunks)
     args, kwargs = recursively_apply(pad, (args, kwargs))
     return batch_size, batch_size + -batch_size % num_chunks, args, kwargs
 
 
-def _give_to_all(output: Any) -> Any:
+def _share_output(output: Any) -> Any:
     collectives = PartialState().collectives
     last = collectives.world_size - 1
-    mine = collectives.rank == last
-    structure = collectives.broadcast_object(get_data_structure(output) if mine else None, last)
-    if not mine:
+    is_last = collectives.rank == last
+    structure = collectives.broadcast_object(get_data_structure(output) if is_last else None, last)
+    if not is_last:
         output = send_to_device(initialize_tensors(structure), PartialState().device)
     shared = collectives.broadcast_many([tensor.contiguous() for tensor in leaves(output)], last)
     return replace_leaves(output, shared)
@@ -257,7 +285,7 @@ def _give_to_all(output: Any) -> Any:
 
 def find_pippy_batch_size(args: Any, kwargs: Any) -> int | None:
     """The number of samples of a batch: the first dimension of the first tensor that has one, or None."""
-    return next((int(tensor.shape[0]) for tensor in leaves((args or (), kwargs or {})) if tensor.ndim), None)
+    return microbatches.batch_size_of((args or (), kwargs or {}))
 
 
 def generate_device_map(
@@ -266,28 +294,19 @@ def generate_device_map(
     no_split_module_classes: Sequence[str] | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
 ) -> dict[str, Location]:
-    """A device map that spreads a model evenly over as many devices as there are processes, in the order of its
-    modules.
+    """A device map that distributes a model evenly over ``num_processes`` devices, in the order of its modules.
 
     Args:
-        model: the model, on the meta device too.
+        model: the model; the meta device is allowed.
         num_processes: number of devices, which are numbered from 0.
         no_split_module_classes: names of classes whose instances stay on one device.
-        max_memory: bytes of each device; None shares the model among them.
+        max_memory: bytes of each device; None divides the model's size by the number of devices.
     """
-    whole = list(no_split_module_classes or ())
+    no_split = list(no_split_module_classes or ())
     limits: Mapping[int | str, int | str]
     if max_memory is not None:
         limits = max_memory
     else:
         size, _ = calculate_maximum_sizes(model)
-        limits = get_balanced_memory(model, dict.fromkeys(range(num_processes), size), whole)
-    return infer_auto_device_map(model, limits, no_split_module_classes=whole, clean_result=False)
-
-
-def _forget_cache(model: nn.Module) -> None:
-    """Keep models of transformers from returning the keys and values of the last stage alone."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and getattr(config, "use_cache", None):
-            config.use_cache = False
+        limits = get_balanced_memory(model, dict.fromkeys(range(num_processes), size), no_split)
+    return infer_auto_device_map(model, limits, no_split_module_classes=no_split, clean_result=False)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accel.parallel.pipeline import PipelineParallelConfig
-from accel.parallel.pipeline_split import plan_cut
+from accel.parallel.config import PipelineParallelConfig
+from accel.parallel.pipeline import block_ranges
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
 from .models import build_model
-from .stages import TensorSpec
 from .trace import TRACED_BLOCKS, RankBatch, RankTrace, TraceTask, extrapolate, trace, with_blocks
 
 
@@ -119,24 +118,17 @@ def trace_pipeline(
     size = task.axes["pp"]
     stride, stage_count = task.world_size // size, size * (settings.stages_per_rank or 1)
     model = build_model(task.config, task.trust_remote_code)
-    blocks = plan_cut(model, stage_count).ranges
+    _, blocks = block_ranges(model, stage_count)
     values = sum(parameter.numel() for parameter in model.parameters())
     del model
     position = task.rank // stride
     ranks = tuple(task.rank % stride + index * stride for index in range(size))
     traced = None if all_blocks else _trace_few_blocks(task, settings, ranks, blocks, values)
     if traced is None:
-        traced = {}
-        for index, rank in enumerate(ranks):
-            traced[index] = trace(replace(task, rank=rank, received=_first_output(traced)))
+        traced = {index: trace(replace(task, rank=rank)) for index, rank in enumerate(ranks)}
     stages = tuple(tuple(range(index, stage_count, size)) for index in range(size))
     traces = tuple(traced[index][0] for index in range(size))
     return TracedPipeline(position, ranks, stages, blocks, traces), traced[position][1]
-
-
-def _first_output(traced: dict[int, tuple[RankTrace, RankBatch]]) -> TensorSpec | None:
-    stages = traced[0][0].stages if 0 in traced else None
-    return None if stages is None else stages.output
 
 
 def _trace_few_blocks(
@@ -161,8 +153,7 @@ def _trace_few_blocks(
     for number, traced in ((TRACED_BLOCKS - 1, smaller), (TRACED_BLOCKS, larger)):
         config = with_blocks(task.config, number * stage_count)
         for position in positions:
-            received = _first_output(traced)
-            traced[position] = trace(replace(task, config=config, rank=ranks[position], received=received))
+            traced[position] = trace(replace(task, config=config, rank=ranks[position]))
     few, more = smaller[0][0].values, larger[0][0].values
     if more + (block_count - TRACED_BLOCKS * stage_count) * (more - few) // stage_count != values:
         return None

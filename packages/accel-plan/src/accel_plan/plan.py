@@ -247,7 +247,7 @@ def strategy_of(settings: Resolution) -> str:
 
 def axes_of(settings: Resolution, processes: int) -> Axes:
     """The mesh of a configuration, without axes of size 1."""
-    from accel.parallel.config import AXES
+    from accel.parallel.axes import AXES
 
     if settings["use_parallelism_config"]:
         sizes = {axis: int(settings[f"parallelism_config_{axis}_size"]) for axis in AXES}

@@ -14,18 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from accel.parallel.pipeline import Pipeline
+from accel.parallel.pipeline import TrainingPipeline
 
 from ._torch_compat import fsdp2_units, fsdp2_unsharded_tensors, local_pipeline_stage, local_tensor, storage_id
 from .record import Recorder, module_storages
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """The shape and dtype of the tensor that a stage sends for one micro batch."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -34,20 +26,15 @@ class StageMemory:
 
     activations: tuple[int, ...]  # by the number of micro batches in flight, from 1
     gathered: int  # gathered parameters and their unsharded gradients
-    output: TensorSpec | None  # what the first stage sends; None on ranks without it
 
 
 @dataclass
 class StageMonitor:
     """Measures the stages of one rank while a schedule runs them."""
 
-    received: TensorSpec | None = None  # from the previous stage
-    output: TensorSpec | None = None
     # Set during a pass:
     recorder: Recorder | None = None
     model: nn.Module | None = None
-    # A micro batch: the input of the first stage, and the inputs of all stages.
-    example: tuple[torch.Tensor, dict[str, torch.Tensor]] = None  # type: ignore[assignment]
     in_flight: int = 0  # micro batches between their forward and their backward pass
     activations: dict[int, int] = field(default_factory=dict)  # peak bytes by in_flight
     gathered: int = 0
@@ -68,7 +55,7 @@ class StageMonitor:
     def result(self) -> StageMemory:
         """The peaks so far."""
         numbers = range(1, max(self.activations, default=0) + 1)
-        return StageMemory(tuple(self.activations.get(number, 0) for number in numbers), self.gathered, self.output)
+        return StageMemory(tuple(self.activations.get(number, 0) for number in numbers), self.gathered)
 
 
 # The schedule creates the stages, so the monitor cannot be passed to them.
@@ -76,9 +63,9 @@ _MONITOR: ContextVar[StageMonitor] = ContextVar("_MONITOR")
 
 
 @contextmanager
-def monitoring(received: TensorSpec | None) -> Iterator[StageMonitor]:
+def monitoring() -> Iterator[StageMonitor]:
     """A block in which this rank's stages are monitored."""
-    monitor = StageMonitor(received)
+    monitor = StageMonitor()
     token = _MONITOR.set(monitor)
     try:
         yield monitor
@@ -97,41 +84,11 @@ def recording_pass(monitor: StageMonitor, model: nn.Module, recorder: Recorder) 
         monitor.recorder = monitor.model = None
 
 
-def create_schedule(monitor: StageMonitor, model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
-    """Create the schedule before the pass is recorded, because that takes a forward pass to find the shapes."""
-    pipeline: Pipeline = model.__dict__["_pipeline"]
-    first, rest = pipeline._inputs((), {name: value for name, value in inputs.items() if name != "labels"})
-    size = first.shape[0] // pipeline.settings.check_batch(first.shape[0], pipeline.size)
-    monitor.example = first[:size], {name: value[:size] for name, value in rest.items()}
-    pipeline._schedule(first, rest)
-
-
 def monitored_stage_class() -> Any:
     """A PipelineStage that measures memory around its backward passes and labels its messages."""
     base: Any = local_pipeline_stage()
 
     class MonitoredStage(base):  # type: ignore[misc]
-        def __init__(
-            self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device, group: Any = None
-        ) -> None:
-            monitor = _MONITOR.get()
-            received, batch = monitor.example
-            if stage_index > 0:
-                spec = monitor.received
-                assert spec is not None  # the rank with the first stage is traced first
-                received = torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=True)
-            with torch.no_grad():
-                output = submodule(received, **batch)
-            for module in submodule.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-            if stage_index == 0:
-                monitor.received = monitor.output = TensorSpec(tuple(output.shape), output.dtype)
-            output = torch.empty_like(output, requires_grad=True)
-            super().__init__(
-                submodule, stage_index, num_stages, device, input_args=received, output_args=output, group=group
-            )
-
         def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward_one_chunk(*args, **kwargs)
             _MONITOR.get().in_flight += 1
@@ -162,7 +119,7 @@ def _label_messages(ops: list[dist.P2POp], kind: str) -> list[dist.P2POp]:
     return ops
 
 
-def broadcast_loss(pipeline: Pipeline, tensor: torch.Tensor | None) -> torch.Tensor:
+def broadcast_loss(pipeline: TrainingPipeline, tensor: torch.Tensor | None) -> torch.Tensor:
     """Broadcast the last rank's loss, assuming that it is a scalar rather than exchanging its shape."""
     loss = torch.zeros((), device=pipeline.device) if tensor is None else tensor.contiguous()
     dist.broadcast(loss, group_src=pipeline.size - 1, group=pipeline.group)

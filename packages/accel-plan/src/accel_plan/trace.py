@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel.fsdp.meta_init import allocate, owners_of
-from accel.parallel.pipeline import PipelineParallelConfig
+from accel.parallel.config import PipelineParallelConfig
 from accel_bigmodel.estimate.activations import example_inputs
 from accel_data import DataLoaderConfiguration
 from accel_state.errors import ConfigurationError
@@ -24,7 +24,7 @@ from accel_state.errors import ConfigurationError
 from ._torch_compat import fsdp1_unit_bytes, fsdp2_units, fsdp2_unsharded_bytes
 from .models import build_model
 from .record import Axes, Recorder, Traffic, add_traffic, storage_bytes
-from .stages import StageMemory, StageMonitor, TensorSpec, create_schedule, monitoring, recording_pass
+from .stages import StageMemory, StageMonitor, monitoring, recording_pass
 from .world import simulated_rank, without_memory
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
@@ -79,7 +79,6 @@ class TraceTask:
     trust_remote_code: bool = False
     dtype: str | None = None  # of the weights, if not float32
     pipeline: PipelineParallelConfig | None = None
-    received: TensorSpec | None = None  # by a later pipeline stage, from the previous one
 
 
 def trace(task: TraceTask) -> tuple[RankTrace, RankBatch]:
@@ -97,12 +96,10 @@ def trace(task: TraceTask) -> tuple[RankTrace, RankBatch]:
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
         variables = {**task.variables, **_variable_overrides(task.variables)}
         stack.enter_context(simulated_rank(task.rank, task.world_size, task.local_world_size, variables))
-        monitor = stack.enter_context(monitoring(task.received))
+        monitor = stack.enter_context(monitoring())
         loaders = DataLoaderConfiguration(split_batches=task.split_batches)
         accelerator = Accelerator(cpu=True, dataloader_config=loaders)
         stack.callback(accelerator.free_memory)
-        if task.pipeline is not None:
-            accelerator.strategy.parallelism.pp_handler = task.pipeline  # type: ignore[attr-defined]
         batch = _first_batch(accelerator, task)
         model = build_model(task.config, task.trust_remote_code)
         if task.dtype is not None:
@@ -180,8 +177,6 @@ def _trace_pass(
             sequences = [item for item in inputs.values() if item.ndim > 1 and item.shape[1] == task.seq_length]
             dims = [1] * len(sequences)
             stack.enter_context(accelerator.maybe_context_parallel(buffers=sequences, buffer_seq_dims=dims))
-        if task.pipeline is not None:
-            create_schedule(monitor, model, inputs)
         recorder = stack.enter_context(Recorder(task.axes))
         if task.pipeline is not None:
             # The forward of a pipeline also runs its backward passes.
@@ -192,6 +187,15 @@ def _trace_pass(
         accelerator.backward(loss)
         del output, loss
     return recorder, live
+
+
+def _recording_microbatch(
+    task: TraceTask, settings: PipelineParallelConfig, model: nn.Module, samples: int
+) -> PipelineParallelConfig:
+    """The settings with a micro-batch as the example, so that the stages know their shapes without other ranks."""
+    size = samples // settings.check_batch(samples, task.axes["pp"])
+    inputs = _model_inputs(model, task, samples)
+    return replace(settings, example={name: item[:size] for name, item in inputs.items() if name != "labels"})
 
 
 def _model_inputs(model: nn.Module, task: TraceTask, samples: int) -> dict[str, torch.Tensor]:

@@ -137,7 +137,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     """Replacements for code that needs memory or other ranks, which send the same bytes."""
     from torch.distributed import pipelining
 
-    from accel.parallel import mesh, pipeline, pipeline_split
+    from accel.parallel import mesh, pipeline
     from accel.strategies import ddp, mesh_pp
 
     from .replica import ReplicatedModel
@@ -151,9 +151,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (mesh, "TorchCollectives", local_collectives),
         (mesh_pp, "TorchCollectives", local_collectives),
         (pipelining, "PipelineStage", monitored_stage_class()),
-        # It compares the outputs of the stages and of the full model, and there are no values.
-        (pipeline_split.Stages, "check", lambda stages, example: None),
-        (pipeline.Pipeline, "_share", broadcast_loss),
+        (pipeline.TrainingPipeline, "_share", broadcast_loss),
         *_mask_replacements(),
     ]
 

@@ -4,4 +4,4 @@ from .parallel.config import DeepSpeedSequenceParallelConfig as DeepSpeedSequenc
 from .parallel.config import ParallelismConfig as ParallelismConfig
 from .parallel.config import TorchContextParallelConfig as TorchContextParallelConfig
 from .parallel.config import TorchTensorParallelConfig as TorchTensorParallelConfig
-from .parallel.pipeline import PipelineParallelConfig as PipelineParallelConfig
+from .parallel.config import PipelineParallelConfig as PipelineParallelConfig

@@ -1,3 +1,3 @@
-"""Pipelined inference: the model's own forward runs on every rank, and each rank computes its share of the module
-calls.
+"""Pipeline parallelism on torch.distributed.pipelining: every rank runs the model's own forward and computes the module
+calls of its stages. Used for inference by ``prepare_pippy`` and for training by ``accel.parallel.pipeline``.
 """

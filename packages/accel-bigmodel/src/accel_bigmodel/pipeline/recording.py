@@ -1,4 +1,4 @@
-"""One run of the whole model on an example, which shows what is called in which order, and who reads whose results."""
+"""Records one run of the whole model: which modules are called in which order, and which results each one reads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_state.errors import ConfigurationError
-from accel_state.operations import recursively_apply
+from accel_state.operations import get_data_structure, recursively_apply
 from accel_state.operations.nested import leaves
 
-# A result: the number of the call that made it, and which of its tensors it is.
+# A result of a unit: (number of the call, index of the tensor in its output).
 Value: TypeAlias = tuple[int, int]
-# What a tensor was computed from, outside the units: results of units, and names of parameters and buffers.
+# What a tensor was computed from, outside the units: results of units and names of parameters and buffers.
 Sources: TypeAlias = frozenset["Value | str"]
 
 _NONE: Sources = frozenset()
@@ -26,19 +26,20 @@ _NONE: Sources = frozenset()
 
 @dataclass
 class Recording:
-    """What a run of the model showed.
+    """The calls of one run of the model.
 
     Attributes:
-        calls: the name of the unit of every call, in order.
+        calls: for every call in order, the name of the unit.
+        outputs: for every call, its output with a TensorInformation in place of each tensor.
         inputs: for every call, what its arguments were computed from.
-        read: (call that follows, sources) of every tensor whose numbers the model's own code looked at (``.item()``,
-            ``if x:``).
+        read: (next call, sources) of every tensor whose values Python code outside the units read (``.item()``).
         output: what the model's output was computed from.
-        touched: parameters and buffers that the code between the units uses directly.
-        rewritten: results that the code between the units changes in place.
+        touched: parameters and buffers used outside the units.
+        rewritten: results that code outside the units modifies in place.
     """
 
     calls: list[str] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
     inputs: list[Sources] = field(default_factory=list)
     read: list[tuple[int, Sources]] = field(default_factory=list)
     output: Sources = _NONE
@@ -50,17 +51,10 @@ class Recording:
 def record(
     model: nn.Module, forward: Callable[..., Any], units: Mapping[str, nn.Module], args: Any, kwargs: Any
 ) -> Recording:
-    """Run the model on an example.
-
-    Args:
-        model: the whole model, with its weights.
-        forward: its forward.
-        units: the modules that are run whole, by name.
-        args: positional arguments of the example.
-        kwargs: keyword arguments of the example.
+    """Run ``forward(*args, **kwargs)`` of the whole model and record the calls of ``units``.
 
     Raises:
-        ConfigurationError: a unit writes its results into an object that it got as an argument, such as a cache.
+        ConfigurationError: a unit writes its results into one of its arguments, such as a cache.
     """
     recorder = _Recorder(model)
     with _intercepted(units, recorder), recorder:
@@ -71,7 +65,7 @@ def record(
 
 @contextmanager
 def _intercepted(units: Mapping[str, nn.Module], recorder: _Recorder) -> Iterator[None]:
-    own = {name: unit.__dict__.get("forward") for name, unit in units.items()}
+    original = {name: unit.__dict__.get("forward") for name, unit in units.items()}
     for name, unit in units.items():
         unit.forward = functools.partial(recorder.call, name, unit.forward)
     try:
@@ -79,12 +73,12 @@ def _intercepted(units: Mapping[str, nn.Module], recorder: _Recorder) -> Iterato
     finally:
         for name, unit in units.items():
             del unit.__dict__["forward"]
-            if own[name] is not None:
-                unit.__dict__["forward"] = own[name]
+            if original[name] is not None:
+                unit.__dict__["forward"] = original[name]
 
 
 class _Recorder(TorchDispatchMode):
-    """Follows every tensor through the code between the units."""
+    """Tracks every tensor through the code outside the units."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -99,7 +93,7 @@ class _Recorder(TorchDispatchMode):
             self._weights.setdefault(_storage(tensor), name)
 
     def call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a unit, and note what it read and made."""
+        """Run a unit and record what it reads and returns."""
         if self._inside:
             return forward(*args, **kwargs)
         before = _contents((args, kwargs))
@@ -111,11 +105,12 @@ class _Recorder(TorchDispatchMode):
         finally:
             self._inside = False
         _check_unchanged(name, before, _contents((args, kwargs)))
+        self.recording.outputs.append(get_data_structure(output))
         return self._mark(output, len(self.recording.calls) - 1)
 
     def _mark(self, output: Any, call: int) -> Any:
-        self._inside = True  # making the aliases is no computation of the model
-        # A module may return its argument as it is; the alias tells its result from what went in.
+        self._inside = True
+        # A module may return its argument unchanged; the alias tells its result from the argument.
         aliased = recursively_apply(lambda tensor: tensor.detach(), output)
         self._inside = False
         for number, tensor in enumerate(leaves(aliased)):
@@ -136,7 +131,7 @@ class _Recorder(TorchDispatchMode):
         return written if weight is None else written | {weight}
 
     def _remember(self, tensor: torch.Tensor, sources: Sources) -> None:
-        # An id means something only as long as its object lives.
+        # Keeping the tensor alive keeps its id unique.
         self._alive.append(tensor)
         self._sources[id(tensor)] = sources
         self._sharing.setdefault(_storage(tensor), []).append(tensor)
@@ -147,21 +142,21 @@ class _Recorder(TorchDispatchMode):
             self._follow(func, (args, kwargs or {}), result)
         return result
 
-    def _follow(self, func: Any, given: Any, result: Any) -> None:
-        sources = self.sources(given)
+    def _follow(self, func: Any, inputs: Any, result: Any) -> None:
+        sources = self.sources(inputs)
         self.recording.touched |= {source for source in sources if isinstance(source, str)}
-        made = leaves(result)
-        if not made and sources and not func._schema.is_mutable:
+        tensors = leaves(result)
+        if not tensors and sources and not func._schema.is_mutable:
             self.recording.read.append((len(self.recording.calls), sources))
         if func._schema.is_mutable:
-            self._rewrite(made, sources)
+            self._rewrite(tensors, sources)
         elif sources:
-            for tensor in made:
+            for tensor in tensors:
                 self._remember(tensor, sources)
 
     def _rewrite(self, changed: list[torch.Tensor], sources: Sources) -> None:
         for tensor in changed:
-            # Views that were made before are not known one by one.
+            # Covers views that were created earlier and are not tracked individually.
             self._written[_storage(tensor)] = self._written.get(_storage(tensor), _NONE) | sources
             for alias in [*self._sharing.get(_storage(tensor), []), tensor]:
                 before = self._of(alias)
@@ -177,37 +172,34 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch
 
 
 def _contents(data: Any, depth: int = 5) -> dict[str, list[tuple[int, int]]]:
-    """The tensors that objects among the arguments hold, by the class of the object."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    """The tensors held by objects among the arguments, by the class of the object."""
+    contents: dict[str, list[tuple[int, int]]] = {}
     objects = leaves(
         data, test_type=lambda item: not isinstance(item, (*_PLAIN, tuple, list, Mapping)) and hasattr(item, "__dict__")
     )
     for item in objects:
-        found.setdefault(type(item).__name__, []).extend(
-            (id(tensor), tensor._version) for tensor in _tensors_in(vars(item), depth)
-        )
-    return found
+        versions = [(id(tensor), tensor._version) for tensor in _tensors_in(vars(item), depth)]
+        contents.setdefault(type(item).__name__, []).extend(versions)
+    return contents
 
 
 def _tensors_in(data: Any, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(data, torch.Tensor):
         yield data
-    elif depth and isinstance(data, Mapping):
-        for value in data.values():
-            yield from _tensors_in(value, depth - 1)
-    elif depth and isinstance(data, (list, tuple)):
-        for value in data:
-            yield from _tensors_in(value, depth - 1)
-    elif depth and not isinstance(data, _PLAIN) and hasattr(data, "__dict__"):
-        yield from _tensors_in(vars(data), depth - 1)
+        return
+    if not depth or isinstance(data, _PLAIN):
+        return
+    values = data.values() if isinstance(data, Mapping) else data
+    if not isinstance(data, (Mapping, list, tuple)):
+        values = vars(data).values() if hasattr(data, "__dict__") else ()
+    for value in values:
+        yield from _tensors_in(value, depth - 1)
 
 
 def _check_unchanged(name: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     for kind, tensors in after.items():
         if before.get(kind) != tensors:
             raise ConfigurationError(
-                f"the module {name} writes into a {kind} that it gets as an argument. In a pipeline it would do so on "
-                "its own rank, and "
-                "the others would not see it. Call the model in a way that needs none (for a cache of keys and "
-                "values: use_cache=False)."
+                f"the module {name} writes into a {kind} that it gets as an argument. In a pipeline only its own rank "
+                "would see the change. Call the model without one (for a cache of keys and values: use_cache=False)."
             )

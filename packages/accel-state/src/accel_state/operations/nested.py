@@ -67,18 +67,16 @@ def recursively_apply(
     Raises:
         TypeError: another leaf was found and ``error_on_other_type`` is set.
     """
-
-    def visit(item: Any) -> Any:
-        if test_type(item):
-            return func(item, *args, **kwargs)
-        result = map_children(visit, item)
-        if result is not NotImplemented:
-            return result
-        if error_on_other_type:
-            raise _unsupported(getattr(func, "__name__", str(func)), item)
-        return item
-
-    return visit(data)
+    if test_type(data):
+        return func(data, *args, **kwargs)
+    # Not a recursive closure: that is a reference cycle, which keeps tensors until the garbage collector runs.
+    options: dict[str, Any] = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
+    result = map_children(lambda item: recursively_apply(func, item, *args, **options), data)
+    if result is not NotImplemented:
+        return result
+    if error_on_other_type:
+        raise _unsupported(getattr(func, "__name__", str(func)), data)
+    return data
 
 
 def _unsupported(operation: str, item: Any) -> TypeError:

@@ -1,56 +1,39 @@
-"""The sizes of a mesh of processes: which kinds of parallelism a run is made of. Torch is imported where a mesh is
-built.
+"""The sizes of the axes of a mesh of processes, and the settings of each kind of parallelism. Torch is imported where a
+mesh is built.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import ParallelismOptions
 
-from .pipeline import PipelineParallelConfig
+from .axes import AXES, DATA_AXES
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
-"""The axes, from the one whose neighbours are furthest apart to the one whose neighbours are consecutive ranks.
-
-What talks most lies innermost, where ranks share a node: tensor parallelism all-reduces in every layer, a pipeline
-passes activations on once a stage.
-"""
-
-MEANINGS: Mapping[str, str] = {
-    "pp": "stages of a pipeline",
-    "dp_replicate": "copies of the model",
-    "dp_shard": "shards of a copy",
-    "cp": "parts of a sequence",
-    "sp": "parts of a sequence, by attention heads",
-    "tp": "parts of each layer",
+SCHEDULES: Mapping[str, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved1f1b": "ScheduleInterleaved1F1B",
 }
-
-DATA_AXES = ("dp_replicate", "dp_shard")
-"""Ranks that differ along these get different samples."""
-
-AVERAGING_AXES = ("dp_replicate", "dp_shard", "cp", "sp")
-"""Ranks that differ along these have different tokens, over which gradients are averaged."""
-
-SHARDING_AXES = ("dp_shard", "cp", "sp")
-"""Ranks over which parameters may be divided, since each needs all of them in turn."""
+"""Schedules of torch.distributed.pipelining, by name. The zero-bubble schedules are left out: with sharded parameters
+torch computes wrong gradients in them, without an error."""
 
 
 @dataclass
 class TorchTensorParallelConfig:
-    """How layers are shared by the processes of the tensor-parallel axis.
+    """How layers are sharded over the processes of the tensor-parallel axis.
 
     Args:
-        enable_async_tp: overlap communication with matrix products, which this version does not do.
-        plan: how each module is divided, by name or by pattern with ``*``: a word of Transformers ("colwise",
+        enable_async_tp: overlap communication with matrix products; not available in this version.
+        plan: how each module is sharded, by name or by pattern with ``*``: a style of Transformers ("colwise",
             "rowwise", ...) or a ``ParallelStyle`` of torch. None takes the model's own plan, or derives one for blocks
             shaped as Llama's or GPT-2's.
 
@@ -64,9 +47,9 @@ class TorchTensorParallelConfig:
     def __post_init__(self) -> None:
         if self.enable_async_tp:
             raise ConfigurationError(
-                "enable_async_tp=True asks to overlap communication with matrix products, which needs compiled models "
-                "on devices that map "
-                "each other's memory, and is not part of this version. Leave it out: results are the same."
+                "enable_async_tp=True overlaps communication with matrix products, which needs compiled models on "
+                "devices with symmetric memory, and is not available in this version. Leave it out: results are the "
+                "same."
             )
 
 
@@ -92,12 +75,12 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """How sequences are shared by attention heads (Ulysses).
+    """How sequences are exchanged for attention heads (Ulysses).
 
-    What is None takes the launcher's value (``--parallelism_config_sp_...``).
+    A value of None takes the launcher's (``--parallelism_config_sp_...``).
 
     Args:
-        sp_seq_length: tokens of a sequence, where they are always as many.
+        sp_seq_length: tokens of a sequence, where all have the same length.
         sp_seq_length_is_variable: whether sequences differ in length (default True).
         sp_attn_implementation: name of the implementation of attention (default "sdpa").
 
@@ -115,7 +98,73 @@ class DeepSpeedSequenceParallelConfig:
             if getattr(self, item.name) is None:
                 setattr(self, item.name, getattr(launched, item.name))
         if self.sp_seq_length is not None:
-            _count("sp_seq_length", self.sp_seq_length)
+            _positive("sp_seq_length", self.sp_seq_length)
+
+
+@dataclass
+class PipelineParallelConfig:
+    """How batches pass through the stages of a pipeline.
+
+    Args:
+        schedule: the order of forward and backward passes: "1f1b" (as few micro-batches in memory as there are stages),
+            "gpipe" (all forward passes first), or "interleaved1f1b" (several stages on each rank, so that less time is
+            spent waiting).
+        num_microbatches: number of micro-batches of each rank's batch; None takes the number of ranks in the pipeline.
+        stages_per_rank: stages on each rank; None takes 2 for "interleaved1f1b" and 1 otherwise.
+        loss_fn: the loss of a micro-batch, from outputs and labels, a mean; None takes that of Transformers' causal
+            language models.
+        example: a small batch to record the model's calls with: a tuple or a dict. Generated for models of
+            Transformers.
+
+    Raises:
+        ConfigurationError: a value that is not known, or that contradicts another.
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int | None = None
+    stages_per_rank: int | None = None
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    example: Mapping[str, Any] | Sequence[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ConfigurationError(
+                f"schedule={self.schedule!r} is not one of {', '.join(SCHEDULES)}. Set it in PipelineParallelConfig. "
+                "(In torch's zero-bubble schedules, gradients of sharded parameters are wrong.)"
+            )
+        is_interleaved = self.schedule == "interleaved1f1b"
+        if self.stages_per_rank is None:
+            self.stages_per_rank = 2 if is_interleaved else 1
+        _positive("stages_per_rank", self.stages_per_rank)
+        if self.num_microbatches is not None:
+            _positive("num_microbatches", self.num_microbatches)
+        if (self.stages_per_rank > 1) != is_interleaved:
+            raise ConfigurationError(
+                f"stages_per_rank={self.stages_per_rank} does not go with schedule={self.schedule!r}. Use "
+                "schedule='interleaved1f1b' with 2 or more stages per rank, or another schedule with 1."
+            )
+
+    def check_batch(self, samples: int, ranks: int) -> int:
+        """The number of micro-batches for a batch of ``samples`` on a pipeline of ``ranks``.
+
+        Raises:
+            ConfigurationError: the batch cannot be split into that number, or the schedule does not allow it.
+        """
+        count = self.num_microbatches or ranks
+        if self.schedule == "1f1b" and count < ranks:
+            reason = f"1f1b needs at least as many as there are ranks in the pipeline ({ranks})"
+        elif self.schedule == "interleaved1f1b" and count % ranks:
+            reason = f"interleaved1f1b needs a multiple of the {ranks} ranks of the pipeline"
+        elif samples % count:
+            reason = (
+                f"a batch of {samples} samples on a rank is not a multiple of it (drop_last=True drops a short last "
+                "batch)"
+            )
+        else:
+            return count
+        raise ConfigurationError(
+            f"num_microbatches={count}: {reason}. Set it in PipelineParallelConfig, or change the batch size."
+        )
 
 
 @dataclass
@@ -126,17 +175,17 @@ class ParallelismConfig:
 
     Args:
         dp_replicate_size: copies of the model, each with data of its own.
-        dp_shard_size: processes that a copy's parameters, gradients and optimizer state are divided over, each with
+        dp_shard_size: processes that a copy's parameters, gradients and optimizer state are sharded over, each with
             data of its own.
-        tp_size: processes that share each layer.
-        cp_size: processes that share each sequence, in parts.
-        cp_backend: implementation of that.
-        sp_size: processes that share each sequence, by attention heads.
-        sp_backend: implementation of that.
+        tp_size: processes that each layer is sharded over.
+        cp_size: processes that each sequence is split over.
+        cp_backend: implementation of context parallelism.
+        sp_size: processes that each sequence is split over, with attention split by heads.
+        sp_backend: implementation of sequence parallelism.
         tp_handler: further settings of tensor parallelism.
         cp_handler: further settings of context parallelism.
         sp_handler: further settings of sequence parallelism.
-        pp_size: ranks that a model is divided over in stages, as a pipeline.
+        pp_size: ranks that a model is split over in stages, as a pipeline.
         pp_handler: further settings of the pipeline.
 
     Raises:
@@ -162,29 +211,25 @@ class ParallelismConfig:
         for axis in AXES:
             name = f"{axis}_size"
             value = getattr(self, name)
-            setattr(self, name, _count(name, getattr(launched, name) if value is None else value))
+            setattr(self, name, _positive(name, getattr(launched, name) if value is None else value))
         for axis in ("cp", "sp"):
             name = f"{axis}_backend"
             setattr(self, name, _one_of(name, getattr(self, name) or getattr(launched, name), _choices(name)))
         if self.size("cp") > 1 and self.size("sp") > 1:
             raise ConfigurationError(
-                f"cp_size={self.cp_size} and sp_size={self.sp_size} contradict each other: a sequence is shared in "
-                "one way. Leave one of "
-                "them at 1."
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} exclude each other: both split the sequences. Set "
+                "one of them to 1."
             )
         for axis, kind in _HANDLERS.items():
-            self._settle_handler(axis, kind)
-
-    def _settle_handler(self, axis: str, kind: type) -> None:
-        name = f"{axis}_handler"
-        handler = getattr(self, name)
-        if handler is None:
-            setattr(self, name, kind() if self.size(axis) > 1 else None)
-        elif not isinstance(handler, kind):
-            raise ConfigurationError(f"{name}={handler!r} is no {kind.__name__}. Pass one, or leave it out.")
+            name = f"{axis}_handler"
+            handler = getattr(self, name)
+            if handler is None:
+                setattr(self, name, kind() if self.size(axis) > 1 else None)
+            elif not isinstance(handler, kind):
+                raise ConfigurationError(f"{name}={handler!r} must be a {kind.__name__}. Pass one, or leave it out.")
 
     def size(self, axis: str) -> int:
-        """The size of an axis of :data:`AXES`."""
+        """The size of an axis of :data:`accel.parallel.axes.AXES`."""
         return int(getattr(self, f"{axis}_size"))
 
     @property
@@ -195,18 +240,17 @@ class ParallelismConfig:
         return "mesh_ddp" if self.active_mesh_dims == ["dp_replicate"] else "mesh"
 
     def for_world(self, num_processes: int) -> ParallelismConfig:
-        """The mesh of so many processes: this one.
+        """This configuration, if it describes ``num_processes`` processes.
 
         Raises:
-            ConfigurationError: there is another number than the product of the sizes; it names every factor.
+            ConfigurationError: the product of the sizes is another number; the message names every factor.
         """
         if self.total_size == num_processes:
             return self
         factors = " x ".join(f"{axis}_size={self.size(axis)}" for axis in AXES)
         raise ConfigurationError(
             f"ParallelismConfig: {factors} = {self.total_size}, but there are {num_processes} processes. Start "
-            f"{self.total_size} "
-            f"(--num_processes), or choose sizes whose product is {num_processes}."
+            f"{self.total_size} (--num_processes), or choose sizes whose product is {num_processes}."
         )
 
     @property
@@ -241,12 +285,12 @@ class ParallelismConfig:
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """The active ones of dp_shard and cp, over which parameters are divided."""
+        """Those of dp_shard and cp that are active, over which parameters are sharded."""
         return self._active(("dp_shard", "cp"))
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """The active ones of dp_replicate, dp_shard and cp, over which losses are averaged."""
+        """Those of dp_replicate, dp_shard and cp that are active, over which losses are averaged."""
         return self._active(("dp_replicate", "dp_shard", "cp"))
 
     @property
@@ -264,22 +308,22 @@ class ParallelismConfig:
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether a copy is divided."""
+        """Whether each copy of the model is sharded."""
         return self.size("dp_shard") > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are shared."""
+        """Whether layers are sharded."""
         return self.size("tp") > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are shared in parts."""
+        """Whether sequences are split by context parallelism."""
         return self.size("cp") > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are shared by attention heads."""
+        """Whether sequences are split by sequence parallelism."""
         return self.size("sp") > 1
 
     @property
@@ -288,36 +332,36 @@ class ParallelismConfig:
         return self.size("pp") > 1
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Lay the processes out as a mesh, once; every rank must call it. None where no axis has more than one rank.
+        """Create the mesh, once; every rank must call it. None where no axis has more than one rank.
 
         Args:
-            device_type: as torch names it, such as "cpu".
+            device_type: a device type of torch, such as "cpu".
 
         Raises:
-            ConfigurationError: there is another number of processes than the sizes say, or no process group.
+            ConfigurationError: the number of processes is not the product of the sizes, or there is no process group.
         """
         from .mesh import build, is_alive
 
         if self.active_mesh_dims and not is_alive(self.device_mesh):
-            self.device_mesh = build(self, device_type)
+            self.device_mesh = build({axis: self.size(axis) for axis in AXES}, self.for_world, device_type)
         return self.device_mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh; it is built first if a kind of device is given and there is none yet.
+        """The mesh; it is built first if a device type is given and there is none yet.
 
         Raises:
-            ConfigurationError: there is no mesh yet, and no kind of device was given; or as in
+            ConfigurationError: there is no mesh yet, and no device type was given; or as in
                 :meth:`build_device_mesh`.
         """
         if self.device_mesh is None and self.active_mesh_dims and device_type is None:
             raise ConfigurationError(
-                "the device mesh has not been built. Give get_device_mesh a kind of device, or make the Accelerator "
+                "the device mesh has not been built. Pass get_device_mesh a device type, or create the Accelerator "
                 "first."
             )
         return self.device_mesh if device_type is None else self.build_device_mesh(device_type)
 
     def to_json(self) -> str:
-        """Sizes and back ends as JSON, for logs and trackers."""
+        """Sizes and backends as JSON, for logs and trackers."""
         return json.dumps(
             {f"{axis}_size": self.size(axis) for axis in AXES}
             | {"cp_backend": self.cp_backend, "sp_backend": self.sp_backend}
@@ -334,11 +378,12 @@ _HANDLERS: Mapping[str, type] = {
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """The older way to ask for tensor parallelism: ``Accelerator(torch_tp_plugin=...)``.
+    """Tensor parallelism by ``Accelerator(torch_tp_plugin=...)``, the older form of ``ParallelismConfig(tp_size=...)``.
 
     Args:
-        tp_size: processes that share each layer. The others hold copies of the model, each with data of its own.
-        torch_device_mesh: a mesh of one's own with an axis "tp" of that size; it is used as it is.
+        tp_size: processes that each layer is sharded over. The remaining factor of the world size is copies of the
+            model, each with data of its own.
+        torch_device_mesh: an existing mesh with an axis "tp" of that size; it is used as it is.
 
     Raises:
         ConfigurationError: a size below 1.
@@ -348,7 +393,7 @@ class TorchTensorParallelPlugin:
     torch_device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        _count("tp_size", self.tp_size)
+        _positive("tp_size", self.tp_size)
 
     @property
     def strategy(self) -> str:
@@ -356,28 +401,32 @@ class TorchTensorParallelPlugin:
         return "mesh"
 
     def for_world(self, num_processes: int) -> ParallelismConfig:
-        """The mesh of so many processes that this asks for.
+        """The configuration of this plugin for ``num_processes`` processes.
 
         Raises:
-            ConfigurationError: the processes cannot be divided in that way, or the mesh is another one.
+            ConfigurationError: ``tp_size`` does not divide the number of processes, or the mesh does not fit it.
         """
-        from .mesh import config_of
-
         if self.torch_device_mesh is not None:
-            return config_of(self.torch_device_mesh, self.tp_size).for_world(num_processes)
+            from .mesh import adopt
+
+            config = ParallelismConfig(**_sizes(adopt(self.torch_device_mesh, self.tp_size)))
+            config.device_mesh = self.torch_device_mesh
+            return config.for_world(num_processes)
         if num_processes % self.tp_size:
             raise ConfigurationError(
                 f"tp_size={self.tp_size} does not divide the {num_processes} processes. Choose a size that does."
             )
-        sizes = dict.fromkeys((f"{axis}_size" for axis in AXES), 1)
-        return ParallelismConfig(
-            **{**sizes, "tp_size": self.tp_size, "dp_replicate_size": num_processes // self.tp_size}
-        )  # type: ignore[arg-type]
+        return ParallelismConfig(**_sizes({"tp": self.tp_size, "dp_replicate": num_processes // self.tp_size}))
 
 
-def _count(name: str, value: Any) -> int:
+def _sizes(given: Mapping[str, int]) -> dict[str, Any]:
+    """A size for every axis, so that none comes from the launcher."""
+    return {f"{axis}_size": given.get(axis, 1) for axis in AXES}
+
+
+def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name}={value!r} is no number of processes. Allowed: whole numbers from 1.")
+        raise ConfigurationError(f"{name}={value!r} must be a positive integer.")
     return value
 
 

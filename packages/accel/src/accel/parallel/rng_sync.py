@@ -1,4 +1,4 @@
-"""Random numbers of ranks that compute the same thing."""
+"""Random number generators of ranks that work on the same samples."""
 
 from __future__ import annotations
 
@@ -16,23 +16,18 @@ _SAME_BATCH = ("tp", "cp", "sp", "pp")
 
 
 def share_generators(mesh: DeviceMesh, state: PartialState) -> None:
-    """Give ranks that get the same batch the same generators: python's, numpy's, torch's and the device's. Every rank
-    must call it.
+    """Synchronise the generators of python, numpy, torch and the device between ranks with the same batch; a collective
+    call.
 
-    What they augment is then the same, and so is what they drop of activations that each of them has; ranks with other
-    samples keep generators of their own.
+    Augmentation and dropout are then the same on them; ranks with other samples keep their own generators.
     """
     device = state.device_backend
     for axis in _SAME_BATCH:
         if axis not in (mesh.mesh_dim_names or ()):
             continue
-        own = (
-            random.getstate(),
-            np.random.get_state(),
-            torch.get_rng_state(),
-            None if device.name == "cpu" else device.get_rng_state(),
-        )
-        of_python, of_numpy, of_torch, of_device = collectives_over(mesh, axis, state).broadcast_object(own)
+        device_state = None if device.name == "cpu" else device.get_rng_state()
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state(), device_state
+        of_python, of_numpy, of_torch, of_device = collectives_over(mesh, axis, state).broadcast_object(states)
         if coordinate(mesh, axis):
             random.setstate(of_python)
             np.random.set_state(of_numpy)

@@ -41,7 +41,8 @@ from ..fsdp.checkpoint.fused_dtensor import full_tensor
 from ..fsdp.checkpoint.state_dicts import model_state
 from ..fsdp.meta_init import Materialiser
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
-from ..parallel.config import SHARDING_AXES, ParallelismConfig
+from ..parallel.axes import SHARDING_AXES
+from ..parallel.config import ParallelismConfig
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
 from ..parallel.rng_sync import share_generators
 from ..parallel.sequence_sharding import SharesSequences
@@ -84,7 +85,7 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
         self.parallelism = settings
         mesh = settings.build_device_mesh(state.device.type)
         self._mesh = self.data_mesh = mesh
-        self._sharding = None if mesh is None else fsdp_mesh(settings, mesh)
+        self._sharding = None if mesh is None else fsdp_mesh(mesh)
         self._data, self._averaging = (
             Collectives() if mesh is None else collectives_over(mesh, name, state) for name in ("dp", "dp_cp")
         )

@@ -30,9 +30,9 @@ from ..fsdp.checkpoint.pipeline_state import collect, rename_optimizer_state
 from ..fsdp.checkpoint.state_dicts import model_state, optimizer_state, owner_of
 from ..fsdp.grad_norm import local, scale_to_norm
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
-from ..parallel.config import ParallelismConfig
+from ..parallel.config import ParallelismConfig, PipelineParallelConfig
 from ..parallel.mesh import collectives_over
-from ..parallel.pipeline import Pipeline, PipelineParallelConfig
+from ..parallel.pipeline import TrainingPipeline
 from ..parallel.tp_plan import Plan
 from .mesh import MeshStrategy
 
@@ -92,7 +92,7 @@ class PipelineStrategy(MeshStrategy):
         modules = dict(model.named_modules())
         plan, derived = super()._plan(model)
         self._whole_plan = {name: (modules[name], style) for name, style in plan.items()}, derived
-        pipeline = Pipeline(
+        pipeline = TrainingPipeline(
             model, self.mesh["pp"], self.parallelism.pp_handler or PipelineParallelConfig(), self.state.device
         )
         if self._scaler is not None:
@@ -108,7 +108,7 @@ class PipelineStrategy(MeshStrategy):
         self._whole_plan = {}, False
         prepared = pipeline.assemble()
         for name, parameter in prepared.named_parameters():
-            self._names[parameter] = pipeline.name_in_whole(clean_name(name))
+            self._names[parameter] = pipeline.name_in_model(clean_name(name))
         self._wrapped[prepared], self._pipelines[prepared] = True, pipeline
         return prepared
 
@@ -191,7 +191,7 @@ class PipelineStrategy(MeshStrategy):
             return super().layout(model)
         own = super().layout(model)
         tensors = dict(own.tensors)
-        called = {pipeline.name_in_whole(name): name for name in tensors}
+        called = {pipeline.name_in_model(name): name for name in tensors}
         # A tied one may be in files under its first name only.
         tensors.update({first: tensors[last] for first, last in called.items() if first not in tensors})
         ties = [[first, last] for first, last in pipeline.ties.items() if {first, last} <= set(tensors)]

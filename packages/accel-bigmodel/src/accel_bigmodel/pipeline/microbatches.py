@@ -1,4 +1,4 @@
-"""Cutting a batch into the chunks that follow each other through a pipeline, and putting the results together."""
+"""Splitting a batch into micro-batches and merging their outputs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from accel_state.operations import recursively_apply
 from accel_state.operations.nested import leaves, replace_leaves
 
 
+def batch_size_of(data: Any) -> int | None:
+    """The first dimension of the first tensor in nested data that has one, or None."""
+    return next((int(tensor.shape[0]) for tensor in leaves(data) if tensor.ndim), None)
+
+
 def split(data: Any, batch_size: int, count: int) -> list[Any]:
-    """Cut every tensor with ``batch_size`` samples along its first dimension into ``count`` pieces of one size.
+    """Split every tensor with ``batch_size`` samples along its first dimension into ``count`` equal pieces.
 
     Args:
-        data: nested data. Tensors of another length go whole to every chunk.
+        data: nested data. Tensors with another first dimension are passed to every micro-batch as they are.
         batch_size: number of samples, a multiple of ``count``.
-        count: number of chunks.
+        count: number of micro-batches.
     """
     size = batch_size // count
 
@@ -29,15 +34,10 @@ def split(data: Any, batch_size: int, count: int) -> list[Any]:
 
 
 def merge(outputs: Sequence[Any], size: int) -> Any:
-    """Put the outputs of the chunks together.
-
-    Args:
-        outputs: nested data, of one structure.
-        size: samples in a chunk: tensors of this length are joined along their first dimension.
+    """Merge the outputs of micro-batches of ``size`` samples: tensors of that length are concatenated along dim 0.
 
     Raises:
-        ConfigurationError: the first dimension of a tensor is not that of the samples, and it differs from chunk to
-            chunk.
+        ConfigurationError: a tensor does not start with the batch dimension and differs between micro-batches.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -52,18 +52,14 @@ def _join(tensors: Sequence[torch.Tensor], size: int) -> torch.Tensor:
     if all(tensor.shape == first.shape and torch.equal(tensor, first) for tensor in tensors[1:]):
         return first
     raise ConfigurationError(
-        f"the model returns a tensor of shape {tuple(first.shape)} whose first dimension is not the {size} samples of "
-        "a chunk, "
-        f"and which differs from chunk to chunk (a loss or a state, for example), so the {len(tensors)} chunks cannot "
-        "be put together. "
-        "Call the model without labels, or prepare it with num_chunks=1."
+        f"the model returns a tensor of shape {tuple(first.shape)}. Its first dimension is not the {size} samples of a "
+        f"micro-batch, and it differs between the {len(tensors)} micro-batches (a loss or a state, for example), so "
+        "their outputs cannot be merged. Call the model without labels, or prepare it with num_chunks=1."
     )
 
 
-def take(data: Any, padded: int, batch_size: int) -> Any:
-    """Drop the samples that were added to fill the last chunk: the first ``batch_size`` of tensors with ``padded``
-    samples.
-    """
+def drop_padding(data: Any, padded: int, batch_size: int) -> Any:
+    """Keep the first ``batch_size`` samples of every tensor with ``padded`` samples."""
     if padded == batch_size:
         return data
     return recursively_apply(
