@@ -111,6 +111,9 @@ def trace(task: TraceTask) -> tuple[RankTrace, RankBatch]:
         owners = owners_of(model)
         for module in model.modules():
             allocate(module, torch.device("cpu"), owners)
+        if task.pipeline is not None:
+            handler = _recording_microbatch(task, task.pipeline, model, len(batch.samples))
+            accelerator.strategy.parallelism.pp_handler = handler  # type: ignore[attr-defined]
         model = accelerator.prepare_model(model, device_placement=False)
         result = _trace_step(accelerator, model, monitor, task, len(batch.samples))
     return replace(result, values=values, trained=trained), batch
