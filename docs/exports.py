@@ -1,6 +1,6 @@
-"""mkdocs hook: a line `<!-- exports: accel_data -->` in a page becomes the reference of what that package exports.
+"""mkdocs hook: replaces `<!-- exports: accel_data -->` in a page by the reference of that package's exports.
 
-The list is the package's own `__init__.pyi`, so a new name is in the documentation with the commit that exports it.
+The list of exports is the package's `__init__.pyi`.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ _AVAILABLE = re.compile(r"is_\w+_available")
 
 
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
-    """Called by mkdocs with the text of each page."""
+    """Replace the markers of a page; called by mkdocs."""
     root = Path(config.config_file_path).parent
-    return _MARK.sub(lambda found: _reference(root, found["module"]), markdown)
+    return _MARK.sub(lambda match: _reference(root, match["module"]), markdown)
 
 
 def _reference(root: Path, module: str) -> str:
-    own, passed_on = _exports(root, module)
-    questions = [name for name in own if _AVAILABLE.fullmatch(name)]
-    blocks = [f"::: {module}.{name}" for name in own if name not in questions]
-    if questions:
-        blocks.append("Whether a library, or a device, is there: " + ", ".join(f"`{name}`" for name in questions) + ".")
-    for source, names in passed_on.items():
+    defined, reexported = _exports(root, module)
+    checks = [name for name in defined if _AVAILABLE.fullmatch(name)]
+    blocks = [f"::: {module}.{name}" for name in defined if name not in checks]
+    if checks:
+        blocks.append("Whether a library or a device is available: " + ", ".join(f"`{name}`" for name in checks) + ".")
+    for source, names in reexported.items():
         blocks.append(f"From `{source}`: " + ", ".join(f"`{name}`" for name in names) + ".")
     return "\n\n".join(blocks)
 
 
 def _exports(root: Path, module: str) -> tuple[list[str], dict[str, list[str]]]:
-    """The names that a package defines itself, and those that it passes on, by the package they come from."""
+    """The names that a package defines, and those that it re-exports, by the package that defines them."""
     distribution = module.split(".")[0].replace("_", "-")
-    folder = root / "packages" / distribution / "src" / module.replace(".", "/")
-    own: list[str] = []
-    passed_on: dict[str, list[str]] = {}
-    for node in ast.parse((folder / "__init__.pyi").read_text(encoding="utf-8")).body:
+    directory = root / "packages" / distribution / "src" / module.replace(".", "/")
+    defined: list[str] = []
+    reexported: dict[str, list[str]] = {}
+    for node in ast.parse((directory / "__init__.pyi").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
             names = [alias.asname or alias.name for alias in node.names]
             source = node.module or ""
             if node.level or source.split(".")[0] == module.split(".")[0]:
-                own += names
+                defined += names
             else:
-                passed_on.setdefault(source.split(".")[0], []).extend(names)
-    return own, passed_on
+                reexported.setdefault(source.split(".")[0], []).extend(names)
+    return defined, reexported

@@ -1,7 +1,6 @@
-"""mkdocs hook: the line `<!-- options -->` in a page becomes tables of every option, from the declarations themselves;
-the line `<!-- options: NAME -->` becomes the table of one group of them.
+"""mkdocs hook: replaces `<!-- options -->` in a page by tables of all options, generated from their declarations.
 
-A new option is in the documentation with the commit that declares it.
+`<!-- options: TITLE -->` is replaced by the table of the group with that title.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _HEAD = "| Option | Value | Default | Variable | Key | What it does |\n|---|---|
 
 
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
-    """Called by mkdocs with the text of each page."""
+    """Replace the markers of a page; called by mkdocs."""
     if not _MARK.search(markdown) and not _GROUP.search(markdown):
         return markdown
     root = Path(config.config_file_path).parent
@@ -27,7 +26,7 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
 
 
 def reference(root: Path) -> str:
-    """A section with a table for each group."""
+    """One section with a table per group."""
     return "\n\n".join(_section(group) for group in _groups(root))
 
 

@@ -167,16 +167,10 @@ def test_exported_option_reaches_the_process_and_comes_back(opt: Option) -> None
         ]
         assert opt.env in environment and set(environment) <= {opt.env, *enabled}
         assert getattr(group_of(opt).from_environment(environment), opt.field) == resolved[opt.name]
-        group = dataclasses.replace(group_of(opt)(), **{opt.field: resolved[opt.name]})
-        if resolved[opt.name] != opt.default:
-            assert group.to_environment() == {opt.env: environment[str(opt.env)]}
-        else:
-            assert group.to_environment() == {}
 
 
 def test_unset_options_export_nothing() -> None:
     assert resolve(GROUPS, environ={}).environment() == {}
-    assert all(group().to_environment() == {} for group in GROUPS)
     assert resolve(GROUPS, {"num_processes": "2", "module": "true"}, environ={}).environment() == {}
 
 
@@ -284,7 +278,8 @@ def test_names_and_kinds_follow_from_the_field() -> None:
     )
     assert (policy.kind, policy.name, policy.env, policy.key) == (str, "eviction", None, "eviction")
     assert (tags.kind, tags.env, tags.keys) == (tuple, "ACCELERATE_TAGS", ())
-    assert CacheOptions.from_mapping({"cache": {"cache_size": 7}}).to_environment() == {"CACHE_SIZE": "7"}
+    assert CacheOptions.from_mapping({"cache": {"cache_size": 7}}) == CacheOptions(size=7)
+    assert resolve([CacheOptions], {"cache_size": "7"}, environ={}).environment() == {"CACHE_SIZE": "7"}
     assert resolve([CacheOptions], {"cache_size": "9"}, environ={}).group(CacheOptions) == CacheOptions(size=9)
     with pytest.raises(ConfigurationError, match="cache_size: '1' is not an integer of at least 2"):
         CacheOptions.from_mapping({"cache": {"cache_size": 1}})

@@ -16,14 +16,7 @@ from typing import Any
 
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for ``package``, from the stub of its ``__init__.py``.
-
-    Args:
-        package: the importing module's ``__name__``.
-
-    Raises:
-        ImportError: the stub contains anything other than ``from module import name as name`` lines.
-    """
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the package named ``package``, from its stub."""
     module = sys.modules[package]
     file = module.__file__
     if file is None:

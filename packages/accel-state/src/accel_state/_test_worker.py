@@ -41,15 +41,7 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class RankJob:
-    """A function and its arguments, in a form that another process can load.
-
-    Attributes:
-        module: name of the function's module.
-        file: path of the module, or None.
-        qualname: name of the function in its module.
-        arguments: pickled; unpickled after the module is loaded, because they may use its classes.
-        start_state: whether to create PartialState first.
-    """
+    """A function (by module, file and name) and its pickled arguments, which another process can load."""
 
     module: str
     file: str | None
@@ -59,11 +51,7 @@ class RankJob:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], args: tuple[Any, ...], start_state: bool) -> RankJob:
-        """Describe a call.
-
-        Raises:
-            ConfigurationError: the function is not at module level, so another process cannot find it.
-        """
+        """Describe a call; raises ConfigurationError unless the function is at module level."""
         module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
         if module is None or "<" in qualname or _resolve(sys.modules.get(module), qualname) is not fn:
             raise ConfigurationError(f"{fn!r} cannot run in another process: pass a module-level function")

@@ -6,8 +6,5 @@ import torch.distributed as dist
 
 
 def default_store() -> dist.Store:
-    """The store of the default process group.
-
-    Replaced by ``dist.group.WORLD.get_group_store()`` when every supported torch has it (2.13 does).
-    """
+    """The store of the default process group; to be replaced by ``dist.group.WORLD.get_group_store()`` (in 2.13)."""
     return dist.distributed_c10d._get_default_store()

@@ -38,7 +38,4 @@ class GradientAccumulationPlugin:
 
     def to_kwargs(self) -> dict[str, Any]:
         """The settings that differ from their defaults."""
-        default = type(self)()
-        return {
-            f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
-        }
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}

@@ -14,11 +14,7 @@ from typing import Any
 
 
 class ThreadLocalSharedDict:
-    """A descriptor over one dictionary that all instances of a class share.
-
-    Args:
-        thread_local: give each thread its own dictionary, for runtimes that drive one device per thread (older XLA).
-    """
+    """A descriptor over one dictionary that all instances of a class share, per thread or for all threads."""
 
     def __init__(self, thread_local: bool = False) -> None:
         self._holder: Any = threading.local() if thread_local else SimpleNamespace()

@@ -53,11 +53,7 @@ is_sdaa_available = _device_check("sdaa", "a Tecorigin accelerator")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Whether there is a Gaudi accelerator.
-
-    Args:
-        init_hccl: also import its collectives, which registers their backend with torch.distributed.
-    """
+    """Whether there is a Gaudi accelerator; ``init_hccl`` also registers its backend with torch.distributed."""
     available = devices.get("hpu").is_available()
     if available and init_hccl:
         importlib.import_module("habana_frameworks.torch.distributed.hccl")
@@ -70,15 +66,7 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed and has a device (PJRT_DEVICE, or a TPU library).
-
-    Args:
-        check_is_tpu: only if the device is a TPU.
-        check_is_gpu: only if the device is a GPU.
-
-    Raises:
-        ConfigurationError: both arguments are True.
-    """
+    """Whether torch_xla is installed and has a device (PJRT_DEVICE, or a TPU library), of the type in the arguments."""
     if check_is_tpu and check_is_gpu:
         raise ConfigurationError("check_is_tpu and check_is_gpu are both True: a run has one kind of XLA device")
     if not devices.get("xla").is_available():
@@ -89,11 +77,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether this machine's device computes in bfloat16. May initialize CUDA.
-
-    Args:
-        ignore_tpu: return False on a TPU.
-    """
+    """Whether this machine's device computes in bfloat16; False on a TPU with ``ignore_tpu``. May initialize CUDA."""
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     return devices.detect().supports_autocast(torch.bfloat16)

@@ -71,7 +71,6 @@ class RNGType(NamedChoice):
     HPU = "hpu"
     NEURON = "neuron"
     GENERATOR = "generator"
-    # The generators of data augmentation.
     NUMPY = "numpy"
     PYTHON = "python"
 

@@ -60,11 +60,7 @@ def all_variables() -> dict[str, str]:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The variable as a boolean; ``default`` if it is unset or empty.
-
-    Raises:
-        ConfigurationError: the variable is neither true nor false; the message names it.
-    """
+    """The variable as a boolean; ``default`` if it is unset or empty. Raises ConfigurationError for other text."""
     value = read_str(key)
     if value is None:
         return default
@@ -80,11 +76,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first non-negative integer among several variables; ``default`` if there is none.
-
-    Raises:
-        ConfigurationError: a variable is set to something that is not an integer.
-    """
+    """The first non-negative integer among several variables; ``default`` if there is none."""
     for key in env_keys:
         value = read_int(key)
         if value is not None and value >= 0:
@@ -93,11 +85,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def read_int(key: str, environ: Mapping[str, str] | None = None) -> int | None:
-    """The variable as an integer; None if it is unset or empty.
-
-    Raises:
-        ConfigurationError: the variable is not an integer; the message names it.
-    """
+    """The variable as an integer; None if it is unset or empty. Raises ConfigurationError for other text."""
     value = read_str(key, environ=environ)
     if value is None:
         return None

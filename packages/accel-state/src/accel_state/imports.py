@@ -43,14 +43,14 @@ def _is_findable(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _installed(module: str, title: str) -> Callable[[], bool]:
-    """Make ``is_<module>_available``."""
+def _installed(module: str, title: str, min_version: str | None = None, name: str | None = None) -> Callable[[], bool]:
+    """Make ``is_<name>_available``, where ``name`` is by default the module's."""
 
     def is_available() -> bool:
-        return is_package_available(module)
+        return is_package_available(module, min_version=min_version)
 
-    is_available.__name__ = is_available.__qualname__ = f"is_{module}_available"
-    is_available.__doc__ = f"Whether {title} is installed."
+    is_available.__name__ = is_available.__qualname__ = f"is_{name or module}_available"
+    is_available.__doc__ = f"Whether {title} is installed{f' ({min_version} or newer)' if min_version else ''}."
     return is_available
 
 
@@ -83,6 +83,17 @@ is_transformer_engine_available = _installed("transformer_engine", "Transformer 
 is_transformers_available = _installed("transformers", "Transformers")
 is_triton_available = _installed("triton", "Triton")
 is_wandb_available = _installed("wandb", "Weights & Biases")
+is_ipex_available = _installed("intel_extension_for_pytorch", "Intel Extension for PyTorch", name="ipex")
+is_lomo_available = _installed("lomo_optim", "the LOMO optimizers", name="lomo")
+is_megatron_lm_available = _installed("megatron.core", "Megatron Core", name="megatron_lm")
+is_torchao_available = _installed("torchao", "torchao with float8 training", "0.6.1")
+is_torchdata_stateful_dataloader_available = _installed(
+    "torchdata.stateful_dataloader", "torchdata with its stateful data loader", "0.8.0", "torchdata_stateful_dataloader"
+)
+is_8bit_bnb_available = _installed(
+    "bitsandbytes", "bitsandbytes with 8-bit layers that can be saved", "0.37.2", "8bit_bnb"
+)
+is_4bit_bnb_available = _installed("bitsandbytes", "bitsandbytes with 4-bit layers", "0.39.0", "4bit_bnb")
 
 
 def is_tensorboard_available() -> bool:
@@ -90,24 +101,9 @@ def is_tensorboard_available() -> bool:
     return is_package_available("tensorboard") or is_package_available("tensorboardX")
 
 
-def is_lomo_available() -> bool:
-    """Whether the LOMO optimizers are installed."""
-    return is_package_available("lomo_optim")
-
-
-def is_ipex_available() -> bool:
-    """Whether Intel Extension for PyTorch is installed."""
-    return is_package_available("intel_extension_for_pytorch")
-
-
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
     """Whether numpy is installed, in this version or a newer one."""
     return is_package_available("numpy", min_version=min_version)
-
-
-def is_torchdata_stateful_dataloader_available() -> bool:
-    """Whether torchdata is installed with its stateful data loader (0.8)."""
-    return is_package_available("torchdata.stateful_dataloader", min_version="0.8.0")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
@@ -115,29 +111,9 @@ def is_bnb_available(min_version: str | None = None) -> bool:
     return is_package_available("bitsandbytes", min_version=min_version)
 
 
-def is_8bit_bnb_available() -> bool:
-    """Whether bitsandbytes is installed with 8-bit linear layers that can be saved (0.37.2)."""
-    return is_bnb_available("0.37.2")
-
-
-def is_4bit_bnb_available() -> bool:
-    """Whether bitsandbytes is installed with 4-bit linear layers (0.39)."""
-    return is_bnb_available("0.39.0")
-
-
 def is_bitsandbytes_multi_backend_available() -> bool:
     """Whether bitsandbytes is installed and supports devices other than CUDA. Imports it."""
     return is_bnb_available() and "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
-
-
-def is_torchao_available() -> bool:
-    """Whether torchao is installed with its float8 training (0.6.1)."""
-    return is_package_available("torchao", min_version="0.6.1")
-
-
-def is_megatron_lm_available() -> bool:
-    """Whether Megatron Core is installed."""
-    return is_package_available("megatron.core")
 
 
 def is_fp8_available() -> bool:

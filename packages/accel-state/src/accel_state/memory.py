@@ -79,8 +79,14 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
     signature = inspect.signature(function)
-    _check_takes_batch_size(function, signature)
-    reduce = reduce_batch_size_fn or (lambda batch_size: batch_size // 2)
+    try:
+        signature.bind_partial(1)
+    except TypeError:
+        raise TypeError(
+            f"{function.__qualname__}{signature} has no parameter for the batch size: find_executable_batch_size "
+            f"passes it as the first positional argument. Declare it as {function.__name__}(batch_size, ...)."
+        ) from None
+    reduce: Callable[..., int] = reduce_batch_size_fn or (lambda batch_size: batch_size // 2)
     takes_last = bool(inspect.signature(reduce).parameters)
     first_batch_size = starting_batch_size
 
@@ -115,16 +121,6 @@ def find_executable_batch_size(
         )
 
     return with_batch_size
-
-
-def _check_takes_batch_size(function: Callable[..., Any], signature: inspect.Signature) -> None:
-    try:
-        signature.bind_partial(1)
-    except TypeError:
-        raise TypeError(
-            f"{function.__qualname__}{signature} has no parameter for the batch size: find_executable_batch_size "
-            f"passes it as the first positional argument. Declare it as {function.__name__}(batch_size, ...)."
-        ) from None
 
 
 def _check_arguments(

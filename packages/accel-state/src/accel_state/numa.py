@@ -26,14 +26,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class CPUInformation:
-    """This process's rank in the run, as set by its launcher.
-
-    Attributes:
-        rank: among all processes.
-        world_size: number of processes.
-        local_rank: among the processes of this node.
-        local_world_size: number of processes of this node.
-    """
+    """This process's rank in the run and on its node, as set by its launcher."""
 
     rank: int = 0
     world_size: int = 1
@@ -93,18 +86,7 @@ def choose_cores(
     device_cores: Sequence[Sequence[int]],
     nodes: Sequence[Sequence[int]],
 ) -> list[int]:
-    """Choose the cores of one process; the processes partition the cores if there are enough.
-
-    Args:
-        local_rank: of the process.
-        local_world_size: number of processes on the machine.
-        allowed: cores that the processes may use.
-        device_cores: cores near the device of each local rank, empty if unknown.
-        nodes: cores of each NUMA node, empty if unknown.
-
-    Returns:
-        At least one core, in ascending order.
-    """
+    """Choose the cores of one process, near its device or an even share; together a partition if there are enough."""
     allowed = sorted(set(allowed))
     near = [sorted(set(allowed) & set(cores)) for cores in device_cores]
     if local_rank < len(near) and near[local_rank]:
@@ -146,15 +128,7 @@ def _device_cores(device: devices.Device, index: int, allowed: Sequence[int]) ->
 
 
 def cores_near_pci(address: str, sys_root: Path = _SYS) -> list[int]:
-    """Cores of the NUMA node that a PCI device is attached to.
-
-    Args:
-        address: "0000:3b:00.0".
-        sys_root: where sysfs is mounted.
-
-    Returns:
-        Cores in ascending order; empty if the device is unknown or attached to no node (as in a virtual machine).
-    """
+    """Cores of the NUMA node that a PCI device ("0000:3b:00.0") is attached to, ascending; empty if unknown."""
     directory = sys_root / "bus" / "pci" / "devices" / address.lower()
     node = _read(directory / "numa_node")
     if not node or int(node) < 0:

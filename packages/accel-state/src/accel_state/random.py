@@ -79,14 +79,6 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
-    """Call :func:`synchronize_rng_state` for each type. Every rank must pass the same types in the same order.
-
-    Args:
-        rng_types: see :func:`synchronize_rng_state`.
-        generator: for the type "generator".
-
-    Raises:
-        ConfigurationError: see :func:`synchronize_rng_state`.
-    """
+    """Call :func:`synchronize_rng_state` for each type. Every rank must pass the same types in the same order."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)

@@ -29,11 +29,7 @@ class Registry(Generic[T]):
             self.register(name, target)
 
     def register(self, name: str, target: str) -> None:
-        """Add a variant.
-
-        Raises:
-            ConfigurationError: the name is already registered with another target; the message has both.
-        """
+        """Add a variant; the name must not be registered with another target."""
         existing = self._targets.setdefault(name, target)
         if existing != target:
             raise ConfigurationError(
@@ -52,11 +48,7 @@ class Registry(Generic[T]):
         return iter(self.names())
 
     def target(self, name: str) -> str:
-        """The ``"module:attribute"`` of a name, without importing it.
-
-        Raises:
-            ConfigurationError: the name is unknown; the message lists the known ones.
-        """
+        """The ``"module:attribute"`` of a name, without importing it."""
         if name not in self:
             hint = ""
             if self.entry_point_group:
@@ -67,11 +59,7 @@ class Registry(Generic[T]):
         return self._targets[name]
 
     def load(self, name: str) -> T:
-        """Import and return the variant of a name.
-
-        Raises:
-            ConfigurationError: the name is unknown, or its module has no such attribute.
-        """
+        """Import and return the variant of a name."""
         target = self.target(name)
         module_name, _, path = target.partition(":")
         value: Any = importlib.import_module(module_name)

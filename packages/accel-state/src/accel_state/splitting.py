@@ -57,14 +57,13 @@ def _take(inputs: Any, start: int, end: int, padding: int) -> Any:
         return rebuild_mapping(inputs, {key: _take(value, start, end, padding) for key, value in inputs.items()})
     if is_namedtuple(inputs):
         return type(inputs)(*(_take(value, start, end, padding) for value in inputs))
-    if isinstance(inputs, torch.Tensor):
-        share = inputs[start:end]
-        return torch.cat([share, inputs[-1:].expand(padding, *inputs.shape[1:])]) if padding else share
-    if isinstance(inputs, np.ndarray):
-        share = inputs[start:end]
-        return np.concatenate([share, inputs[-1:].repeat(padding, axis=0)]) if padding else share
-    if isinstance(inputs, (list, tuple)):
-        return inputs[start:end] + inputs[-1:] * padding
+    if isinstance(inputs, (torch.Tensor, np.ndarray, list, tuple)):
+        share: Any = inputs[start:end]
+        if isinstance(inputs, torch.Tensor) and padding:
+            return torch.cat([share, inputs[-1:].expand(padding, *inputs.shape[1:])])
+        if isinstance(inputs, np.ndarray) and padding:
+            return np.concatenate([share, inputs[-1:].repeat(padding, axis=0)])
+        return share + inputs[-1:] * padding if padding else share
     indices = [*range(start, end), *[len(inputs) - 1] * padding]
     if hasattr(inputs, "select"):  # a Hugging Face data set, which keeps its type
         return inputs.select(indices)

@@ -205,11 +205,7 @@ def _rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str,
 
 
 def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
-    """Wait for every rank's result.
-
-    Raises:
-        WorldError: see :func:`run_world`.
-    """
+    """Wait for every rank's result."""
     deadline = time.monotonic() + timeout
     timed_out = False
     while pending := [rank for rank in ranks if rank.outcome is None]:

@@ -24,11 +24,7 @@ class Collectives:
         """Wait until every rank has reached this call."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Stack the tensors of all ranks.
-
-        Returns:
-            A tensor of shape ``(world_size, *tensor.shape)``, without gradient.
-        """
+        """Gather the tensors of all ranks into one of shape ``(world_size, *tensor.shape)``, without gradient."""
         return tensor.detach().unsqueeze(0)
 
     def all_gather_many(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -36,11 +32,7 @@ class Collectives:
         return [self.all_gather(tensor) for tensor in tensors]
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
-        """Reduce over all ranks, in place.
-
-        Returns:
-            The given tensor.
-        """
+        """Reduce over all ranks in place, and return the tensor."""
         return tensor
 
     def all_reduce_many(self, tensors: Sequence[torch.Tensor], op: ReduceOp = "sum") -> list[torch.Tensor]:
@@ -48,11 +40,7 @@ class Collectives:
         return [self.all_reduce(tensor, op) for tensor in tensors]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Copy the values of rank ``source`` to all ranks, in place.
-
-        Returns:
-            The given tensor.
-        """
+        """Copy the values of rank ``source`` to all ranks in place, and return the tensor."""
         return tensor
 
     def broadcast_many(self, tensors: Sequence[torch.Tensor], source: int = 0) -> list[torch.Tensor]:
@@ -69,9 +57,10 @@ class Collectives:
 
     def scatter_object(self, objects: Sequence[Any] | None, source: int = 0) -> Any:
         """Send the i-th picklable object of rank ``source`` to rank i; other ranks pass None."""
-        if objects is None or len(objects) != 1:
-            raise ValueError(f"scatter_object needs one object per rank (1), not {objects!r}")
-        return objects[0]
+        if self.rank == source and (objects is None or len(objects) != self.world_size):
+            raise ValueError(f"scatter_object needs one object per rank ({self.world_size}), not {objects!r}")
+        # A broadcast of which each rank keeps its part, because not every backend implements scatter.
+        return self.broadcast_object(objects or (), source)[self.rank]
 
     def shutdown(self) -> None:
         """Leave the process group. No method may be called afterwards."""

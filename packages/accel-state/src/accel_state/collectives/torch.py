@@ -125,13 +125,6 @@ class TorchCollectives(Collectives):
         received: T = _from_bytes(payload)
         return received
 
-    def scatter_object(self, objects: Sequence[Any] | None, source: int = 0) -> Any:
-        if self.rank == source and (objects is None or len(objects) != self.world_size):
-            raise ValueError(f"scatter_object needs one object per rank ({self.world_size}), not {objects!r}")
-        # A broadcast of which each rank keeps its part, because not every backend implements scatter.
-        pieces: Sequence[Any] = self.broadcast_object(objects or (), source)
-        return pieces[self.rank]
-
     def shutdown(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group(**self._group)

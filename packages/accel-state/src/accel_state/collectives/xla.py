@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,11 +14,7 @@ T = TypeVar("T")
 
 
 class XlaCollectives(Collectives):
-    """Collectives of torch_xla, for processes started by PJRT.
-
-    Raises:
-        MissingDependencyError: torch_xla is not installed.
-    """
+    """Collectives of torch_xla, for processes started by PJRT."""
 
     def __init__(self, device: torch.device) -> None:
         self._xm: Any = require("torch_xla.core.xla_model", purpose="training on XLA devices", install="accel[xla]")
@@ -32,9 +27,8 @@ class XlaCollectives(Collectives):
         self._xm.rendezvous("accel.barrier")
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        gathered: torch.Tensor = self._xm.all_gather(
-            tensor.detach().to(self.device).unsqueeze(0), dim=0, pin_layout=False
-        )
+        local = tensor.detach().to(self.device).unsqueeze(0)
+        gathered: torch.Tensor = self._xm.all_gather(local, dim=0, pin_layout=False)
         return gathered.to(tensor.device)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
@@ -56,9 +50,3 @@ class XlaCollectives(Collectives):
 
     def broadcast_object(self, obj: T, source: int = 0) -> T:
         return self.all_gather_object(obj)[source]
-
-    def scatter_object(self, objects: Sequence[Any] | None, source: int = 0) -> Any:
-        pieces = self.all_gather_object(list(objects) if objects is not None else None)[source]
-        if pieces is None or len(pieces) != self.world_size:
-            raise ValueError(f"scatter_object needs one object per rank ({self.world_size}), not {pieces!r}")
-        return pieces[self.rank]

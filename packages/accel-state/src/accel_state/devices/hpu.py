@@ -28,11 +28,7 @@ class HpuDevice(Device):
         return getattr(torch, "hpu", None)
 
     def device(self, local_rank: int) -> torch.device:
-        """``torch.device("hpu")``: the runtime assigns one accelerator to a process by its local rank.
-
-        Raises:
-            ConfigurationError: there are fewer devices than local ranks.
-        """
+        """``torch.device("hpu")``: the runtime assigns one accelerator to a process by its local rank."""
         super().device(local_rank)
         return torch.device("hpu")
 

@@ -24,11 +24,7 @@ class MpsDevice(Device):
         return 1 if self.is_available() else 0
 
     def device(self, local_rank: int) -> torch.device:
-        """``torch.device("mps")`` for local rank 0.
-
-        Raises:
-            ConfigurationError: a second process would share the GPU.
-        """
+        """``torch.device("mps")`` for local rank 0; raises for a second process, which would share the GPU."""
         return torch.device("mps") if local_rank == 0 else super().device(local_rank)
 
     def set_current(self, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..env import read_int, read_str
 from ..errors import ConfigurationError
 
 # Above well-known ports, and below those of get_free_port and outgoing connections.
@@ -25,36 +26,17 @@ class Variables:
 
     def text(self, name: str) -> str | None:
         """The value, or None if the variable is unset or empty."""
-        return self._environ.get(name, "").strip() or None
+        return (read_str(name, environ=self._environ) or "").strip() or None
 
     def integer(self, name: str, minimum: int = 0) -> int | None:
-        """The value as an integer, or None if the variable is unset or empty.
-
-        Raises:
-            ConfigurationError: not an integer, or below ``minimum``.
-        """
-        text = self.text(name)
-        if text is None:
-            return None
-        try:
-            value = int(text)
-        except ValueError:
-            raise ConfigurationError(f"{name}={text!r} is not an integer. Correct the variable, or unset it.") from None
-        if value < minimum:
+        """The value as an integer of at least ``minimum``, or None if the variable is unset or empty."""
+        value = read_int(name, self._environ)
+        if value is not None and value < minimum:
             raise ConfigurationError(f"{name}={value} must be at least {minimum}. Correct the variable, or unset it.")
         return value
 
     def required(self, name: str, because: str, minimum: int = 0) -> int:
-        """The value as an integer.
-
-        Args:
-            name: of the variable.
-            minimum: lower bound, inclusive.
-            because: the variable that requires this one, for the message.
-
-        Raises:
-            ConfigurationError: unset, not an integer, or below ``minimum``.
-        """
+        """The value as an integer of at least ``minimum``, which must be set because the variable ``because`` is."""
         value = self.integer(name, minimum)
         if value is None:
             raise ConfigurationError(
@@ -123,6 +105,19 @@ class Environment(ABC):
         Raises:
             ConfigurationError: a variable is missing, not an integer, or contradicts another.
         """
+
+    @classmethod
+    def from_mpi(cls, variables: Variables, prefix: str, job_variable: str) -> Environment | None:
+        """Read ``<prefix>_RANK``, ``_SIZE``, ``_LOCAL_RANK`` and ``_LOCAL_SIZE``; None without the first."""
+        first = f"{prefix}_RANK"
+        rank = variables.integer(first)
+        if rank is None:
+            return None
+        world_size = variables.required(f"{prefix}_SIZE", first, minimum=1)
+        local_rank = variables.required(f"{prefix}_LOCAL_RANK", first)
+        local_world_size = variables.required(f"{prefix}_LOCAL_SIZE", first, minimum=1)
+        job = variables.text(job_variable)
+        return cls.from_counts(variables, rank, world_size, local_rank, local_world_size, job)
 
     @classmethod
     def from_counts(

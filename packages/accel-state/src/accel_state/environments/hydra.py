@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from ..errors import ConfigurationError
 from .base import Environment, Variables
@@ -16,7 +15,7 @@ from .slurm import in_step
 class HydraEnvironment(Environment):
     """PMI_RANK, PMI_SIZE, and MPI_LOCALRANKID, MPI_LOCALNRANKS (Cray: PMI_LOCAL_RANK, PMI_LOCAL_SIZE)."""
 
-    name: ClassVar[str] = "hydra"
+    name = "hydra"
 
     @classmethod
     def read(cls, variables: Variables) -> Environment | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .base import Environment, Variables
 
@@ -12,17 +11,8 @@ from .base import Environment, Variables
 class MvapichEnvironment(Environment):
     """MV2_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}."""
 
-    name: ClassVar[str] = "mvapich"
+    name = "mvapich"
 
     @classmethod
     def read(cls, variables: Variables) -> Environment | None:
-        rank = variables.integer("MV2_COMM_WORLD_RANK")
-        if rank is None:
-            return None
-        because = "MV2_COMM_WORLD_RANK"
-        world_size = variables.required("MV2_COMM_WORLD_SIZE", because, minimum=1)
-        local_rank = variables.required("MV2_COMM_WORLD_LOCAL_RANK", because)
-        local_world_size = variables.required("MV2_COMM_WORLD_LOCAL_SIZE", because, minimum=1)
-        return cls.from_counts(
-            variables, rank, world_size, local_rank, local_world_size, job=variables.text("MPIRUN_ID")
-        )
+        return cls.from_mpi(variables, "MV2_COMM_WORLD", job_variable="MPIRUN_ID")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .base import Environment, Variables
 
@@ -12,17 +11,8 @@ from .base import Environment, Variables
 class OpenMpiEnvironment(Environment):
     """OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}."""
 
-    name: ClassVar[str] = "openmpi"
+    name = "openmpi"
 
     @classmethod
     def read(cls, variables: Variables) -> Environment | None:
-        rank = variables.integer("OMPI_COMM_WORLD_RANK")
-        if rank is None:
-            return None
-        because = "OMPI_COMM_WORLD_RANK"
-        world_size = variables.required("OMPI_COMM_WORLD_SIZE", because, minimum=1)
-        local_rank = variables.required("OMPI_COMM_WORLD_LOCAL_RANK", because)
-        local_world_size = variables.required("OMPI_COMM_WORLD_LOCAL_SIZE", because, minimum=1)
-        return cls.from_counts(
-            variables, rank, world_size, local_rank, local_world_size, job=variables.text("PMIX_NAMESPACE")
-        )
+        return cls.from_mpi(variables, "OMPI_COMM_WORLD", job_variable="PMIX_NAMESPACE")

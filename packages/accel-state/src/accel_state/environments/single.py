@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .base import Environment, Variables
 
@@ -12,7 +11,7 @@ from .base import Environment, Variables
 class SingleEnvironment(Environment):
     """Rank 0 of 1."""
 
-    name: ClassVar[str] = "single"
+    name = "single"
 
     rank: int = 0
     world_size: int = 1

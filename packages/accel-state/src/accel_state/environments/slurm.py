@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..errors import ConfigurationError
 from .base import Environment, Variables, main_endpoint
@@ -22,7 +21,7 @@ class SlurmEnvironment(Environment):
     The main address is MASTER_ADDR, or 127.0.0.1 on a single node, or the first host of the step.
     """
 
-    name: ClassVar[str] = "slurm"
+    name = "slurm"
 
     @classmethod
     def read(cls, variables: Variables) -> Environment | None:
@@ -37,9 +36,10 @@ class SlurmEnvironment(Environment):
         local_world_size = _local_world_size(variables, node_rank, nodes)
         job = f"{variables.text('SLURM_JOB_ID')}.{variables.text('SLURM_STEP_ID')}"
         address, port = main_endpoint(variables, one_node=nodes == 1, job=job)
-        return cls(
-            rank, world_size, local_rank, local_world_size, node_rank, nodes, address or _first_host(variables), port
-        )
+        hosts = variables.text("SLURM_STEP_NODELIST")
+        if address is None and hosts is not None:
+            address = find_address(expand_hosts(hosts)[0])
+        return cls(rank, world_size, local_rank, local_world_size, node_rank, nodes, address, port)
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,7 @@ class Allocation:
 
     @classmethod
     def read(cls, variables: Variables) -> Allocation | None:
-        """The allocation of this process; None outside SLURM.
-
-        Raises:
-            ConfigurationError: a variable of SLURM was changed to an invalid value.
-        """
+        """The allocation of this process; None outside SLURM."""
         job, hosts = variables.text("SLURM_JOB_ID"), variables.text("SLURM_JOB_NODELIST")
         if job is None or hosts is None:
             return None
@@ -106,9 +102,3 @@ def _local_world_size(variables: Variables, node_rank: int, nodes: int) -> int:
             f"SLURM_NODEID={node_rank}."
         )
     return counts[node_rank]
-
-
-def _first_host(variables: Variables) -> str | None:
-    """The address of the first host of the step."""
-    hosts = variables.text("SLURM_STEP_NODELIST")
-    return None if hosts is None else find_address(expand_hosts(hosts)[0])

@@ -19,11 +19,7 @@ _PARTS = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """Expand a list of hosts, like ``scontrol show hostnames``: gpu07, gpu08, gpu09, gpu12, big1.
-
-    Raises:
-        ConfigurationError: the text is not a host list.
-    """
+    """Expand a list of hosts, like ``scontrol show hostnames``: gpu07, gpu08, gpu09, gpu12, big1."""
     expressions = _EXPRESSION.findall(text)
     if not expressions or ",".join(expressions) != text:
         raise _malformed(text)

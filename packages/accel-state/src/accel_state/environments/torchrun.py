@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..errors import ConfigurationError
 from .base import Environment, Variables
@@ -16,7 +15,7 @@ class TorchrunEnvironment(Environment):
     If only RANK and WORLD_SIZE are set (as by Kubernetes operators), each node has one process.
     """
 
-    name: ClassVar[str] = "torchrun"
+    name = "torchrun"
 
     @classmethod
     def read(cls, variables: Variables) -> Environment | None:

@@ -31,11 +31,7 @@ def is_tensor_information(tensor_info: Any) -> bool:
 
 
 def map_children(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply ``function`` to the direct members of a container.
-
-    Returns:
-        A container of the same type, or ``NotImplemented`` if ``data`` is not a container.
-    """
+    """Apply ``function`` to the direct members of a container; ``NotImplemented`` if ``data`` is not one."""
     if isinstance(data, (tuple, list)):
         return honor_type(data, (function(member) for member in data))
     if isinstance(data, Mapping):
@@ -87,11 +83,7 @@ def _unsupported(operation: str, item: Any) -> TypeError:
 
 
 def check_only_tensors(data: Any, operation: str) -> None:
-    """Reject nested data with leaves that are not tensors.
-
-    Raises:
-        TypeError: naming the operation and the type of the leaf.
-    """
+    """Raise TypeError if nested data has leaves that are not tensors."""
 
     def reject(item: Any) -> Any:
         raise _unsupported(operation, item)

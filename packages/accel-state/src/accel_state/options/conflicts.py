@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..errors import ConfigurationError
-from .declaration import OptionGroup
-from .resolution import Resolution, Setting, Source
+from .resolution import Resolution, Source
 from .run_type import CLOUD_TYPES
 
 # The engines, and the distributed_type of a run with each; at most one of them is on.
@@ -47,13 +46,7 @@ _ONLY_IN_VERSION_1: Mapping[str, Mapping[object, str]] = {
 
 
 def check(settings: Resolution) -> Resolution:
-    """Resolve contradictions, and reject invalid combinations.
-
-    Args:
-        settings: every option, as resolved.
-
-    Returns:
-        The settings with at most one engine on, and with the ``distributed_type`` of that engine.
+    """Leave at most one engine on, with its ``distributed_type``, and reject invalid combinations.
 
     Raises:
         ConfigurationError: two settings of the same strength contradict each other, or a combination is invalid; the
@@ -65,23 +58,15 @@ def check(settings: Resolution) -> Resolution:
     return settled
 
 
-def weaker(first: Setting, second: Setting) -> Setting | None:
-    """The one of two contradicting settings that is overridden; None if both come from the same source."""
-    if first.source is second.source:
-        return None
-    return min(first, second, key=lambda setting: setting.source.strength)
-
-
 def _settle_engine(settings: Resolution) -> Resolution:
     on = [settings.settings[name] for name in ENGINES if name in settings.settings and settings[name]]
     if settings.settings["cpu"].value and any(setting.option.name == "tpu" for setting in on):
         on.append(settings.settings["cpu"])
         on = [setting for setting in on if setting.option.name in ("cpu", "tpu")]
     while len(on) > 1:
-        loser = weaker(on[0], on[1])
-        if loser is None:
+        if on[0].source is on[1].source:
             raise ConfigurationError(f"{on[0].where} and {on[1].where} contradict each other. Give one of them.")
-        winner = on[1] if loser is on[0] else on[0]
+        loser, winner = sorted(on[:2], key=lambda setting: setting.source.strength)
         on.remove(loser)
         settings = settings.changed(replace(loser, value=False, source=winner.source, where=winner.where))
     return settings
@@ -153,13 +138,8 @@ def _check_effect(settings: Resolution) -> None:
             setting = settings.settings[opt.name]
             if setting.source is Source.COMMAND_LINE:
                 raise ConfigurationError(
-                    f"{setting.where} has no effect without {_switch_text(group)}. Add it, or leave the option out."
+                    f"{setting.where} has no effect without {group.switch()}. Add it, or leave the option out."
                 )
-
-
-def _switch_text(group: type[OptionGroup]) -> str:
-    name, value = group.enabled_by or ("", None)
-    return f"--{name}" if value is True else f"--{name} {value}"
 
 
 def _check_fsdp(settings: Resolution) -> None:

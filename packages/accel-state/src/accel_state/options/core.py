@@ -48,8 +48,7 @@ class CoreOptions(OptionGroup):
         False,
         env="ACCELERATE_DEBUG_MODE",
         exported=True,
-        help="Check shapes, dtypes and structure before every collective (slow), and show the log of torch's elastic "
-        "agent.",
+        help="Check shapes, dtypes and structure before every collective (slow); show the log of the elastic agent.",
         question="Should distributed operations be checked while running for errors? This can avoid time-outs but is "
         "slower.",
     )

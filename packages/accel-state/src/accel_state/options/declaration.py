@@ -86,15 +86,7 @@ class Option(ValueSpec):
         return (self.key, *self.other_keys) if self.key else ()
 
     def parse(self, raw: Any, where: str) -> Any:
-        """Read a value.
-
-        Args:
-            raw: text, or a value from a configuration file.
-            where: flag, variable, or key with file and line, for the message.
-
-        Raises:
-            ConfigurationError: ``raw`` is not allowed.
-        """
+        """Read a value; ``where`` is the flag, variable, or key with file and line, for the message."""
         try:
             return self.convert(raw)
         except ValueError as error:
@@ -206,44 +198,31 @@ class OptionGroup:
         return tuple(cls._declarations().values())
 
     @classmethod
-    def declaration(cls, field: str) -> Option:
-        """The declaration of one field: its choices, default, variable and help, for a plugin with the same setting.
+    def switch(cls) -> str:
+        """The command line that enables the group ("--use_fsdp"), for messages."""
+        name, value = cls.enabled_by or ("", None)
+        return f"--{name}" if value is True else f"--{name} {value}"
 
-        Raises:
-            KeyError: the group has no such field.
-        """
+    @classmethod
+    def declaration(cls, field: str) -> Option:
+        """The declaration of one field: its choices, default, variable and help, for a plugin with the same setting."""
         return cls._declarations()[field]
 
     @classmethod
     def read(cls, field: str, environ: Mapping[str, str] | None = None) -> Any:
-        """Read one field from its environment variable; its default if the variable is unset or empty.
-
-        Raises:
-            ConfigurationError: the variable holds a value that is not allowed.
-        """
+        """Read one field from its environment variable; its default if the variable is unset or empty."""
         opt = cls.declaration(field)
         value = read_variable(opt, environ)
         return opt.default if value is None else value
 
     @classmethod
     def from_environment(cls: type[G], environ: Mapping[str, str] | None = None) -> G:
-        """Read the group from environment variables; unset and empty ones leave the default.
-
-        Args:
-            environ: the variables; by default those of this process.
-
-        Raises:
-            ConfigurationError: a variable holds a value that is not allowed; the message names it.
-        """
+        """Read the group from environment variables; unset and empty ones leave the default."""
         return cls(**{opt.field: cls.read(opt.field, environ) for opt in cls.options()})
 
     @classmethod
     def from_mapping(cls: type[G], mapping: Mapping[str, Any]) -> G:
-        """Read the group from configuration keys, with sections as nested mappings; other keys are ignored.
-
-        Raises:
-            ConfigurationError: a value is not allowed; the message names its key.
-        """
+        """Read the group from configuration keys, with sections as nested mappings; other keys are ignored."""
         values = {
             opt.field: opt.parse(raw, key)
             for opt in cls.options()
@@ -252,18 +231,9 @@ class OptionGroup:
         }
         return cls(**values)
 
-    def to_environment(self) -> dict[str, str]:
-        """The variables that pass this group to a process, without those at their default."""
-        values = ((opt, getattr(self, opt.field)) for opt in self.options() if opt.exported)
-        return {str(opt.env): opt.format(value) for opt, value in values if value is not None and value != opt.default}
-
     @classmethod
     def add_to_parser(cls, parser: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
-        """Add the group's flags. Each is stored as text under :attr:`Option.name`, only if it was given.
-
-        Args:
-            leave_out: names of options that the parser already defines.
-        """
+        """Add the group's flags except ``leave_out``; each is stored as text, under :attr:`Option.name`, if given."""
         section = parser.add_argument_group(cls.title, cls.description or None)
         for opt in cls.options():
             if opt.name not in leave_out:

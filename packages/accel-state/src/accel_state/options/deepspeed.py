@@ -48,8 +48,7 @@ class DeepSpeedOptions(OptionGroup):
     )
     zero_stage: int | None = _deepspeed(
         choices=("0", "1", "2", "3"),
-        help="What is sharded over the processes: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters. "
-        "Left out, DeepSpeedPlugin uses 2.",
+        help="What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters. Left out: 2.",
         question="Which ZeRO stage should be used?",
         asked_when=_NO_FILE,
         suggested=2,

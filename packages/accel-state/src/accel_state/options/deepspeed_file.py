@@ -13,8 +13,6 @@ from .declaration import look_up
 from .deepspeed import FILE_PATHS
 from .resolution import Resolution
 
-_HALF_PRECISIONS = ("fp16", "bf16")
-
 
 def check_deepspeed_file(settings: Resolution, must_exist: bool = True) -> None:
     """Reject options that the DeepSpeed configuration file gives a value too.
@@ -35,7 +33,7 @@ def check_deepspeed_file(settings: Resolution, must_exist: bool = True) -> None:
         value = look_up(content, key)
         if settings.is_set(name) and value not in (None, "auto"):
             conflicts[name] = f"{path} has {key}: {json.dumps(value)}"
-    precision = next((name for name in _HALF_PRECISIONS if look_up(content, f"{name}.enabled") is True), None)
+    precision = next((name for name in ("fp16", "bf16") if look_up(content, f"{name}.enabled") is True), None)
     differs = precision is not None and precision != (settings["mixed_precision"] or "no")
     if not conflicts and not (differs and settings.is_set("mixed_precision")):
         return
@@ -46,11 +44,7 @@ def check_deepspeed_file(settings: Resolution, must_exist: bool = True) -> None:
 
 
 def both_set(pairs: Mapping[str, str]) -> ConfigurationError:
-    """The error for options that the DeepSpeed configuration file sets too.
-
-    Args:
-        pairs: by option, both places with their values.
-    """
+    """The error for options that the DeepSpeed configuration file sets too, with both places of each."""
     return ConfigurationError(
         f"When using `deepspeed_config_file`, the following accel config variables will be ignored: {list(pairs)}. "
         "Please specify them appropriately in the DeepSpeed config file. If you are using an accel config file, remove "
@@ -61,15 +55,7 @@ def both_set(pairs: Mapping[str, str]) -> ConfigurationError:
 
 
 def read_deepspeed_file(path: str, where: str) -> dict[str, Any]:
-    """Read a DeepSpeed configuration.
-
-    Args:
-        path: the file.
-        where: the setting that names it, for the message.
-
-    Raises:
-        ConfigurationError: the file is missing, unreadable, not JSON, or not an object.
-    """
+    """Read a DeepSpeed configuration; ``where`` is the setting that names it, for the message."""
     try:
         content = json.loads(expand(path).read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
     except ConfigurationError as error:
@@ -86,11 +72,7 @@ def read_deepspeed_file(path: str, where: str) -> dict[str, Any]:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, for ``object_pairs_hook``.
-
-    Raises:
-        ConfigurationError: a key is given twice, which json would accept and DeepSpeed rejects.
-    """
+    """For ``object_pairs_hook``: reject duplicate keys, which json accepts and DeepSpeed rejects."""
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:

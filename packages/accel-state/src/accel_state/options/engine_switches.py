@@ -15,7 +15,7 @@ _switch = functools.partial(option, exported=True)
 class ParadigmOptions(OptionGroup):
     """At most one engine; FSDP can be combined with a device mesh."""
 
-    title = "training paradigm"
+    title = "training engine"
     description = (
         "At most one of DeepSpeed, FSDP and Megatron-LM. Left out, every process holds a full copy of the model."
     )
@@ -44,8 +44,7 @@ class ParadigmOptions(OptionGroup):
     use_parallelism_config: bool = _switch(
         False,
         implied_by=("parallelism_config", ()),
-        help="Arrange the processes as a device mesh with the sizes given below. A parallelism_config section in a "
-        "file has the same effect.",
+        help="Arrange the processes as a device mesh of the sizes below; implied by a parallelism_config in a file.",
         question="Do you want to combine several kinds of parallelism (a device mesh)?",
         asked_when={"use_fsdp": (True,)},
     )

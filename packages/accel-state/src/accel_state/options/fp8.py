@@ -23,15 +23,7 @@ _fp8 = functools.partial(
 
 
 def parse_override(text: str) -> tuple[bool, bool, bool]:
-    """Read which of fprop, dgrad and wgrad compute in higher precision.
-
-    Args:
-        text: one boolean for all three ("false"), or three separated by commas, with or without brackets.
-
-    Raises:
-        ConfigurationError: (a ValueError) an entry is not a boolean.
-        ValueError: there are neither one nor three entries.
-    """
+    """Read which of fprop, dgrad and wgrad compute in higher precision: one boolean for all ("false"), or three."""
     entries = text.strip("()[] ").split(",")
     if len(entries) not in (1, 3):
         raise ValueError(
@@ -42,15 +34,7 @@ def parse_override(text: str) -> tuple[bool, bool, bool]:
 
 
 def checked(name: str, value: Any) -> Any:
-    """Check a setting that was passed in code, and normalize its spelling.
-
-    Args:
-        name: field of :class:`FP8Options`; other settings are returned unchanged.
-        value: the value that was passed.
-
-    Raises:
-        ConfigurationError: the value is not allowed; the message says what is.
-    """
+    """Check a setting that was passed in code; those that are not fields of FP8Options are returned unchanged."""
     known = {opt.field for opt in FP8Options.options()}
     return FP8Options.declaration(name).check(name, value) if name in known else value
 
@@ -108,9 +92,7 @@ class FP8Options(OptionGroup):
     enable_fsdp_float8_all_gather: bool = _fp8(
         True, alone=False, help="All-gather the shards of FSDP 2 in FP8 (ao, recipe tensorwise)."
     )
-    pad_inner_dim: bool = _fp8(
-        True, alone=False, help="Pad the inner dimension of matrix products to a multiple of 16 (ao)."
-    )
+    pad_inner_dim: bool = _fp8(True, alone=False, help="Pad inner matrix dimensions to multiples of 16 (ao).")
     use_mxfp8_block_scaling: bool = _fp8(
         False, help="Use one scale per block of 32 elements (MXFP8), on devices that support it (te)."
     )

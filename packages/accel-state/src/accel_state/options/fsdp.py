@@ -74,8 +74,7 @@ class FsdpOptions(OptionGroup):
         metavar="NAMES",
         help="Class names of the layers to wrap with TRANSFORMER_BASED_WRAP, separated by commas, such as BertLayer. "
         "Left out, the model's _no_split_modules.",
-        question="Which layer classes should be wrapped, separated by commas (leave it empty for the model's "
-        "_no_split_modules)?",
+        question="Which layer classes should be wrapped, separated by commas (empty: the model's _no_split_modules)?",
         asked_when={"fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",)},
     )
     min_num_params: int = _fsdp(
@@ -105,8 +104,7 @@ class FsdpOptions(OptionGroup):
     )
     forward_prefetch: bool = _fsdp(
         False,
-        help="All-gather the next parameters ahead in the forward pass too, with version 1; only for models that "
-        "always run their modules in the same order.",
+        help="All-gather the next parameters ahead in the forward pass, with version 1; needs a fixed module order.",
         question="Should the next parameters be all-gathered ahead in the forward pass too?",
         asked_when=_VERSION_1,
     )
@@ -118,8 +116,7 @@ class FsdpOptions(OptionGroup):
     )
     cpu_ram_efficient_loading: bool = _fsdp(
         True,
-        help="Load the weights of a Transformers model on the first process only; needs "
-        "--fsdp_sync_module_states true.",
+        help="Load a Transformers model's weights on the first process only; needs --fsdp_sync_module_states true.",
         question="Should only the first process load the weights of a Transformers model?",
     )
     sync_module_states: bool = _fsdp(

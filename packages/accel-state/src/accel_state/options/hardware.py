@@ -11,11 +11,7 @@ _BUILT_IN = "these optimizations are part of torch and always on"
 
 
 def parse_gpu_ids(text: str) -> str:
-    """Check a comma-separated list of device indices or UUIDs; "all" is returned unchanged.
-
-    Raises:
-        ValueError: an entry is empty, malformed or repeated.
-    """
+    """Check a comma-separated list of device indices or UUIDs; "all" is returned unchanged."""
     if text.lower() == "all":
         return "all"
     entries = [entry.strip() for entry in text.split(",")]
@@ -35,8 +31,7 @@ class HardwareOptions(OptionGroup):
 
     multi_gpu: bool = option(
         False,
-        help="Require GPUs: one process per visible GPU unless --num_processes is given; an error if there are not "
-        "enough.",
+        help="Require GPUs: one process per visible GPU unless --num_processes is given; an error if too few.",
     )
     gpu_ids: str | None = option(
         parser=parse_gpu_ids,

@@ -68,40 +68,26 @@ class MegatronOptions(OptionGroup):
         question="To which global L2 norm should gradients be clipped (0 for no clipping)?",
     )
     expert_model_parallel_size: int | None = _megatron(
-        minimum=1, help="Number of processes that the experts of a layer are distributed over."
+        minimum=1, help="Expert parallel size of mixture-of-experts layers."
     )
-    expert_tensor_parallel_size: int | None = _megatron(
-        minimum=1, help="Number of processes that each expert is split over."
-    )
-    context_parallel_size: int | None = _megatron(
-        minimum=1, help="Number of processes that each sequence is split over (context parallelism)."
-    )
-    decoder_last_pipeline_num_layers: int | None = _megatron(
-        minimum=0, help="Number of decoder layers in the last pipeline stage."
-    )
-    recompute_granularity: str | None = _megatron(
-        choices=("full", "selective"), help="Which activations are recomputed."
-    )
+    expert_tensor_parallel_size: int | None = _megatron(minimum=1, help="Tensor parallel size of each expert.")
+    context_parallel_size: int | None = _megatron(minimum=1, help="Context parallel size, which splits sequences.")
+    decoder_last_pipeline_num_layers: int | None = _megatron(minimum=0, help="Decoder layers in the last stage.")
+    recompute_granularity: str | None = _megatron(choices=("full", "selective"), help="Which activations to recompute.")
     recompute_method: str | None = _megatron(
-        choices=("uniform", "block"), help="How the layers to recompute are chosen."
+        choices=("uniform", "block"), help="How layers are selected for recomputation."
     )
     recompute_num_layers: int | None = _megatron(minimum=1, help="Number of layers recomputed at a time.")
     attention_backend: str | None = _megatron(metavar="NAME", help="Attention implementation, by its Megatron-LM name.")
     attention_dropout: float | None = _megatron(minimum=0, metavar="P", help="Dropout probability in attention.")
     hidden_dropout: float | None = _megatron(minimum=0, metavar="P", help="Dropout probability after hidden layers.")
     attention_softmax_in_fp32: bool | None = _megatron(help="Compute the softmax of attention in float32.")
-    calculate_per_token_loss: bool | None = _megatron(
-        help="Average the loss over tokens rather than over micro batches."
-    )
+    calculate_per_token_loss: bool | None = _megatron(help="Average the loss over tokens, not over micro batches.")
     use_rotary_position_embeddings: bool | None = _megatron(help="Use rotary position embeddings in the model.")
     use_custom_fsdp: bool = _megatron(False, help="Use Megatron-LM's own fully sharded data parallelism.")
     no_load_optim: bool = _megatron(False, help="Do not load optimizer states from a checkpoint.")
     no_save_optim: bool = _megatron(False, help="Do not save optimizer states in a checkpoint.")
     eod_mask_loss: bool = _megatron(False, help="Mask end-of-document tokens in the loss.")
     optimizer_cpu_offload: bool = _megatron(False, help="Offload optimizer states to CPU memory.")
-    overlap_cpu_optimizer_d2h_h2d: bool = _megatron(
-        False, help="Overlap the CPU optimizer step with its copies from and to the device."
-    )
-    use_precision_aware_optimizer: bool = _megatron(
-        False, help="Use Megatron-LM's precision-aware optimizer, which stores its states in reduced precision."
-    )
+    overlap_cpu_optimizer_d2h_h2d: bool = _megatron(False, help="Overlap the CPU optimizer step with its copies.")
+    use_precision_aware_optimizer: bool = _megatron(False, help="Store optimizer states in reduced precision.")

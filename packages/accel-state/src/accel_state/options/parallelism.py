@@ -64,7 +64,5 @@ class ParallelismOptions(OptionGroup):
     sp_backend: str = _axis("deepspeed", choices=("deepspeed",), help="Implementation of sequence parallelism.")
     sp_seq_length: int | None = _axis(minimum=1, help="Sequence length in tokens, if it is the same for all batches.")
     sp_seq_length_is_variable: bool = _axis(True, help="Whether the sequence length differs between batches.")
-    sp_attn_implementation: str = _axis(
-        "sdpa", metavar="NAME", help="Attention implementation under sequence parallelism."
-    )
+    sp_attn_implementation: str = _axis("sdpa", metavar="NAME", help="Attention implementation with sp_size > 1.")
     pp_size: int = _axis(1, minimum=1, help="Number of pipeline stages that the model is split into.")

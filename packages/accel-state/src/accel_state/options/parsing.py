@@ -53,11 +53,7 @@ class ValueSpec:
         return _KIND_NAMES[self.kind] + (f" of at least {self.minimum:g}" if self.minimum is not None else "")
 
     def convert(self, raw: Any) -> Any:
-        """Read a value from text, or from what a configuration file holds.
-
-        Raises:
-            ValueError: the value is not allowed; the message says what is.
-        """
+        """Read a value from text, or from what a configuration file holds; raises ValueError with what is allowed."""
         if self.kind is tuple:
             return self._texts(raw)
         if self.kind is dict:
@@ -82,19 +78,14 @@ class ValueSpec:
         return json.dumps(value) if self.kind in (tuple, dict) else str(value)
 
     def check(self, name: str, value: Any) -> Any:
-        """Check a value that was passed in code, where an int is not a bool and text is not a number.
-
-        Args:
-            name: the argument, for the message.
-            value: the argument's value.
+        """Check the value of an argument in code, where a bool is not an int and text is not a number.
 
         Returns:
             The value, with choices as they are spelled in the declaration.
-
-        Raises:
-            ConfigurationError: the value is not allowed.
         """
-        expected = {int: int, float: (int, float)}.get(self.kind, object if self.parser else self.kind)
+        expected: Any = (int, float) if self.kind is float else self.kind
+        if self.parser is not None:
+            expected = object
         if self.choices is not None:
             expected = (str, self.kind)
         try:

@@ -12,11 +12,7 @@ _SEVERAL_MACHINES = {"num_machines": (MORE_THAN_ONE,)}
 
 
 def parse_streams(text: str) -> str:
-    """Check a choice of output streams: 0 to 3 for all ranks, or RANK:STREAMS,... by local rank.
-
-    Raises:
-        ValueError: the text has neither form.
-    """
+    """Check a choice of output streams: 0 to 3 for all ranks, or RANK:STREAMS,... by local rank."""
     if not _STREAMS.fullmatch(text):
         raise ValueError(
             f"{text!r} is neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both), nor a list of these by local rank, "
@@ -26,11 +22,7 @@ def parse_streams(text: str) -> str:
 
 
 def parse_assignments(text: str) -> str:
-    """Check ``key=value,key=value``.
-
-    Raises:
-        ValueError: an entry lacks its key or its value.
-    """
+    """Check ``key=value,key=value``."""
     for entry in text.split(",") if text else ():
         key, sign, value = (part.strip() for part in entry.partition("="))
         if not (key and sign and value):
@@ -80,8 +72,7 @@ class RendezvousOptions(OptionGroup):
     rdzv_backend: str = option(
         "static",
         choices=("static", "c10d"),
-        help="Rendezvous of the machines: static, where each is given its --machine_rank, or c10d, which assigns ranks "
-        "and supports restarts.",
+        help="static: each machine is given its --machine_rank; c10d: the rendezvous assigns ranks, also on restarts.",
         question="What rendezvous backend will you use?",
         asked_when=_SEVERAL_MACHINES,
     )

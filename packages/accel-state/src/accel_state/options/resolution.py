@@ -104,10 +104,8 @@ class Resolution:
         in_file = [setting for setting in settings if setting.source is Source.CONFIG_FILE]
         if not in_file or group.enabled_by is None or self[group.enabled_by[0]] is None:
             return None
-        switch, value = group.enabled_by
-        needed = f"--{switch}" if value is True else f"{switch} {value}"
         more = f" (and {len(in_file) - 1} more of its options)" if len(in_file) > 1 else ""
-        return f"{in_file[0].where}{more} has no effect without {needed}"
+        return f"{in_file[0].where}{more} has no effect without {group.switch()}"
 
     def changed(self, *settings: Setting) -> Resolution:
         """A copy with some settings replaced."""
@@ -158,11 +156,7 @@ def _resolve_option(
 
 
 def _find_entry(opt: Option, config: ConfigFile) -> Entry | None:
-    """The file's entry under the option's key, or under a key of another version.
-
-    Raises:
-        ConfigurationError: there are two, with different values.
-    """
+    """The file's entry under the option's key, or under a key of another version; both must agree."""
     entries = [entry for key in opt.keys if (entry := config.entry(key)) is not None and entry.value not in (None, "")]
     for other in entries[1:]:
         first = entries[0]

@@ -16,6 +16,11 @@ from .process_control import ProcessControl
 from .shared import SharedState
 
 
+def _from_partial(name: str, description: str) -> Any:
+    """A read-only attribute of the PartialState."""
+    return property(lambda self: getattr(PartialState(), name), doc=description)
+
+
 class AcceleratorState(ProcessControl, SharedState):
     """PartialState, and the settings of the Accelerator of this process.
 
@@ -35,6 +40,16 @@ class AcceleratorState(ProcessControl, SharedState):
     """
 
     _slot: ClassVar[str] = "accelerator"
+
+    num_processes: int = _from_partial("num_processes", "The world size.")
+    process_index: int = _from_partial("process_index", "The rank.")
+    local_process_index: int = _from_partial("local_process_index", "The rank among the processes of this node.")
+    device: torch.device = _from_partial("device", "The device of this process.")
+    backend: str | None = _from_partial("backend", "Name of the communication backend, or None in a single process.")
+    debug: bool = _from_partial("debug", "Whether collectives check their inputs first.")
+    fork_launched: bool = _from_partial("fork_launched", "Whether a notebook or debug launcher forked this process.")
+    collectives: Collectives = _from_partial("collectives", "The collectives of this run.")
+    device_backend: Device = _from_partial("device_backend", "The operations of this type of device.")
 
     dynamo_plugin: Any
     deepspeed_plugins: Any
@@ -84,58 +99,9 @@ class AcceleratorState(ProcessControl, SharedState):
         PartialState(cpu)
 
     @property
-    def _partial(self) -> PartialState:
-        return PartialState()
-
-    @property
-    def num_processes(self) -> int:
-        """The world size."""
-        return self._partial.num_processes
-
-    @property
-    def process_index(self) -> int:
-        """The rank."""
-        return self._partial.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        """The rank among the processes of this node."""
-        return self._partial.local_process_index
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._partial.device
-
-    @property
-    def backend(self) -> str | None:
-        """Name of the communication backend, or None in a single process."""
-        return self._partial.backend
-
-    @property
-    def debug(self) -> bool:
-        """Whether collectives check their inputs first."""
-        return self._partial.debug
-
-    @property
-    def fork_launched(self) -> bool:
-        """Whether a notebook or debug launcher forked this process."""
-        return self._partial.fork_launched
-
-    @property
-    def collectives(self) -> Collectives:
-        """The collectives of this run."""
-        return self._partial.collectives
-
-    @property
-    def device_backend(self) -> Device:
-        """The operations of this type of device."""
-        return self._partial.device_backend
-
-    @property
     def distributed_type(self) -> DistributedType:
         """The type of run: the strategy's (DEEPSPEED, FSDP, ...), or the one of the devices."""
-        return self._distributed_type or self._partial.distributed_type
+        return self._distributed_type or PartialState().distributed_type
 
     @property
     def mixed_precision(self) -> str:
@@ -181,11 +147,11 @@ class AcceleratorState(ProcessControl, SharedState):
         chosen.select(_from_accelerator_state=True)
 
     def wait_for_everyone(self) -> None:
-        self._partial.wait_for_everyone()
+        PartialState().wait_for_everyone()
 
     def destroy_process_group(self, group: Any = None) -> None:
         """See :meth:`PartialState.destroy_process_group`."""
-        self._partial.destroy_process_group(group)
+        PartialState().destroy_process_group(group)
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
@@ -195,6 +161,6 @@ class AcceleratorState(ProcessControl, SharedState):
             PartialState._reset_state()
 
     def __repr__(self) -> str:
-        text = f"{self._partial._describe(self.distributed_type)}Mixed precision type: {self.mixed_precision}\n"
+        text = f"{PartialState()._describe(self.distributed_type)}Mixed precision type: {self.mixed_precision}\n"
         plugin = self.deepspeed_plugin
         return text if plugin is None else f"{text}ds_config: {plugin.deepspeed_config}\n"

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from ..accumulation import GradientAccumulationPlugin
 from .shared import SharedState
-
-
-class LoaderProgress(Protocol):
-    """The progress of a prepared loader's iteration."""
-
-    end_of_dataloader: bool
-    remainder: int
 
 
 class GradientState(SharedState):
@@ -29,15 +22,15 @@ class GradientState(SharedState):
 
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
+    is_xla_gradients_synced: bool
     _loaders: list[weakref.ref[Any]]
-    _xla_synced: bool
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         super().__init__()
         if not self.initialized:
             self.sync_gradients = True
             self._loaders = []
-            self._xla_synced = False
+            self.is_xla_gradients_synced = False
             self.plugin_kwargs = {}
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
@@ -61,15 +54,6 @@ class GradientState(SharedState):
     def sync_each_batch(self) -> bool:
         """Whether gradients are synchronized in every micro batch."""
         return bool(self.plugin_kwargs.get("sync_each_batch", False))
-
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """On XLA, whether gradients were reduced since the last optimizer step."""
-        return self._xla_synced
-
-    @is_xla_gradients_synced.setter
-    def is_xla_gradients_synced(self, value: bool) -> None:
-        self._xla_synced = value
 
     @property
     def active_dataloader(self) -> Any:

@@ -131,7 +131,9 @@ class PartialState(ProcessControl, SharedState):
         kwargs.setdefault("backend", self.device_backend.collective_backend)
         if isinstance(kwargs.get("timeout"), (int, float)):
             kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
-        if "init_method" not in kwargs and not _has_torch_variables():
+        # torch's env:// needs the variables of torchrun.
+        has_variables = environment.name == "torchrun" and environment.main_address and environment.main_port
+        if "init_method" not in kwargs and not has_variables:
             kwargs["init_method"] = _init_method(environment)
         if kwargs.get("init_method"):
             kwargs.update(rank=environment.rank, world_size=environment.world_size)
@@ -179,17 +181,8 @@ class PartialState(ProcessControl, SharedState):
         )
 
 
-def _has_torch_variables() -> bool:
-    """Whether the variables of torch's ``env://`` initialization are set."""
-    return all(env.read_str(key) is not None for key in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
-
-
 def _init_method(environment: Environment) -> str:
-    """The rendezvous address, for launchers that do not set torch's variables.
-
-    Raises:
-        ConfigurationError: the launcher did not set the address of rank 0, and it cannot be derived.
-    """
+    """The rendezvous address, for launchers that do not set torch's variables."""
     if environment.main_address is None or environment.main_port is None:
         raise ConfigurationError(
             f"{environment.name} started {environment.world_size} processes, but the address of rank 0 is unknown. Set "
