@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accel import Accelerator
-from accel.preemption.handler import Preemption, SaveOnSignal
+from accel.preemption.handler import PreemptionHandler, SaveOnSignal
 
 TARGET_MICROSECONDS = 20.0
 STEPS = 2000
@@ -49,10 +49,10 @@ def work() -> None:
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True, project_dir=tempfile.mkdtemp())
     loader = accelerator.prepare(DataLoader(Rows(STEPS * accelerator.num_processes), batch_size=1))
-    watching: list[Preemption] = []
+    watching: list[PreemptionHandler] = []
 
     def watched() -> None:
-        watching.append(Preemption(SaveOnSignal(), accelerator))
+        watching.append(PreemptionHandler(SaveOnSignal(), accelerator))
         through(loader)
         watching.pop().remove()
 

@@ -8,21 +8,18 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoint_runs import Run, checkpoints, project, same
 from torch import nn
 
 from accel import Accelerator
 from accel.checkpoint.catalog import is_complete
-from accel.checkpoint.digests import Workers
-from accel.checkpoint.manifest import MANIFEST_NAME
+from accel.checkpoint.checkpointer import on_all_ranks
+from accel.checkpoint.manifest import MANIFEST_NAME, Workers
 from accel.checkpoint.names import CheckpointError
-from accel.checkpoint.rank_consensus import StoreAgreement, agree, background_agreement
 from accel_state import ConfigurationError
 from accel_state.collectives.single import Collectives
 from accel_state.testing import run_world
@@ -185,10 +182,10 @@ def test_memory_is_kept_for_the_next_copy(tmp_path: Path) -> None:
     run.train(1)
     run.accelerator.save_state(tmp_path / "state", blocking=False)
     run.accelerator.wait_for_save()
-    first = {storage.data_ptr() for storage in run.accelerator._host_copies._used if storage.nbytes()}
+    first = {storage.data_ptr() for storage in run.accelerator._checkpointer._host_copies._used if storage.nbytes()}
     run.accelerator.save_state(tmp_path / "state", blocking=False)
     run.accelerator.wait_for_save()
-    assert first == {storage.data_ptr() for storage in run.accelerator._host_copies._used if storage.nbytes()}
+    assert first == {storage.data_ptr() for storage in run.accelerator._checkpointer._host_copies._used if storage.nbytes()}
     weights = run.weights()
     run.accelerator.load_state(tmp_path / "state")
     assert same(run.weights(), weights)
@@ -198,58 +195,28 @@ def test_memory_is_kept_for_the_next_copy(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_never_answers() -> None:
-    agreement = StoreAgreement(dist.HashStore(), 0, 2, patience=0.05)
-    with pytest.raises(CheckpointError, match=r"no word from 1/1 .*after 0.05 s"):
-        agree(agreement, "saving", lambda: None)
+class LostRanks(Collectives):
+    """Collectives whose other ranks are gone."""
+
+    world_size = 2
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        raise RuntimeError("connection closed by peer")
 
 
-def test_a_rank_that_stood_still_looks_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, now = dist.HashStore(), 0.0
-
-    def others_answer_and_time_flies() -> float:
-        nonlocal now
-        begin, now = now, now + 1000
-        if begin:
-            for rank in (1, 2):
-                store.set(f"1/{rank}", "null")
-        return begin
-
-    monkeypatch.setattr("accel.checkpoint.rank_consensus.time", SimpleNamespace(monotonic=others_answer_and_time_flies))
-    assert StoreAgreement(store, 0, 3, patience=60).outcomes(None) == [None] * 3
+def test_ranks_that_are_gone() -> None:
+    with (
+        pytest.raises(CheckpointError, match="rank 0 cannot learn whether the other ranks succeeded: connection"),
+        on_all_ranks(LostRanks(), "saving"),
+    ):
+        pass
 
 
-def test_a_store_that_is_gone() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    del server
-    agreement = StoreAgreement(client, 1, 2)
-    with pytest.raises(CheckpointError, match="rank 1 cannot ask the others"):
-        agree(agreement, "saving", lambda: None)
-    agreement.leave()
-
-
-def test_the_store_is_cleared_up() -> None:
-    store = dist.HashStore()
-    ranks = [StoreAgreement(store, rank, 2, patience=60) for rank in (1, 0)]
-
-    def take_part(agreement: StoreAgreement) -> None:
-        for _ in range(3):
-            agree(agreement, "saving", lambda: None)
-        agreement.leave()
-
-    with Workers(2) as workers:
-        for agreement in ranks:
-            workers.submit(lambda agreement=agreement: take_part(agreement))
-    assert store.num_keys() == 0
-
-
-def test_processes_without_a_store() -> None:
-    class Other(Collectives):
-        world_size = 2
-
+def test_processes_without_torch_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    monkeypatch.setattr(run.accelerator.process_state, "num_processes", 2)
     with pytest.raises(ConfigurationError, match="blocking=True"):
-        background_agreement(Other(), "token")
+        run.accelerator.save_state(tmp_path / "state", blocking=False)
 
 
 def test_workers_raise_the_first_error_and_do_without_threads() -> None:

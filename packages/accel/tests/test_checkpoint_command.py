@@ -84,8 +84,8 @@ def test_verify_names_every_damaged_file(folder: Path, capsys: pytest.CaptureFix
     assert main(["checkpoint", "verify", str(state)]) == 1
     told = capsys.readouterr().err
     for name, problem in (
-        ("model.safetensors", "other contents"),
-        ("optimizer.bin", "not of its size"),
+        ("model.safetensors", "contents differ"),
+        ("optimizer.bin", "has another size"),
         ("scheduler.bin", "missing"),
     ):
         assert f"{state / name}: {problem}" in told

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator, DataLoaderConfiguration
 from accel.checkpoint.manifest import MANIFEST_NAME, Manifest
-from accel.checkpoint.safe_load import CheckpointError
+from accel.checkpoint.names import CheckpointError
 from accel.checkpointing import (
     get_pretty_name,
     load_accelerator_state,

@@ -19,9 +19,9 @@ from checkpoint_runs import (
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.checkpoint.atomic_dir import CheckpointFolder
+from accel.checkpoint.atomic_dir import CheckpointDirectory
 from accel.checkpoint.manifest import Manifest
-from accel.checkpoint.safe_load import CheckpointError
+from accel.checkpoint.names import CheckpointError
 from accel_state import ConfigurationError
 from accel_state.testing import run_world
 
@@ -52,7 +52,7 @@ def test_an_interrupted_replacement_is_recovered(tmp_path: Path, killed: str) ->
     run = Run()
     run.counter.state["count"] = 1
     run.accelerator.save_state(tmp_path / "state")
-    folder = CheckpointFolder(tmp_path / "state")
+    folder = CheckpointDirectory(tmp_path / "state")
     (folder.target / "notes.txt").write_text("mine")
     folder.begin()
     folder.release()  # as when a process ends
@@ -161,14 +161,14 @@ def test_a_full_disk(disk: Path, safe: bool, blocking: bool) -> None:
 
 def test_a_mount_point_cannot_be_replaced(disk: Path) -> None:
     run = Run()
-    with pytest.raises(ConfigurationError, match="is a mount point, which cannot be replaced. Give a folder inside it"):
+    with pytest.raises(ConfigurationError, match="is a mount point, which cannot be replaced. Give a directory inside it"):
         run.accelerator.save_state(disk)
     assert os.listdir(disk) == [] and os.listdir(disk.parent) == ["disk"]
     run.accelerator.save_state(disk / "state")
 
 
 def test_a_place_that_another_run_writes_to(tmp_path: Path) -> None:
-    run, other = Run(), CheckpointFolder(tmp_path / "state")
+    run, other = Run(), CheckpointDirectory(tmp_path / "state")
     other.begin()
     (other.partial / "theirs").touch()
     with pytest.raises(CheckpointError, match="another process is saving to"):
@@ -190,7 +190,7 @@ def test_what_killed_runs_have_left_is_cleared_away(tmp_path: Path) -> None:
 
 def hold_after_fork(folder: str) -> bool:
     """Fork a process that outlives the lock's owner, as a loader's worker may."""
-    held = CheckpointFolder(folder)
+    held = CheckpointDirectory(folder)
     held.begin()
     child = os.fork()
     if not child:
@@ -198,7 +198,7 @@ def hold_after_fork(folder: str) -> bool:
         os._exit(0)
     held.release()
     try:
-        CheckpointFolder(folder).begin()
+        CheckpointDirectory(folder).begin()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -96,7 +96,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (lambda: accelerator.load_state(), "needs input_dir"),
         (lambda: accelerator.save_state(tmp_path / "file"), "is a file"),
         (lambda: accelerator.save_state("."), "working directory"),
-        (lambda: accelerator.load_state(tmp_path / "none"), "none is no folder"),
+        (lambda: accelerator.load_state(tmp_path / "none"), "directory not found: .*none"),
         (lambda: accelerator.save_state(tmp_path / "state", shards=3), "shards, which SingleStrategy"),
     ]
     for call, message in cases:
@@ -118,7 +118,7 @@ def test_what_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value)
     monkeypatch.chdir(tmp_path)
     run = Run()
     for call, name in ((run.accelerator.save_state, "output_dir"), (run.accelerator.load_state, "input_dir")):
-        with pytest.raises(ConfigurationError, match=rf"{name}={value!r} is not the path of a folder"):
+        with pytest.raises(ConfigurationError, match=rf"{name}={value!r} is not the path of a directory"):
             call(value)
     assert not os.listdir(tmp_path)
 
@@ -139,7 +139,7 @@ def test_latest_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     clock = SimpleNamespace(now=lambda zone: datetime(2026, 1, 1, tzinfo=zone) + timedelta(seconds=next(seconds)))
     monkeypatch.setattr("accel.checkpoint.writer.datetime", clock)
     run = Run(project_dir=str(tmp_path))
-    with pytest.raises(ConfigurationError, match="no folder in it is a complete checkpoint"):
+    with pytest.raises(ConfigurationError, match="no directory in it is a complete checkpoint"):
         run.accelerator.load_state("latest")
     for number, name in enumerate(("b", "c", "a")):
         run.counter.state["count"] = number
@@ -158,7 +158,7 @@ def test_latest_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_latest_as_a_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
-    with pytest.raises(ConfigurationError, match="needs a folder to look in"):
+    with pytest.raises(ConfigurationError, match="needs a directory to look in"):
         run.accelerator.load_state("latest")
     run.counter.state["count"] = 3
     monkeypatch.chdir(tmp_path)

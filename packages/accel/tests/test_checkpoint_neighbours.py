@@ -15,7 +15,7 @@ import pytest
 from checkpoint_runs import Run, same
 
 from accel.checkpoint import atomic_dir
-from accel.checkpoint.atomic_dir import CheckpointFolder, recover_all, remove_leftovers
+from accel.checkpoint.atomic_dir import CheckpointDirectory, recover_all, remove_leftovers
 
 
 def before_first(function: Callable[..., Any], action: Callable[[], Any]) -> Callable[..., Any]:
@@ -32,7 +32,7 @@ def before_first(function: Callable[..., Any], action: Callable[[], Any]) -> Cal
 
 def test_a_glance_at_the_folder_is_not_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks for leftovers locks each for a moment."""
-    folder = CheckpointFolder(tmp_path / "state")
+    folder = CheckpointDirectory(tmp_path / "state")
     folder.partial.mkdir()
     glance = atomic_dir._lock(folder.partial)
     monkeypatch.setattr(atomic_dir, "time", SimpleNamespace(sleep=lambda _: atomic_dir._unlock(glance)))
@@ -44,7 +44,7 @@ def test_a_glance_at_the_folder_is_not_a_save(tmp_path: Path, monkeypatch: pytes
 def test_a_leftover_is_taken_over_while_another_process_clears_it_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = CheckpointFolder(tmp_path / "state")
+    folder = CheckpointDirectory(tmp_path / "state")
     (folder.partial / "of a killed run").mkdir(parents=True)
 
     def take_over() -> None:
@@ -86,10 +86,10 @@ def test_what_a_save_replaces_another_process_clears_up_too(tmp_path: Path, monk
 
 def test_loading_leaves_a_replacement_alone_that_another_process_is_in_the_middle_of(tmp_path: Path) -> None:
     run = Run()
-    folder = CheckpointFolder(run.accelerator.save_state(tmp_path / "state"))
+    folder = CheckpointDirectory(run.accelerator.save_state(tmp_path / "state"))
     folder.begin()
     os.rename(folder.target, folder.replaced)
-    with pytest.raises(Exception, match="is no folder"):
+    with pytest.raises(Exception, match="checkpoint directory not found"):
         run.accelerator.load_state(tmp_path / "state")
     assert folder.replaced.exists() and not folder.target.exists()
     folder.abandon()

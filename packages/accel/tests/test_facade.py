@@ -273,7 +273,7 @@ def test_data_parallel_ranks_have_coordinates_on_one_axis() -> None:
         and not accelerator.is_fsdp2
         and accelerator.deepspeed_plugin is None
     )
-    with pytest.raises(ConfigurationError, match="no DeepSpeed plugin 'student'. Known: none"):
+    with pytest.raises(ConfigurationError, match="'student' is not one of the DeepSpeed plugins"):
         accelerator.state.select_deepspeed_plugin("student")
 
 

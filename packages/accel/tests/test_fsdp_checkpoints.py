@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from accel import Accelerator, ProjectConfiguration
 from accel.checkpoint import writer
-from accel.checkpoint.digests import record_files
+from accel.checkpoint.manifest import record_file
 from accel.checkpoint.names import CheckpointError
 from accel.fsdp.checkpoint.dcp_reader import read_metadata
 from accel.fsdp.merge import merge_fsdp_weights
@@ -116,13 +116,12 @@ def digested_late(run: Run, folder: str) -> set[str]:
     """The files that this rank reads once more to describe them, in a save."""
     names: set[str] = set()
 
-    def record(paths: Any, *rest: Any) -> Any:
-        chosen = list(paths)
-        names.update(path.name for path in chosen)
-        return record_files(chosen, *rest)
+    def record(path: Path) -> Any:
+        names.add(path.name)
+        return record_file(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "record_files", record)
+        patch.setattr(writer, "record_file", record)
         run.accelerator.save_state(folder)
     return names
 
@@ -334,7 +333,7 @@ def on_each_node(folder: str) -> None:
             lambda: accelerator.save_state(f"{folder}/{rank}"),
             lambda: accelerator.save_model(model, f"{folder}/{rank} model"),
         ):
-            with pytest.raises(ConfigurationError, match="this model is divided among the ranks of 2 nodes"):
+            with pytest.raises(ConfigurationError, match="this model is sharded over the ranks of 2 nodes"):
                 save()
 
 

@@ -266,12 +266,12 @@ def test_without_it_no_signal_is_touched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("SIGNONE", "is no signal of this system. Allowed: .*SIGTERM"),
+        ("SIGNONE", "is not a signal of this system. Allowed: .*SIGTERM"),
         ([], "has no signals"),
         (9, "SIGKILL cannot be used"),
-        (3.5, "is not understood"),
-        (b"SIGTERM", "is not understood"),
-        (12345, "is no signal"),
+        (3.5, "is not allowed"),
+        (b"SIGTERM", "is not allowed"),
+        (12345, "is not a signal"),
     ],
 )
 def test_values_that_mean_nothing(value: Any, message: str) -> None:
@@ -288,14 +288,14 @@ def test_settings_that_are_not_allowed(options: dict[str, Any]) -> None:
 
 
 def test_it_must_be_clear_where_to_save(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="save_on_signal needs a folder"):
+    with pytest.raises(ConfigurationError, match="save_on_signal needs a directory"):
         Accelerator(cpu=True, save_on_signal=True)
     AcceleratorState._reset_state()
     config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     with pytest.raises(ConfigurationError, match="contradicts automatic_checkpoint_naming"):
         Accelerator(cpu=True, project_config=config, save_on_signal=SaveOnSignal(output_dir=tmp_path))
     AcceleratorState._reset_state()
-    with pytest.raises(ConfigurationError, match="resume needs a folder"):
+    with pytest.raises(ConfigurationError, match="resume needs a directory"):
         Accelerator(cpu=True).resume()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,13 +31,12 @@ def test_wrapper_subclass() -> None:
 def test_compiled_modules() -> None:
     model = nn.Linear(2, 2)
     compiled = torch.compile(model)
-    assert compat.is_optimized_module(compiled) and not compat.is_optimized_module(model)
-    assert compat.original_module(compiled) is model
-    assert compat.compiled_call(model) is None
+    module, name = compat.OPTIMIZED_MODULE
+    assert isinstance(compiled, getattr(sys.modules[module], name))
+    assert getattr(compiled, compat.ORIGINAL_MODULE) is model
+    assert getattr(model, compat.COMPILED_CALL) is None
     model.compile()
-    assert compat.compiled_call(model) is not None
-    compat.drop_compiled_call(model)
-    assert compat.compiled_call(model) is None
+    assert getattr(model, compat.COMPILED_CALL) is not None
     assert [name for name, _ in compiled.named_parameters()] == [
         f"{compat.NAME_PREFIXES[0]}{n}" for n in ("weight", "bias")
     ]

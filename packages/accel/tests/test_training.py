@@ -371,7 +371,7 @@ def test_prepared_optimizers_are_optimizers_all_through() -> None:
 
 def test_two_accelerators_in_sequence() -> None:
     first = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
-    with pytest.raises(ConfigurationError, match="is in use in this process"):
+    with pytest.raises(ConfigurationError, match="this process already has an Accelerator"):
         Accelerator(cpu=True, mixed_precision="fp16")
     second = Accelerator(cpu=True)
     assert second.mixed_precision == "bf16" and (

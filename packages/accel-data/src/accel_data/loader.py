@@ -248,7 +248,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if clock.pending is not None:
             return clock.pending.to_state()
         point = ResumePoint(
-            clock.epoch, self._unit, num_processes=self.layout.num_processes, num_workers=self.num_workers
+            clock.epoch,
+            self._unit,
+            num_processes=self.layout.num_processes,
+            num_workers=self.base_dataloader.num_workers,
         )
         if clock.current is None or not clock.current.open:
             self._describe_next_epoch(point)
@@ -300,7 +303,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         point = ResumePoint.from_state(state_dict) if steps is None else self._point_after(steps)
         point.check_fits(self._unit)
         same_ranks = point.num_processes == self.layout.num_processes
-        same_workers = point.num_workers == self.num_workers
+        same_workers = point.num_workers == self.base_dataloader.num_workers
         if point.position and not same_ranks and (point.unit == "steps" or not self.layout.elastic):
             raise ConfigurationError(
                 f"the state is from {point.num_processes} processes in the middle of an epoch, and cannot be continued "

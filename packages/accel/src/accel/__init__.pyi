@@ -24,8 +24,8 @@ from accel_state.memory import find_executable_batch_size as find_executable_bat
 from accel_state.random import synchronize_rng_states as synchronize_rng_states
 
 from .accelerator import Accelerator as Accelerator
-from .checkpoint.project import ProjectConfiguration as ProjectConfiguration
-from .checkpoint.safe_load import CheckpointError as CheckpointError
+from .checkpoint.names import CheckpointError as CheckpointError
+from .checkpoint.names import ProjectConfiguration as ProjectConfiguration
 from .core.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from .deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from .fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin

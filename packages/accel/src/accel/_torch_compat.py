@@ -6,7 +6,6 @@ Modules of torch that are slow to import are imported where they are needed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,31 +38,15 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # What torch.compile, FSDP 1 and activation checkpointing add to the names of parameters.
 NAME_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
+# Module and name of the class of what ``torch.compile(module)`` returns; it has no public name. Importing the module
+# takes a second, so it is looked up among the imported ones.
+OPTIMIZED_MODULE = ("torch._dynamo.eval_frame", "OptimizedModule")
 
-def is_optimized_module(module: nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` made this module; it has no public class.
+# The attribute of such an object that holds the module inside; there is no public one.
+ORIGINAL_MODULE = "_orig_mod"
 
-    torch.compile imports the class, which takes a second: where it has not been imported there is no such module.
-    """
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
-
-
-def original_module(module: Any) -> nn.Module:
-    """The module inside an ``OptimizedModule``; no public attribute."""
-    inner: nn.Module = module._orig_mod
-    return inner
-
-
-def compiled_call(module: nn.Module) -> Any:
-    """What ``module.compile()`` has compiled, or None; no public query."""
-    return module._compiled_call_impl
-
-
-def drop_compiled_call(module: nn.Module) -> None:
-    """Undo ``module.compile()``; no public method."""
-    module._compiled_call_impl = None
-
+# The attribute that holds what ``module.compile()`` has compiled, or None; there is no public query.
+COMPILED_CALL = "_compiled_call_impl"
 
 # -- process groups --------------------------------------------------------------------------------------------------
 

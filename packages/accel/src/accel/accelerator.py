@@ -1,9 +1,9 @@
-"""The Accelerator: the one object a training script talks to. It resolves its arguments once and delegates."""
+"""The Accelerator: the one object a training script uses. It resolves its arguments once, and delegates."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from accel_data import DataLoaderConfiguration, skip_first_batches
 from accel_state import (
     ConfigurationError,
-    DistributedType,
     DynamoBackend,
     GradientAccumulationPlugin,
     PrecisionType,
     RNGType,
+    operations,
 )
 from accel_state.memory import release_memory
-from accel_state.state.process_control import ProcessControl
+from accel_track.tracking import Settings as TrackerSettings
+from accel_track.tracking import TrackerRun
 
-from .checkpoint.checkpointer import StateSaving
-from .checkpoint.project import ProjectConfiguration
-from .checkpoint.weights_methods import Saving
+from .checkpoint import weights_io
+from .checkpoint.checkpointer import Checkpointer, LoadHook, SaveHook
+from .checkpoint.names import ProjectConfiguration
 from .core import config_resolution
 from .core.compile import TorchDynamoPlugin
 from .core.prepare import Preparation
@@ -34,53 +36,53 @@ from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.handlers import AutocastKwargs, ProfileKwargs, TrackingKwargs
 from .optimizer import AcceleratedOptimizer
 from .precision.scaler import SharedGradScaler
-from .preemption.handler import Resuming, SaveOnSignal
-from .properties import SettingsView
+from .preemption.handler import PreemptionHandler, SaveOnSignal, resolve
+from .properties import AcceleratorProperties
 from .scheduler import AcceleratedScheduler
 from .strategies.base import Strategy
 from .training import lomo
-from .training.gather_for_metrics import Gathering
+from .training.gather_for_metrics import gather_for_metrics
 from .training.gradient_accumulation import Accumulation, ItemReduction
 from .training.uneven_inputs import join_uneven_inputs
 
 
-class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, ProcessControl):
-    """Runs a PyTorch training loop on whatever it was started on.
+class Accelerator(AcceleratorProperties):
+    """Runs a PyTorch training loop on the hardware that it was started on.
 
     Args:
         device_placement: move prepared models and batches to the device.
-        split_batches: older place of ``DataLoaderConfiguration(split_batches=...)``.
-        mixed_precision: "no", "fp16", "bf16" or "fp8"; None takes the launcher's choice, and "no" without one.
-        gradient_accumulation_steps: micro batches an optimizer step; the launcher's number wins over it.
-        cpu: stay on the CPU even if there is an accelerator.
+        split_batches: older form of ``DataLoaderConfiguration(split_batches=...)``.
+        mixed_precision: "no", "fp16", "bf16" or "fp8". By default the launcher's choice, or "no" without one.
+        gradient_accumulation_steps: micro batches per optimizer step. A number set by the launcher overrides it.
+        cpu: use the CPU even if there is an accelerator.
         dataloader_config: how loaders are sharded.
         deepspeed_plugin: settings of DeepSpeed.
         fsdp_plugin: settings of fully sharded data parallelism.
         torch_tp_plugin: settings of tensor parallelism.
         megatron_lm_plugin: settings of Megatron-LM.
-        rng_types: generators that loaders synchronise over ranks at each epoch; by default the sampler's own
+        rng_types: generators that loaders synchronise over the ranks at each epoch; by default the sampler's own
             ("generator").
-        log_with: experiment trackers: a name (LoggerType), a class or an object, "all" that are installed, or a list of
-            those.
-        project_dir: the folder of everything that is saved.
-        project_config: folders and checkpoint naming.
+        log_with: experiment trackers: a name (LoggerType), a class or an object, "all" for all installed ones, or a
+            list of those.
+        project_dir: the directory of everything that is saved.
+        project_config: directories and checkpoint naming.
         gradient_accumulation_plugin: all settings of gradient accumulation.
         step_scheduler_with_optimizer: advance prepared schedulers when their optimizer steps, by as many steps as there
             are processes (one, with ``split_batches``). Turn it off if the loop steps the scheduler at other times, for
-            example once an epoch.
+            example once per epoch.
         kwargs_handlers: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs,
             ProfileKwargs, TrackingKwargs.
         dynamo_backend: back end of torch.compile.
         dynamo_plugin: all settings of torch.compile.
         deepspeed_plugins: several settings of DeepSpeed, by name.
         parallelism_config: sizes of the mesh axes.
-        save_on_signal: save and end when told to: True for SIGTERM and SIGUSR1, other signals, or SaveOnSignal. See
-            :meth:`resume`.
+        save_on_signal: save and exit when a signal arrives: True for SIGTERM and SIGUSR1, other signals, or
+            SaveOnSignal. See :meth:`resume`.
         strategy: how models are wrapped, synchronised and saved: a Strategy object, or the name of a registered one.
             By default it follows from the plugins and the launcher.
 
     Raises:
-        ConfigurationError: an argument that is not known, contradicts another, or cannot run on this machine.
+        ConfigurationError: an argument that is unknown, contradicts another, or cannot be used on this machine.
     """
 
     def __init__(
@@ -109,14 +111,16 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         save_on_signal: SaveOnSignal | bool | str | Sequence[str] | None = None,
         strategy: Strategy | str | None = None,
     ) -> None:
-        self.project_configuration = config_resolution.project_settings(project_dir, project_config)
+        project = config_resolution.project_settings(project_dir, project_config)
         self.dataloader_config = config_resolution.loader_settings(dataloader_config, split_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = config_resolution.rng_settings(rng_types)
         self.handlers = Handlers(kwargs_handlers)
-        self._init_tracking(log_with, self.project_configuration.logging_dir, self.handlers.get(TrackingKwargs))
-        parts = config_resolution.build(
+        self._tracking = TrackerRun(
+            log_with, project.logging_dir, delivery=self.handlers.get(TrackingKwargs).to_delivery()
+        )
+        setup = config_resolution.build(
             self.handlers,
             owner=self,
             strategy=strategy,
@@ -134,45 +138,46 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
                 "mesh": parallelism_config,
             },
         )
-        self.state = parts.state
-        self.process_state = parts.process
-        self.gradient_state = parts.gradient_state
-        self.strategy = parts.strategy
-        # Asked once: this is in the way of every step.
-        self._engine_strategy = parts.strategy if parts.strategy.uses_engine else None
-        self.precision = parts.precision
-        self.scaler = parts.precision.scaler
+        self.state = setup.state
+        self.process_state = setup.process
+        self.gradient_state = setup.gradient_state
+        self.strategy = setup.strategy
+        # Looked up once: this is on the path of every step.
+        self._engine_strategy = setup.strategy if setup.strategy.uses_engine else None
+        self.precision = setup.precision
+        self.scaler = setup.precision.scaler
         self.prepared = Preparation(
-            parts, self.dataloader_config, device_placement, step_scheduler_with_optimizer, self.rng_types
+            setup, self.dataloader_config, device_placement, step_scheduler_with_optimizer, self.rng_types
         )
         self._accumulation = Accumulation(
-            parts.process, parts.gradient_state, parts.accumulation_plugin, parts.strategy, lambda: self.prepared.models
+            setup.process, setup.gradient_state, setup.accumulation_plugin, setup.strategy, lambda: self.prepared.models
         )
-        self._custom_objects: list[Any] = []
-        self._init_state_saving()
-        self._init_resuming(save_on_signal)
+        self._checkpointer = Checkpointer(setup, self.prepared, self._accumulation, self._tracking, project)
+        settings = resolve(save_on_signal)
+        self.preemption = None if settings is None else PreemptionHandler(settings, self)
         self._trigger = False
+
+    # -- preparing ---------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders, given in any order.
 
         Args:
-            *args: the objects; those of other kinds pass through.
-            device_placement: for each of them, whether it is moved to the device; by default as the Accelerator says.
+            *args: the objects; those of other types are returned as they are.
+            device_placement: for each of them, whether it is moved to the device; by default the Accelerator's setting.
 
         Returns:
             The prepared object, or a tuple of them in the order given.
 
         Raises:
-            ConfigurationError: ``device_placement`` is not of the length of ``args``, or a model cannot be trained
-                here.
+            ConfigurationError: ``device_placement`` and ``args`` differ in length, or a model cannot be trained here.
         """
-        places: list[bool | None] = [None] * len(args) if device_placement is None else list(device_placement)
-        if len(places) != len(args):
+        placements: list[bool | None] = [None] * len(args) if device_placement is None else list(device_placement)
+        if len(placements) != len(args):
             raise ConfigurationError(
-                f"device_placement has {len(places)} values for {len(args)} objects. Give one for each."
+                f"device_placement has {len(placements)} values for {len(args)} objects. Give one for each."
             )
-        result = self.prepared.prepare(args, places)
+        result = self.prepared.prepare(args, placements, self)
         return result[0] if len(result) == 1 else tuple(result)
 
     def prepare_model(
@@ -182,7 +187,7 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
 
         Args:
             model: the model.
-            device_placement: move it to the device; by default as the Accelerator says.
+            device_placement: move it to the device; by default the Accelerator's setting.
             evaluation_mode: it will not be trained, so gradients need no synchronisation.
         """
         return self.prepared.model(model, device_placement, evaluation_mode)
@@ -207,21 +212,18 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
 
         Args:
             data_loader: the loader.
-            device_placement: move batches to the device; by default as the Accelerator says.
-            slice_fn_for_dispatch: cuts a batch that one process reads for all; `accel_state.operations.slice_tensors`
-                by default.
+            device_placement: move batches to the device; by default the Accelerator's setting.
+            slice_fn_for_dispatch: splits a batch that one process reads for all;
+                ``accel_state.operations.slice_tensors`` by default.
         """
         return self.prepared.data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader like the given one whose first epoch starts ``num_batches`` later; map-style data is not read to get
-        there.
-        """
+        """A loader whose first epoch starts ``num_batches`` later. Skipped samples of map-style data are not read."""
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """The loader that DeepSpeed's sequence parallelism (Ulysses) reads from; the given one where sequences are not
-        shared.
+        """The loader for DeepSpeed's sequence parallelism (Ulysses); the given one if sequences are not sharded.
 
         Args:
             dl: a prepared loader.
@@ -232,7 +234,7 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The model that was prepared.
+        """The model that was prepared, without its wrappers.
 
         Args:
             model: a prepared model.
@@ -241,8 +243,14 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         """
         return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a model was dispatched over several devices by a device map."""
+        return any(len(getattr(module, "hf_device_map", {})) > 1 for module in model.modules())
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """One micro batch: in the block, gradients are synchronised and applied only if it ends an accumulation window.
+        """A block of one micro batch. Gradients are synchronised and applied if it ends an accumulation window.
 
         Args:
             *models: the models whose gradients accumulate; all prepared ones by default.
@@ -257,14 +265,14 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         reduction: ItemReduction = "mean",
         **kwargs: Any,
     ) -> None:
-        """Compute gradients, with the loss weighed for accumulation and scaled for fp16.
+        """Compute gradients, with the loss scaled for accumulation and for fp16.
 
         Args:
             loss: the loss of this micro batch on this rank.
-            num_items: how many items (tokens, pixels, ...) the loss is made of. With it, gradients are those of the
-                mean over all items of the accumulation window on all ranks, however unevenly they are spread; without
-                it every micro batch counts the same.
-            reduction: whether ``loss`` is the "mean" or the "sum" of the ``num_items`` items; use "sum" where a micro
+            num_items: number of items (tokens, pixels, ...) in the loss. With it, gradients are those of the mean over
+                all items of the accumulation window on all ranks, however unevenly they are distributed. Without it,
+                every micro batch has the same weight.
+            reduction: whether ``loss`` is the "mean" or the "sum" of the ``num_items`` items; use "sum" if a micro
                 batch may have none.
             **kwargs: for ``torch.Tensor.backward``; or ``learning_rate``, for optimizers that update in the backward
                 pass.
@@ -291,7 +299,7 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         """Compute gradients and update weights in one pass, with the prepared Lomo or AdaLomo optimizers.
 
         Raises:
-            ConfigurationError: no prepared optimizer does so.
+            ConfigurationError: there is no such prepared optimizer.
         """
         lomo.fused_backward(self.prepared.optimizers, loss, learning_rate)
 
@@ -301,20 +309,17 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """A block in which sequences are shared by the processes of the context-parallel axis; whole sequences without
-        one.
+        """A block in which sequences are sharded over the context-parallel axis; without one they stay complete.
 
         Args:
             buffers: the tensors to split along their sequence dimension.
             buffer_seq_dims: that dimension of each of them.
-            no_restore_buffers: those of them that need not be whole again afterwards.
+            no_restore_buffers: those of them that need not be complete again after the block.
         """
         return self.strategy.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block in which backward passes do not synchronise the model's gradients; nothing to skip in a single
-        process.
-        """
+        """A block whose backward passes do not synchronise the model's gradients."""
         return self.strategy.no_sync(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -322,33 +327,28 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         return self.strategy.sync_in_backward(model)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the loss scale, once a step; nothing while they accumulate, or without a loss scale.
+        """Divide gradients by the loss scale, once per step; does nothing while they accumulate, or without a scale.
 
         Args:
             optimizer: a prepared optimizer, or several; all of them by default.
         """
         if self.scaler is None or not self.sync_gradients:
             return
-        chosen = (
-            self.prepared.optimizers
-            if optimizer is None
-            else optimizer
-            if isinstance(optimizer, (list, tuple))
-            else [optimizer]
-        )
-        for one in chosen:
-            self.scaler.unscale_(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
+        if optimizer is None:
+            optimizer = self.prepared.optimizers
+        for item in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+            self.scaler.unscale_(item.optimizer if isinstance(item, AcceleratedOptimizer) else item)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
         """Clip the norm of all gradients together.
 
-        While gradients accumulate they are incomplete, so they are measured and left as they are.
+        While gradients accumulate they are incomplete, so their norm is computed and they are not clipped.
 
         Args:
             parameters: the parameters whose gradients are clipped.
-            max_norm: the largest norm to let through.
+            max_norm: the largest allowed norm.
             norm_type: the p of the norm; ``inf`` for the largest element.
 
         Returns:
@@ -360,18 +360,17 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         return self.strategy.clip_grad_norm(chosen, limit, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip every element of the gradients to ``[-clip_value, clip_value]``; nothing while they accumulate."""
+        """Clip every element of the gradients to ``[-clip_value, clip_value]``; does nothing while they accumulate."""
         self.unscale_gradients()
         if self.sync_gradients:
-            self.strategy.clip_grad_value(
-                [parameters] if isinstance(parameters, torch.Tensor) else list(parameters), clip_value
-            )
+            chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            self.strategy.clip_grad_value(chosen, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A block that computes in mixed precision; prepared models do so by themselves.
+        """A block that computes in mixed precision; the forward of prepared models needs none.
 
         Args:
-            autocast_handler: settings for this block; by default those given to the Accelerator.
+            autocast_handler: settings for this block; by default those of the Accelerator.
         """
         return self.precision.autocast(autocast_handler)
 
@@ -382,7 +381,7 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
 
         Args:
             joinables: the prepared models (and other joinable objects) that train in the block.
-            even_batches: override of the loaders' ``even_batches`` within the block.
+            even_batches: overrides the loaders' ``even_batches`` within the block.
 
         Raises:
             ConfigurationError: the precision needs all ranks at every step.
@@ -390,16 +389,68 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         self.precision.check_uneven_inputs()
         return join_uneven_inputs(self.strategy, self.prepared.dataloaders, joinables, even_batches)
 
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
+        """Profile the block.
+
+        Args:
+            profile_handler: what to record; by default the ProfileKwargs of the Accelerator.
+
+        Yields:
+            The profiler; call its ``step()`` after each training step if a schedule is set.
+        """
+        settings = profile_handler or self.handlers.get(ProfileKwargs)
+        with settings.build() as profiler:
+            yield profiler
+        if settings.output_trace_dir is not None:
+            directory = Path(settings.output_trace_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(directory / f"profile_{self.process_index}.json"))
+            self.wait_for_everyone()
+
+    # -- communicating -----------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate nested tensors of all ranks along the first dimension; see :func:`accel.utils.gather`.
+
+        On a mesh (ParallelismConfig) the ranks are those that get different samples.
+        """
+        return operations.gather(tensor, collectives=self.strategy.data_collectives)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather predictions and labels of the current batch, without the padding of the last batch.
+
+        Args:
+            input_data: nested tensors whose first dimension is that of samples; or a list of objects, one per sample.
+            use_gather_object: treat the data as objects even if it consists of tensors.
+
+        Returns:
+            Over the loop, exactly the samples of the data set, in its order, on every rank.
+        """
+        collectives = self.strategy.data_collectives
+        return gather_for_metrics(input_data, self.process_state, self.gradient_state, use_gather_object, collectives)
+
+    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
+        """Reduce nested tensors of all ranks element by element; see :func:`accel.utils.reduce`.
+
+        On a mesh (ParallelismConfig) the ranks are those that get different samples or different parts of them.
+        """
+        return operations.reduce(tensor, reduction, scale, collectives=self.strategy.averaging_collectives)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad nested tensors to the longest of all ranks; see :func:`accel.utils.pad_across_processes`."""
+        return operations.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here; at once in a single process."""
+        """Return when every process has called it; at once in a single process."""
         self.process_state.wait_for_everyone()
 
     def set_trigger(self) -> None:
-        """Raise a flag on this rank, for all ranks to see at their next :meth:`check_trigger`."""
+        """Set a flag on this rank, which all ranks see at their next :meth:`check_trigger`."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank raised the flag since the last check; every rank must ask. Lowers it again."""
+        """Whether any rank set the flag since the last check, and reset it. Every rank must call it."""
         flag = torch.tensor(int(self._trigger), device=self.device)
         raised = bool(self.process_state.collectives.all_reduce(flag, "max").item())
         self._trigger = False
@@ -408,8 +459,244 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
     set_breakpoint = set_trigger
     check_breakpoint = check_trigger
 
+    # -- saving and loading ------------------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Save everything that training needs to continue exactly where it is. Every rank must call it.
+
+        This includes models, optimizers, schedulers, positions of the loaders, the loss scale, the random number
+        generators of every rank, the registered objects, and the gradients of open accumulation windows. The checkpoint
+        gets its name when it is complete and on the disk; if saving fails, an older one of that name is unchanged. With
+        automatic naming, old ones are then deleted, down to ``total_limit``.
+
+        Args:
+            output_dir: the directory of this checkpoint, which replaces an older one; None with automatic naming.
+            safe_serialization: weights in the safetensors format rather than torch's.
+            blocking: return when the checkpoint is complete. With False, return when the state has been copied into
+                host memory (kept for the next time: one more copy of the state), and write it in the background. One
+                save runs at a time: the next one waits for it, as do :meth:`load_state`, :meth:`wait_for_save`,
+                :meth:`end_training` and the exit of the process. The first of these raises its error.
+            **save_model_func_kwargs: for strategies that take arguments; none does at present.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            CheckpointError: saving failed on some rank; or the last save in the background did.
+            ConfigurationError: no directory, or one that cannot be used; with automatic naming, a checkpoint of this
+                number exists.
+        """
+        if save_model_func_kwargs:
+            raise ConfigurationError(
+                f"save_state got {', '.join(save_model_func_kwargs)}, which {type(self.strategy).__name__} does not "
+                "use. Leave it out."
+            )
+        return self._checkpointer.save_state(output_dir, safe_serialization, blocking)
+
+    def wait_for_save(self) -> None:
+        """Return when the save started with ``blocking=False`` has ended; at once without one. Every rank must call it.
+
+        Raises:
+            CheckpointError: it failed on some rank.
+        """
+        self._checkpointer.wait_for_save()
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load a state of :meth:`save_state`; the same objects must have been prepared and registered.
+
+        Training continues exactly as it would have: a loader in the middle of an epoch returns the rest of it in its
+        next iteration, and later epochs in full. Files are verified first, and reading them runs no code. Every rank
+        must call it.
+
+        Args:
+            input_dir: the checkpoint. "latest" is the newest complete one: of automatic naming, or else in the project
+                directory. None is the same, with automatic naming.
+            load_kwargs: for ``torch.load`` of everything but weights. ``weights_only=False`` allows code in the files
+                to run.
+            **load_model_func_kwargs: for ``load_state_dict`` of the models, such as ``strict=False``; and
+                ``map_location``, where tensors are read to: "cpu" (the default) or "on_device".
+
+        Raises:
+            CheckpointError: on every rank, if on one: files are missing or damaged, or there is another number of some
+                kind of object.
+            ConfigurationError: there is no such directory, or no checkpoint in it.
+        """
+        self._checkpointer.load_state(input_dir, load_kwargs, load_model_func_kwargs)
+
+    def resume(self) -> bool:
+        """Load the newest complete state, if there is one. Call it on every rank, when everything is prepared.
+
+        States are looked for where :meth:`save_state` saves them with automatic naming, else in the project directory,
+        or in that of :class:`SaveOnSignal`. Afterwards a loader's ``iteration`` is the epoch to continue with.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit what was prepared.
+            ConfigurationError: there is no directory to look in.
+        """
+        newest = self._checkpointer.newest(None if self.preemption is None else self.preemption.settings.output_dir)
+        if newest is None:
+            return False
+        self.load_state(newest)
+        return True
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Include objects in saved states.
+
+        Raises:
+            ConfigurationError: one has no ``state_dict`` and ``load_state_dict``; none is registered then.
+        """
+        self._checkpointer.register(objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Call a function in each :meth:`save_state`, before anything is written.
+
+        Args:
+            hook: called on every rank as ``hook(models, weights, output_dir)`` with the prepared models, their state
+                dicts, and the directory that is being written, which gets its final name later. It may write files
+                there, which become part of the checkpoint, and remove from ``weights`` what it has saved itself.
+
+        Returns:
+            A handle; its ``remove()`` removes the hook.
+        """
+        return self._checkpointer.add_hook(self._checkpointer.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Call a function in each :meth:`load_state`, when the files are verified and before anything is loaded.
+
+        Args:
+            hook: called on every rank as ``hook(models, input_dir)``. It may remove from ``models`` those that it has
+                loaded itself.
+
+        Returns:
+            A handle; its ``remove()`` removes the hook.
+        """
+        return self._checkpointer.add_hook(self._checkpointer.load_hooks, hook)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Save an object once, on the main process; see :func:`accel.utils.save`."""
+        weights_io.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+
+    def load(self, f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+        """Load what :meth:`save` wrote, without running code from the file; see :func:`accel.utils.load`."""
+        return weights_io.load(f, map_location, **kwargs)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The weights of a prepared model, under the names of the model that was prepared.
+
+        Args:
+            model: a prepared model.
+            unwrap: remove from the names what wrapping and compiling have added.
+        """
+        return self.strategy.state_dict(model, unwrap)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save a model's weights, which can be loaded without accel.
+
+        Args:
+            model: a prepared model.
+            save_directory: the directory; it is made if needed.
+            max_shard_size: largest file, in bytes or as text such as "5GB"; larger models are split, with an index.
+            safe_serialization: the safetensors format rather than torch's.
+
+        Raises:
+            ConfigurationError: the directory is a file, a weight has no values, or a model that is sharded over several
+                nodes would be saved on each of them.
+        """
+        self._checkpointer.check_model_directory(save_directory)
+        state_dict = self.get_state_dict(model)
+        self._checkpointer.save_model(model, state_dict, save_directory, max_shard_size, safe_serialization)
+
+    # -- experiment trackers -----------------------------------------------------------------------------------------
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: TrackerSettings = None) -> None:
+        """Start a run in every tracker.
+
+        Args:
+            project_name: name of the project or experiment.
+            config: hyperparameters to save with the run: a dictionary, an argparse namespace, or a data class.
+            init_kwargs: further arguments for a tracker's constructor, by the tracker's name.
+
+        Raises:
+            ConfigurationError: a config of another type.
+            TrackerError: in strict mode (TrackingKwargs), a tracker failed to start.
+        """
+        self._tracking.init_trackers(project_name, config, init_kwargs)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerSettings = None) -> None:
+        """Log values to every tracker, as they are now; they are delivered in the background.
+
+        Args:
+            values: names to numbers, tensors (on any device), texts, or other values that the trackers take.
+            step: the step they belong to.
+            log_kwargs: further arguments for a tracker's ``log``, by the tracker's name.
+
+        Raises:
+            ConfigurationError: ``values`` is not a dictionary.
+            TrackerError: in strict mode, a tracker failed since the last call.
+        """
+        self._tracking.log(values, step, log_kwargs)
+
+    def log_images(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerSettings = None
+    ) -> None:
+        """Log images to every tracker that takes images; see :meth:`accel_track.TrackerRun.log_images`."""
+        self._tracking.log_images(values, step, log_kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: TrackerSettings = None,
+    ) -> None:
+        """Log a table to every tracker that takes tables; see :meth:`accel_track.TrackerRun.log_table`."""
+        self._tracking.log_table(table_name, columns, data, dataframe, step, log_kwargs)
+
+    def log_artifact(
+        self, local_path: str | os.PathLike[str], artifact_path: str | None = None, log_kwargs: TrackerSettings = None
+    ) -> None:
+        """Save a file in every tracker that takes files; see :meth:`accel_track.TrackerRun.log_artifact`."""
+        self._tracking.log_artifact(local_path, artifact_path, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by its name; on ranks where it does not run, an object whose methods do nothing.
+
+        Args:
+            name: the tracker's name.
+            unwrap: return the object of the tracker's own library.
+
+        Raises:
+            ConfigurationError: no tracker of that name was started.
+        """
+        return self._tracking.get_tracker(name, unwrap)
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Drop every reference to prepared objects, and hand unused memory back to the device.
+        """Drop every reference to prepared objects, and return unused memory to the device.
 
         Args:
             *objects: variables of the caller to drop as well.
@@ -428,51 +715,26 @@ class Accelerator(SettingsView, Gathering, Saving, StateSaving, Resuming, Proces
         """The same as :meth:`free_memory`."""
         return self.free_memory(*objects)
 
-    @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """Record what the block does.
-
-        Args:
-            profile_handler: what to record; by default the ProfileKwargs given to the Accelerator.
-
-        Yields:
-            The profiler; call its ``step()`` after each training step if a schedule is set.
-        """
-        settings = profile_handler or self.handlers.get(ProfileKwargs)
-        with settings.build() as profiler:
-            yield profiler
-        if settings.output_trace_dir is not None:
-            folder = Path(settings.output_trace_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(folder / f"profile_{self.process_index}.json"))
-            self.wait_for_everyone()
-
     def end_training(self) -> None:
-        """Finish the save that is under way and the trackers, and let go of the process group and of the shared state.
+        """Finish a save in the background and the trackers, and release the process group and the shared state.
 
         Call it at the end of the script, on every rank.
 
         Raises:
-            CheckpointError: a save that was started with ``blocking=False`` has failed.
+            CheckpointError: a save started with ``blocking=False`` has failed.
             TrackerError: in strict mode (TrackingKwargs), a tracker has failed.
         """
         try:
             self.wait_for_save()
         finally:
-            self._stop_watching_signals()
+            if self.preemption is not None:
+                self.preemption.remove()
+                self.preemption = None
             try:
-                self._finish_trackers()
+                self._tracking.finish()
             finally:
                 self.free_memory()
+                self._checkpointer.close()
                 self.strategy.close()
                 config_resolution.release_state(self)
                 self.process_state.destroy_process_group()
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a model was spread over several devices by a device map."""
-        return any(len(getattr(module, "hf_device_map", {})) > 1 for module in model.modules())
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """The kind of run."""
-        return self.state.distributed_type

@@ -1,8 +1,9 @@
-"""Writing and reading the parts of a state. The Accelerator's ``save_state`` and ``load_state`` make a whole of them."""
+"""Functions that write and read the parts of a state; ``Accelerator.save_state`` saves a complete one atomically."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch
 
 from accel_state import PartialState
 
-from .checkpoint import weights_io
-from .checkpoint.contents import collect, custom_part, of_this_rank
+from .checkpoint.contents import TrainingObjects, collect, custom_part, seeded_samplers
 from .checkpoint.contents import get_pretty_name as get_pretty_name
 from .checkpoint.loader import StateReader
-from .checkpoint.safe_load import check_readable, custom_file, read
+from .checkpoint.manifest import Workers
+from .checkpoint.names import custom_file
+from .checkpoint.safe_load import check_readable, read
 from .checkpoint.weights_io import load as load
 from .checkpoint.weights_io import save as save
+from .checkpoint.weights_io import write_atomically
 from .core.types import Part
 
 
@@ -32,11 +35,10 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write the state of a training run into a folder. Every rank must call it; each writes its own random number
-    generators.
+    """Write the state of a training run into a directory. Every rank must call it; each writes its own generators.
 
     Args:
-        output_dir: the folder; files of an earlier state in it are replaced one by one.
+        output_dir: the directory; files of an earlier state in it are replaced one by one.
         model_states: the state dict of each model.
         optimizers: the optimizers.
         schedulers: the schedulers.
@@ -48,29 +50,36 @@ def save_accelerator_state(
         safe_serialization: weights in the safetensors format rather than torch's.
 
     Returns:
-        The folder.
+        The directory.
 
     Raises:
-        CheckpointError: a state dict holds what could not be loaded again without running code.
+        CheckpointError: a state dict holds values that could not be loaded again without running code.
         ConfigurationError: weights that safetensors cannot hold.
     """
-    folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = collect(model_states, optimizers, schedulers, dataloaders, process_index, step, scaler, safe_serialization)
-    for part in of_this_rank(parts, _writes(save_on_each_node)):
-        _write(part, folder)
-    return folder
+    directory = Path(output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    objects = TrainingObjects([], optimizers, schedulers, dataloaders, seeded_samplers(dataloaders), scaler)
+    device = PartialState().device_backend
+    for part in collect(objects, model_states, optimizers, process_index, step, device, safe_serialization):
+        if part.each_rank or _is_writer(save_on_each_node):
+            _write(part, directory)
+    return directory
 
 
-def _writes(save_on_each_node: bool) -> bool:
+def _is_writer(save_on_each_node: bool) -> bool:
     process = PartialState()
     return process.is_local_main_process if save_on_each_node else process.is_main_process
 
 
-def _write(part: Part, folder: Path) -> None:
-    weights_io.write_atomically(folder / part.name, lambda target: part.write_value(part.value, target))
+def _write(part: Part, directory: Path) -> None:
+    write_atomically(directory / part.name, partial(_write_to, part))
     if part.what:
-        check_readable(folder / part.name, part.what)
+        check_readable(directory / part.name, part.what)
+
+
+def _write_to(part: Part, path: str) -> None:
+    with open(path, "wb") as file:
+        part.write_value(part.value, file)
 
 
 def load_accelerator_state(
@@ -85,14 +94,14 @@ def load_accelerator_state(
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Put a state of :func:`save_accelerator_state` back. Nothing is changed before all of it has been read.
+    """Load a state of :func:`save_accelerator_state`. Nothing is changed before all of it has been read.
 
     Args:
-        input_dir: the folder.
+        input_dir: the directory.
         models: models, prepared or not.
         optimizers: the optimizers.
         schedulers: the schedulers.
-        dataloaders: prepared loaders; they go on where they were.
+        dataloaders: prepared loaders, which continue where they were.
         process_index: the rank.
         scaler: the loss scaler.
         map_location: where tensors are read to: "cpu" (the default), "on_device", or as in ``torch.load``.
@@ -100,18 +109,23 @@ def load_accelerator_state(
         **load_model_func_kwargs: for ``load_state_dict`` of the models, such as ``strict=False``.
 
     Returns:
-        ``{"step": micro batches in the accumulation window that was open}``.
+        ``{"step": micro batches in the open accumulation window}``.
 
     Raises:
         CheckpointError: files are missing or damaged, there is another number of some kind of object, or the state of
             the random number generators is missing or unusable.
     """
-    reader = StateReader(Path(input_dir), process_index, map_location, load_kwargs)
-    reader.verify()
-    reader.read_all(models, optimizers, schedulers, dataloaders, scaler, load_model_func_kwargs)
-    reader.apply()
+    reader = StateReader(Path(input_dir), PartialState(), map_location, load_kwargs, rank=process_index)
+    with Workers() as workers:
+        verification = reader.start_verification(workers)
+    if verification is not None:
+        verification.conclude()
+    objects = TrainingObjects(models, optimizers, schedulers, dataloaders, seeded_samplers(dataloaders), scaler)
+    reader.read_state(objects, models, load_model_func_kwargs)
+    for change in reader.changes:
+        change()
     reader.restore_rng()
-    return {"step": reader.step}
+    return {"step": int(reader.own.get("step", 0))}
 
 
 def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
@@ -119,25 +133,25 @@ def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, sa
 
     Args:
         obj: the object.
-        path: the folder.
-        index: its place among the registered objects.
+        path: the directory.
+        index: its index among the registered objects.
         save_on_each_node: write on every node.
 
     Raises:
-        CheckpointError: the state holds what could not be loaded again without running code.
+        CheckpointError: the state holds values that could not be loaded again without running code.
     """
     part = custom_part(index, obj)
-    if _writes(save_on_each_node):
+    if _is_writer(save_on_each_node):
         _write(part, Path(path))
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
-    """Put a state of :func:`save_custom_state` back.
+    """Load a state of :func:`save_custom_state`.
 
     Args:
         obj: the object.
-        path: the folder.
-        index: its place among the registered objects.
+        path: the directory.
+        index: its index among the registered objects.
 
     Raises:
         CheckpointError: the file is missing or damaged, or reading it could run code.

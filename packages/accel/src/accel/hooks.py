@@ -1,5 +1,22 @@
 """Hooks around a module's forward, under the module path that other libraries know."""
 
-from accel_state._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__)
+from accel_bigmodel import AlignDevicesHook as AlignDevicesHook
+from accel_bigmodel import CpuOffload as CpuOffload
+from accel_bigmodel import LayerwiseCastingHook as LayerwiseCastingHook
+from accel_bigmodel import ModelHook as ModelHook
+from accel_bigmodel import PrefixedDataset as PrefixedDataset
+from accel_bigmodel import SequentialHook as SequentialHook
+from accel_bigmodel import UserCpuOffloadHook as UserCpuOffloadHook
+from accel_bigmodel import add_hook_to_module as add_hook_to_module
+from accel_bigmodel import attach_align_device_hook as attach_align_device_hook
+from accel_bigmodel import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+from accel_bigmodel import attach_execution_device_hook as attach_execution_device_hook
+from accel_bigmodel import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
+from accel_bigmodel import get_non_persistent_buffers as get_non_persistent_buffers
+from accel_bigmodel import named_module_tensors as named_module_tensors
+from accel_bigmodel import remove_hook_from_module as remove_hook_from_module
+from accel_bigmodel import remove_hook_from_submodules as remove_hook_from_submodules
+from accel_bigmodel import set_module_tensor_to_device as set_module_tensor_to_device
+from accel_state.memory import clear_device_cache as clear_device_cache
+from accel_state.operations import find_device as find_device
+from accel_state.operations import send_to_device as send_to_device

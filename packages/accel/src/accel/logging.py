@@ -1,5 +1,4 @@
 """Logging for many processes, under the module path that other libraries know."""
 
-from accel_state._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__)
+from accel_state.logging import MultiProcessAdapter as MultiProcessAdapter
+from accel_state.logging import get_logger as get_logger

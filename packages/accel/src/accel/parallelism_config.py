@@ -1,5 +1,7 @@
 """The sizes of a mesh of processes, under the module path that other libraries know."""
 
-from accel_state._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__)
+from .parallel.config import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from .parallel.config import ParallelismConfig as ParallelismConfig
+from .parallel.config import PipelineParallelConfig as PipelineParallelConfig
+from .parallel.config import TorchContextParallelConfig as TorchContextParallelConfig
+from .parallel.config import TorchTensorParallelConfig as TorchTensorParallelConfig

@@ -1,4 +1,4 @@
-"""What an Accelerator says of itself."""
+"""The properties of an Accelerator."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Any
 import torch
 
 from accel_data import DataLoaderConfiguration
-from accel_state import AcceleratorState, GradientState, PartialState
+from accel_state import AcceleratorState, DistributedType, GradientState, PartialState
+from accel_state.state.process_control import ProcessControl
+from accel_track.tracking import TrackerRun
 
-from .checkpoint.project import ProjectConfiguration
+from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.names import ProjectConfiguration
 from .core.prepare import Preparation
 from .precision.full import Precision
 from .strategies.base import Strategy
 from .training.gradient_accumulation import Accumulation
 
 
-class SettingsView:
-    """Read-only views (and two switches) over the parts of an Accelerator."""
+class AcceleratorProperties(ProcessControl):
+    """The properties of an Accelerator; most read an attribute of one of its parts."""
 
     state: AcceleratorState
     process_state: PartialState
@@ -26,8 +29,38 @@ class SettingsView:
     strategy: Strategy
     prepared: Preparation
     dataloader_config: DataLoaderConfiguration
-    project_configuration: ProjectConfiguration
     _accumulation: Accumulation
+    _checkpointer: Checkpointer
+    _tracking: TrackerRun
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the run is distributed."""
+        return self.state.distributed_type
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Directories and checkpoint naming."""
+        return self._checkpointer.project
+
+    @project_configuration.setter
+    def project_configuration(self, project_configuration: ProjectConfiguration) -> None:
+        self._checkpointer.project = project_configuration
+
+    @property
+    def save_in_flight(self) -> bool:
+        """Whether a save that was started with ``blocking=False`` is still being written on this rank."""
+        return self._checkpointer.save_in_flight
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The tracker classes and objects given as ``log_with``."""
+        return self._tracking.log_with
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers that run in this process, after everything logged so far was delivered to them."""
+        return self._tracking.trackers
 
     @property
     def device(self) -> torch.device:
@@ -51,7 +84,7 @@ class SettingsView:
 
     @property
     def multi_device(self) -> bool:
-        """Whether several processes train, each with the whole model on a device of its own."""
+        """Whether several processes train, each with the full model on its own device."""
         return self.process_state.use_distributed
 
     @property
@@ -66,7 +99,7 @@ class SettingsView:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was left out because gradients had overflowed."""
+        """Whether the last step of any prepared optimizer was skipped because gradients had overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
     @property
@@ -80,7 +113,7 @@ class SettingsView:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro batches an optimizer step."""
+        """Micro batches per optimizer step."""
         return self._accumulation.num_steps
 
     @gradient_accumulation_steps.setter
@@ -99,12 +132,12 @@ class SettingsView:
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all; None decides by the kind of data set."""
+        """Whether rank 0 reads for all ranks; None decides by the type of the data set."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether all ranks get equally many full batches."""
+        """Whether all ranks get the same number of full batches."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -113,7 +146,7 @@ class SettingsView:
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether shuffling follows from a seed and the epoch only."""
+        """Whether the order of shuffled data is determined by a seed and the epoch."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
@@ -128,12 +161,12 @@ class SettingsView:
 
     @property
     def project_dir(self) -> str | None:
-        """The folder of everything that is saved."""
+        """The directory of everything that is saved."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """The folder of tracker logs."""
+        """The directory of tracker logs."""
         return self.project_configuration.logging_dir
 
     @property
@@ -143,7 +176,7 @@ class SettingsView:
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process is the one that writes a whole model."""
+        """Whether this process writes a model that is saved in full."""
         return self.process_state.is_main_process
 
     @property
@@ -153,42 +186,42 @@ class SettingsView:
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The coordinate among the shards of a replica; 0 where models are whole."""
+        """The coordinate among the shards of a replica; 0 if models are not sharded."""
         return self.strategy.axis_rank("dp_shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """The coordinate among the processes that share each layer; 0 where layers are whole."""
+        """The tensor-parallel coordinate; 0 if layers are not sharded."""
         return self.strategy.axis_rank("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """The coordinate among the processes that share each sequence; 0 where sequences are whole."""
+        """The context-parallel coordinate; 0 if sequences are not sharded."""
         return self.strategy.axis_rank("cp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """The stage of the pipeline; 0 where models are whole."""
+        """The pipeline stage; 0 without a pipeline."""
         return self.strategy.axis_rank("pp")
 
     @property
     def parallelism_config(self) -> Any:
-        """Sizes of the mesh axes; None where there is no mesh."""
+        """Sizes of the mesh axes; None without a mesh."""
         return self.state.parallelism_config
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The device mesh; None where there is none."""
+        """The device mesh; None without one."""
         return getattr(self.strategy, "mesh", None)
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether several kinds of parallelism share a mesh."""
+        """Whether there is a device mesh, so that several kinds of parallelism can be combined."""
         return self.torch_device_mesh is not None
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded by version 2 of FSDP."""
+        """Whether models are sharded by FSDP 2."""
         return self.state.is_fsdp2
 
     @property
@@ -198,13 +231,17 @@ class SettingsView:
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
-        """The DeepSpeed engine that is trained, as a DeepSpeedEngineWrapper: the one prepared last; None without one."""
+        """The DeepSpeed engine that was prepared last, as a DeepSpeedEngineWrapper; None without one."""
         return getattr(self.strategy, "engine_wrapped", None)
 
     @property
     def fp8_backend(self) -> str | None:
-        """What computes in 8 bits; None in other precisions."""
+        """The back end that computes in 8 bits; None in other precisions."""
         return getattr(self.precision, "backend", None)
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return self._checkpointer.custom_objects
 
     @property
     def _models(self) -> list[Any]:

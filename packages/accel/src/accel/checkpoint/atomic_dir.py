@@ -1,4 +1,4 @@
-"""Folders of checkpoints: a new one takes its name only when it is whole."""
+"""Atomic directories: a checkpoint gets its name only when it is complete and on the disk."""
 
 from __future__ import annotations
 
@@ -7,85 +7,86 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
 
 from .manifest import Manifest
-from .names import CheckpointError, is_file_of_a_state
+from .names import CheckpointError, is_checkpoint_file
 
-# Names that nobody else gives: what has them is deleted.
+# Hidden names next to a checkpoint's own. Everything with such a name may be deleted.
 PARTIAL, REPLACED, DELETED = "accel-partial", "accel-replaced", "accel-deleted"
-_LOST_RACES = 10
-# A process that looks for leftovers locks each of them for a moment.
-_LOOKS, _PAUSE_SECONDS = 100, 0.02
+_MAX_LOST_RACES = 10
+# A process that looks for leftovers locks each of them for a moment, which is waited for.
+_LOCK_ATTEMPTS, _PAUSE_SECONDS = 100, 0.02
 
 
-class CheckpointFolder:
-    """One checkpoint on its way to its name.
+class CheckpointDirectory:
+    """A checkpoint that is being written.
 
-    It is written in ``.<name>.accel-partial`` beside its place. If an older one is at that place, it is moved to
-    ``.<name>.accel-replaced`` for the moment between two renames; a process killed just then leaves it there, and
-    :meth:`recover` puts it back. What is to be deleted is renamed to ``.<name>.accel-deleted`` first, so that it is
-    never taken for a checkpoint.
+    It is written in ``.<name>.accel-partial`` next to its final name. If an older checkpoint has that name, it is
+    ``.<name>.accel-replaced`` for the moment between two renames; if the process is killed in that moment,
+    :func:`recover` renames it back. A checkpoint to delete is renamed to ``.<name>.accel-deleted`` first, so that it is
+    never mistaken for a complete one.
 
-    The folder that is being written is locked, so that what killed processes have left can be told from what others are
-    writing.
+    The directory that is being written is locked, to distinguish it from what a killed process has left.
 
     Args:
-        target: the place.
+        target: the final path. If it is a link, the directory it points to is replaced.
     """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
-        # Of a link, the folder behind it is what is replaced.
         self.target = Path(target).resolve()
         self.partial = aside(self.target, PARTIAL)
         self.replaced = aside(self.target, REPLACED)
         self._lock: int | None = None
 
     def begin(self) -> None:
-        """Make the folder to write into, and remove what killed processes have left beside it.
+        """Make the directory to write into, and remove what killed processes have left next to it.
 
         Raises:
             ConfigurationError: the target is a file, the working directory or a mount point.
-            CheckpointError: another process is saving to the same place.
+            CheckpointError: another process is saving to the same path.
         """
         if self.target.is_file():
-            raise ConfigurationError(f"{self.target} is a file. Give a folder to save the state in.")
-        if self.target == Path.cwd():
-            raise ConfigurationError(
-                f"{self.target} is the working directory, which cannot be replaced. Give a folder inside it."
-            )
-        if os.path.ismount(self.target):
-            raise ConfigurationError(
-                f"{self.target} is a mount point, which cannot be replaced. Give a folder inside it."
-            )
+            raise ConfigurationError(f"{self.target} is a file. Give a directory to save the state in.")
+        if self.target == Path.cwd() or self.target.is_mount():
+            what = "a mount point" if self.target.is_mount() else "the working directory"
+            raise ConfigurationError(f"{self.target} is {what}, which cannot be replaced. Give a directory inside it.")
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._take_partial()
-        self._recover()
-        remove_leftovers(self.target.parent)
+        self._lock_partial()
+        for entry in self.partial.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        if self.replaced.exists():
+            _finish_replacement(self.target, self.replaced)
+        remove_leftovers(self.target.parent, skip=self.partial)
 
-    def _take_partial(self) -> None:
-        for _ in range(_LOST_RACES):
+    def _lock_partial(self) -> None:
+        lost_races = 0
+        for _ in range(_LOCK_ATTEMPTS):
             self.partial.mkdir(exist_ok=True)
-            self._lock = _lock_patiently(self.partial)
+            with suppress(FileNotFoundError):
+                self._lock = _lock(self.partial)
             if self._lock is None:
-                raise CheckpointError(
-                    f"another process is saving to {self.target} just now. Give each run a folder of its own."
-                )
-            # Another process may have taken this folder for a leftover between the two lines above.
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            # Another process may have taken the directory for a leftover before it was locked.
             if _is_at(self._lock, self.partial):
-                _empty(self.partial)
                 return
             self.release()
-        raise CheckpointError(
-            f"{self.partial} could not be made: it vanished {_LOST_RACES} times. Is something else deleting it?"
-        )
+            lost_races += 1
+            if lost_races == _MAX_LOST_RACES:
+                raise CheckpointError(
+                    f"{self.partial} was deleted {lost_races} times while it was made. Is another program deleting it?"
+                )
+        raise CheckpointError(f"another process is saving to {self.target} just now. Give each run its own directory.")
 
     def abandon(self) -> None:
-        """Remove what was written, if anything; the older checkpoint, if there is one, is left as it was."""
-        if self._lock is not None:  # otherwise it is another process that writes there
+        """Remove what was written; an older checkpoint stays as it was."""
+        if self._lock is not None:  # otherwise another process writes there
             shutil.rmtree(self.partial, ignore_errors=True)
             self.release()
 
@@ -96,10 +97,12 @@ class CheckpointFolder:
             self._lock = None
 
     def commit(self) -> None:
-        """Put what was written, which is on the disk, in its place. Files in the folder that belong to no checkpoint
-        stay.
+        """Rename what was written, which is on the disk, to its final name.
+
+        Files of the older checkpoint's directory that were not part of that checkpoint are kept.
         """
-        if self.target.exists():
+        replaces = self.target.exists()
+        if replaces:
             os.rename(self.target, self.replaced)
         try:
             os.rename(self.partial, self.target)
@@ -109,117 +112,186 @@ class CheckpointFolder:
             raise
         sync(self.target.parent)
         self.release()
-        self._clear_replaced()
-
-    def recover(self) -> None:
-        """Finish, or take back, a replacement that was interrupted; one that another process is in the middle of is
-        left to it.
-        """
-        if self.replaced.exists() and not _is_being_written(self.target):
-            self._recover()
-
-    def _recover(self) -> None:
-        if self.target.exists():
-            self._clear_replaced()
-            return
-        with suppress(FileNotFoundError):  # there is none, or another process was quicker
-            os.rename(self.replaced, self.target)
+        if replaces:
+            _clear_replaced(self.target, self.replaced)
 
     @contextmanager
     def explaining_write_errors(self) -> Iterator[None]:
-        """A block that writes; of what goes wrong in it with the disk, say how much space there is."""
+        """A block that writes; file system errors are raised as CheckpointError with the free space.
+
+        Errors of torch's and safetensors' own writers count as file system errors.
+        """
         try:
             yield
         except Exception as error:
-            if not _is_write_error(error):
+            of_a_writer = (
+                type(error).__name__ == "SafetensorError"
+                or "inline_container" in str(error)
+                or "PytorchStreamWriter" in str(error)
+            )
+            if not (isinstance(error, OSError) or of_a_writer):
                 raise
-            free = shutil.disk_usage(_existing(self.target.parent)).free
+            directory = self.target.parent
+            while not directory.exists():
+                directory = directory.parent
+            free = shutil.disk_usage(directory).free
             raise CheckpointError(
                 f"the state could not be written to {self.target}, with {free / 2**20:.1f} MiB free there "
-                f"({type(error).__name__}: {error}). Make room, or save elsewhere; what was there before is unchanged."
+                f"({type(error).__name__}: {error}). Free some space, or save elsewhere; an older checkpoint there is "
+                "unchanged."
             ) from error
-
-    def _clear_replaced(self) -> None:
-        # Another process may be doing the same: what is gone, it has moved or deleted.
-        with suppress(FileNotFoundError):
-            for entry in _foreign_entries(self.replaced):
-                if not (self.target / entry.name).exists():
-                    with suppress(FileNotFoundError):
-                        os.rename(entry, self.target / entry.name)
-            delete(self.replaced, aside(self.target, DELETED))
 
 
 def aside(target: Path, kind: str) -> Path:
-    """The hidden name beside a checkpoint's own."""
+    """The hidden name of some kind next to a checkpoint."""
     return target.parent / f".{target.name}.{kind}"
 
 
 def name_of(path: Path, kind: str) -> str | None:
-    """The checkpoint's own name in a hidden one of some kind, or None."""
+    """The checkpoint's own name in a hidden name of some kind, or None."""
     hidden = path.name.startswith(".") and path.name.endswith(f".{kind}")
     return path.name[1 : -len(kind) - 1] or None if hidden else None
 
 
+def recover(target: Path) -> None:
+    """Finish or undo an interrupted replacement, unless another process is writing to the same path."""
+    target = target.resolve()
+    replaced = aside(target, REPLACED)
+    if not replaced.exists():
+        return
+    partial = aside(target, PARTIAL)
+    if partial.exists():
+        descriptor = _lock_leftover(partial)
+        if descriptor is None:
+            return
+        # Also unlocked where a process was forked meanwhile, which has the descriptor too.
+        _unlock(descriptor)
+    _finish_replacement(target, replaced)
+
+
+def recover_all(parent: Path) -> None:
+    """Finish or undo every interrupted replacement in a directory."""
+    for entry in list(parent.iterdir()):
+        name = name_of(entry, REPLACED)
+        if name:
+            recover(parent / name)
+
+
+def _finish_replacement(target: Path, replaced: Path) -> None:
+    if target.exists():
+        _clear_replaced(target, replaced)
+        return
+    with suppress(FileNotFoundError):  # another process was quicker
+        os.rename(replaced, target)
+
+
+def _clear_replaced(target: Path, replaced: Path) -> None:
+    """Delete a replaced checkpoint, and move the other files in its directory to the new one."""
+    # Another process may be doing the same: a missing file has been moved or deleted by it.
+    with suppress(FileNotFoundError):
+        for entry in _foreign_entries(replaced):
+            if not (target / entry.name).exists():
+                with suppress(FileNotFoundError):
+                    os.rename(entry, target / entry.name)
+        delete(replaced, aside(target, DELETED))
+
+
+def _foreign_entries(directory: Path) -> list[Path]:
+    """Files in a checkpoint's directory that are not part of the checkpoint."""
+    try:
+        manifest = Manifest.read(directory)
+    except CheckpointError:
+        manifest = None
+    names = {name.split("/")[0] for name in manifest.files} if manifest is not None else set()
+    return [entry for entry in directory.iterdir() if entry.name not in names and not is_checkpoint_file(entry.name)]
+
+
 def delete(path: Path, temporary: Path) -> None:
-    """Delete a checkpoint so that, if this is interrupted, what is left of it is not taken for one."""
+    """Delete a checkpoint; if this is interrupted, what is left is not mistaken for one."""
     _remove(temporary)
     os.rename(path, temporary)
     _remove(temporary)
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder, if it is there; another process that clears up may be doing the same."""
-    while folder.exists():
+def _remove(directory: Path) -> None:
+    """Remove a directory if it exists; another process that clears up may be doing the same."""
+    while directory.exists():
         with suppress(FileNotFoundError):
-            shutil.rmtree(folder)
+            shutil.rmtree(directory)
 
 
-def _lock_patiently(folder: Path) -> int | None:
-    """As :func:`_lock`, but a lock that is held for a moment only is waited for."""
-    for _ in range(_LOOKS):
-        with suppress(FileNotFoundError):
-            descriptor = _lock(folder)
-            if descriptor is not None:
-                return descriptor
-        time.sleep(_PAUSE_SECONDS)
-        folder.mkdir(exist_ok=True)
-    return None
-
-
-def _lock(folder: Path, where_locks_work: bool = False) -> int | None:
-    """An open, locked folder; None if another process holds the lock.
+def remove_leftovers(parent: Path, skip: Path | None = None) -> None:
+    """Remove what killed processes have left in a directory, and finish the replacements they had begun.
 
     Args:
-        folder: the folder.
-        where_locks_work: return None also where folders cannot be locked, rather than one that is open only.
+        parent: the directory that holds the checkpoints.
+        skip: a partial directory of this process.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    # Two passes: the first renames what the second deletes.
+    for kind in (PARTIAL, DELETED):
+        for entry in list(parent.iterdir()):
+            if not entry.name.startswith(".") or entry == skip or not name_of(entry, kind):
+                continue
+            if kind == DELETED:
+                # Another process may be deleting it too.
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.is_dir():
+                _set_aside(entry)
+    for entry in list(parent.iterdir()):
+        if entry.name.endswith(REPLACED):
+            recover_all(parent)
+            break
+
+
+def _set_aside(partial: Path) -> None:
+    """Rename what a killed process has left for deletion, unless a process is writing there."""
+    temporary = aside(partial.parent / str(name_of(partial, PARTIAL)), DELETED)
+    if temporary.exists():
+        shutil.rmtree(temporary, ignore_errors=True)
+    descriptor = _lock_leftover(partial)
+    if descriptor is None:
+        return
     try:
-        is_locked = _lock_now(descriptor)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    if where_locks_work and not is_locked:
-        os.close(descriptor)
-        return None
-    _drop_in_forked_processes()
-    _held.add(descriptor)
-    return descriptor
+        # While it is locked: a process that begins to write to this path meanwhile finds it gone, and makes another.
+        # If it cannot be renamed (another process has just done so), it is left for the next time.
+        with suppress(OSError):
+            os.rename(partial, temporary)
+    finally:
+        _unlock(descriptor)
 
 
-def _lock_now(descriptor: int) -> bool:
-    """Lock, and say whether the system and the (network) file system have locks; BlockingIOError if another process
-    holds this one.
+# Locks. Descriptors of this process's locks, which forked processes close: a loader's worker may outlive the lock.
+_held: set[int] = set()
+
+
+def _drop_locks() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_locks)
+
+
+def _lock(directory: Path, require_lock: bool = False) -> int | None:
+    """The descriptor of a directory that is now locked; None if another process holds the lock.
+
+    Args:
+        directory: the directory.
+        require_lock: return None also if the system or the (network) file system has no locks; otherwise the
+            descriptor of an unlocked directory.
     """
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (ImportError, OSError) as error:
-        if isinstance(error, BlockingIOError):
-            raise
-        return False
-    return True
+        if require_lock or isinstance(error, BlockingIOError):
+            os.close(descriptor)
+            return None
+    _held.add(descriptor)
+    return descriptor
 
 
 def _unlock(descriptor: int) -> None:
@@ -231,43 +303,14 @@ def _unlock(descriptor: int) -> None:
     os.close(descriptor)
 
 
-# Locks of this process.
-_held: set[int] = set()
-
-
-@cache
-def _drop_in_forked_processes() -> None:
-    """Have processes that are forked from this one close its locks: a loader's worker that outlives it must not keep
-    them.
-    """
-    os.register_at_fork(after_in_child=_drop_locks)
-
-
-def _drop_locks() -> None:
-    while _held:
-        os.close(_held.pop())
-
-
-def _is_locked_or_unknown(folder: Path) -> bool:
-    """Whether a process may still be writing a folder."""
-    descriptor = _lock_if_left(folder)
-    if descriptor is None:
-        return True
-    # Also where a process has been forked meanwhile, which has the descriptor too: closing would leave it the lock.
-    _unlock(descriptor)
-    return False
-
-
-def _lock_if_left(folder: Path) -> int | None:
-    """A lock on what a killed process has left, and None of what another one may be writing. Nobody writes there while
-    it is held.
-    """
+def _lock_leftover(directory: Path) -> int | None:
+    """Lock what a killed process has left; None if a process may be writing there."""
     try:
-        descriptor = _lock(folder, where_locks_work=True)
+        descriptor = _lock(directory, require_lock=True)
     except OSError:
         return None
-    # Before it was locked, another process may have cleared it away and begun to write under its name.
-    if descriptor is not None and not _is_at(descriptor, folder):
+    # Before it was locked, another process may have deleted it and begun to write under its name.
+    if descriptor is not None and not _is_at(descriptor, directory):
         _unlock(descriptor)
         return None
     return descriptor
@@ -276,91 +319,14 @@ def _lock_if_left(folder: Path) -> int | None:
 def _is_at(descriptor: int, path: Path) -> bool:
     opened = os.fstat(descriptor)
     try:
-        found = path.stat()
+        current = path.stat()
     except FileNotFoundError:
         return False
-    return (opened.st_dev, opened.st_ino) == (found.st_dev, found.st_ino)
-
-
-def _empty(folder: Path) -> None:
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return folder if folder.exists() else _existing(folder.parent)
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Remove what killed processes had begun to write in a folder, or to delete from it; and finish replacements they
-    had begun.
-    """
-    for entry in list(parent.iterdir()):
-        if name_of(entry, PARTIAL) and entry.is_dir():
-            _set_aside(entry)
-    for entry in list(parent.iterdir()):
-        if name_of(entry, DELETED):
-            # Not an error: another process may be clearing up too.
-            shutil.rmtree(entry, ignore_errors=True)
-    recover_all(parent)
-
-
-def _set_aside(partial: Path) -> None:
-    """Give what a killed process has left a name of what is deleted; what another process may be writing stays."""
-    temporary = aside(partial.parent / str(name_of(partial, PARTIAL)), DELETED)
-    if temporary.exists():
-        shutil.rmtree(temporary, ignore_errors=True)
-    descriptor = _lock_if_left(partial)
-    if descriptor is None:
-        return
-    try:
-        # While it is locked: whoever begins to write to this place meanwhile finds it gone, and makes another.
-        # What cannot be renamed (another process has just set its own aside) is left for the next time.
-        with suppress(OSError):
-            os.rename(partial, temporary)
-    finally:
-        _unlock(descriptor)
-
-
-def recover_all(parent: Path) -> None:
-    """Finish, or take back, every interrupted replacement in a folder."""
-    for entry in list(parent.iterdir()):
-        name = name_of(entry, REPLACED)
-        if name:
-            CheckpointFolder(parent / name).recover()
-
-
-def _is_being_written(target: Path) -> bool:
-    partial = aside(target, PARTIAL)
-    return partial.exists() and _is_locked_or_unknown(partial)
-
-
-def _is_write_error(error: Exception) -> bool:
-    """Whether an error is of the file system; torch and safetensors have their own kinds for that."""
-    of_a_writer = (
-        type(error).__name__ == "SafetensorError"
-        or "inline_container" in str(error)
-        or "PytorchStreamWriter" in str(error)
-    )
-    return isinstance(error, OSError) or of_a_writer
-
-
-def _foreign_entries(folder: Path) -> list[Path]:
-    """What lies in a checkpoint's folder and is no part of it."""
-    try:
-        manifest = Manifest.read(folder)
-    except CheckpointError:
-        manifest = None
-    own = {name.split("/")[0] for name in manifest.files} if manifest is not None else set()
-    return [entry for entry in folder.iterdir() if entry.name not in own and not is_file_of_a_state(entry.name)]
+    return (opened.st_dev, opened.st_ino) == (current.st_dev, current.st_ino)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

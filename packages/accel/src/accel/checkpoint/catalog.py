@@ -1,34 +1,32 @@
-"""The checkpoints in a folder: which is the newest that is whole, which are old, and what to tell of each. Torch-free."""
+"""The checkpoints in a directory: listing them, finding the newest complete one, deleting old ones. Torch-free."""
 
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
 
 from .atomic_dir import DELETED, PARTIAL, aside, delete, name_of, recover_all, remove_leftovers
 from .manifest import Manifest
-from .names import CheckpointError, is_file_of_a_state, rng_file
-
-_NUMBERED = re.compile(r"checkpoint_([0-9]+)")
+from .names import NUMBERED, CheckpointError, is_checkpoint_file, rng_file
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What there is to tell of a checkpoint without reading its contents.
+    """A checkpoint, without the contents of its files.
 
     Attributes:
-        path: its folder.
-        complete: whether every file is there with its size.
-        problem: what is wrong where it is not complete, else "".
+        path: its directory.
+        complete: whether every file exists with its size.
+        problem: why it is not complete, else "".
         size: of all files, in bytes.
-        saved: when, in seconds since the epoch.
-        optimizer_steps: how often the optimizer had stepped; None if it does not say.
-        world_size: how many processes saved it; None if it does not say.
+        saved: time of the save, in seconds since the epoch.
+        optimizer_steps: number of optimizer steps taken; None if unknown.
+        world_size: number of processes that saved it; None if unknown.
     """
 
     path: Path
@@ -40,142 +38,132 @@ class CheckpointInfo:
     world_size: int | None
 
     @classmethod
-    def of(cls, folder: Path) -> CheckpointInfo:
-        """Look at a checkpoint."""
-        manifest, problem = _examine(folder)
-        files = [path for path in folder.rglob("*") if path.is_file()]
+    def of(cls, directory: Path) -> CheckpointInfo:
+        """Examine a checkpoint."""
+        manifest, problem = _examine(directory)
+        saved = directory.stat().st_mtime
+        with suppress(ValueError):  # a later version of accel may write the time in another form
+            if manifest is not None:
+                saved = datetime.fromisoformat(manifest.saved_at).timestamp()
         return cls(
-            path=folder,
+            path=directory,
             complete=not problem,
             problem=problem,
-            size=sum(path.stat().st_size for path in files),
-            saved=_time_of(folder, manifest),
+            size=sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
+            saved=saved,
             optimizer_steps=manifest.counters.get("optimizer_steps") if manifest else None,
             world_size=manifest.world_size if manifest else None,
         )
 
 
-def _examine(folder: Path) -> tuple[Manifest | None, str]:
-    if name_of(folder, PARTIAL):
+def _examine(directory: Path) -> tuple[Manifest | None, str]:
+    if name_of(directory, PARTIAL):
         return None, "was never finished"
     try:
-        manifest = Manifest.read(folder)
+        manifest = Manifest.read(directory)
     except CheckpointError as error:
         return None, str(error)
     if manifest is None:
-        return None, "" if _is_of_another_library(folder) else "has no manifest, or lacks files"
-    differing = manifest.differing_sizes(folder)
+        return None, "" if _is_of_another_library(directory) else "has no manifest, or lacks files"
+    differing = manifest.differing_sizes(directory)
     return manifest, f"missing or of another size: {', '.join(differing)}" if differing else ""
 
 
-def _is_of_another_library(folder: Path) -> bool:
-    """Whether a folder without a manifest is whole as other libraries have it, rather than one of ours that lost it."""
-    if not (folder / rng_file(0)).is_file():
+def _is_of_another_library(directory: Path) -> bool:
+    """Whether a directory without a manifest is a checkpoint of another library, not one of accel that lost it."""
+    if not (directory / rng_file(0)).is_file():
         return False
-    # Only now: reading the file needs torch.
+    # Imported only here: reading the file needs torch.
     from .safe_load import was_saved_with_manifest
 
-    return not was_saved_with_manifest(folder / rng_file(0))
+    return not was_saved_with_manifest(directory / rng_file(0))
 
 
-def _time_of(folder: Path, manifest: Manifest | None) -> float:
-    from datetime import datetime
-
-    # A later version may write the time in another form.
-    with suppress(ValueError):
-        if manifest is not None:
-            return datetime.fromisoformat(manifest.saved_at).timestamp()
-    return folder.stat().st_mtime
-
-
-def numbered_checkpoints(folder: Path) -> dict[int, Path]:
-    """The automatically named checkpoints in a folder by number, in ascending order."""
-    entries = folder.iterdir() if folder.is_dir() else []
-    found = {int(match[1]): entry for entry in entries if (match := _NUMBERED.fullmatch(entry.name)) and entry.is_dir()}
-    return dict(sorted(found.items()))
+def numbered_checkpoints(directory: Path) -> dict[int, Path]:
+    """The automatically named checkpoints in a directory by number, in ascending order."""
+    numbers = {}
+    for entry in directory.iterdir() if directory.is_dir() else ():
+        match = NUMBERED.fullmatch(entry.name)
+        if match and entry.is_dir():
+            numbers[int(match[1])] = entry
+    return dict(sorted(numbers.items()))
 
 
-def checkpoint_number(folder: Path) -> int | None:
-    """The number in an automatic name, or None."""
-    match = _NUMBERED.fullmatch(folder.name)
-    return int(match[1]) if match else None
+def is_complete(directory: Path) -> bool:
+    """Whether a checkpoint is complete, without reading its files; without a manifest, whether it has generators."""
+    return not _examine(directory)[1]
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint is whole, as far as can be seen without reading its files; without a manifest, whether it
-    has generators.
-    """
-    return not _examine(folder)[1]
-
-
-def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
-    """Every checkpoint in a folder, also those that were never finished, the oldest first.
+def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
+    """Every checkpoint in a directory, including unfinished ones, the oldest first.
 
     Args:
-        folder: a folder of checkpoints, or one that has them in its folder ``checkpoints``.
+        directory: a directory of checkpoints, or one that has them in ``checkpoints/``.
     """
-    inner = folder / "checkpoints"
-    places = [folder, inner] if inner.is_dir() else [folder]
-    found = [
-        CheckpointInfo.of(entry) for place in places for entry in sorted(place.iterdir()) if _looks_like_one(entry)
-    ]
-    return sorted(found, key=lambda info: (info.saved, checkpoint_number(info.path) or 0))
+    infos = []
+    for parent in (directory, directory / "checkpoints"):
+        for entry in sorted(parent.iterdir()) if parent.is_dir() else ():
+            if entry.is_dir() and _looks_like_checkpoint(entry):
+                infos.append(CheckpointInfo.of(entry))
+    return sorted(infos, key=_age_order)
 
 
-def _looks_like_one(entry: Path) -> bool:
-    if not entry.is_dir():
-        return False
-    # Of names that begin with a dot, only those of folders that a killed process has left.
-    if entry.name.startswith("."):
-        return name_of(entry, PARTIAL) is not None
-    return _NUMBERED.fullmatch(entry.name) is not None or any(is_file_of_a_state(name) for name in os.listdir(entry))
+def _age_order(info: CheckpointInfo) -> tuple[float, int]:
+    match = NUMBERED.fullmatch(info.path.name)
+    return info.saved, int(match[1]) if match else 0
 
 
-def newest_complete(folder: Path) -> Path:
-    """The automatically named checkpoint with the highest number that is whole.
+def _looks_like_checkpoint(directory: Path) -> bool:
+    # Of hidden directories, only those that a killed process has left.
+    if directory.name.startswith("."):
+        return name_of(directory, PARTIAL) is not None
+    return NUMBERED.fullmatch(directory.name) is not None or any(map(is_checkpoint_file, os.listdir(directory)))
+
+
+def newest_complete(directory: Path) -> Path:
+    """The complete automatically named checkpoint with the highest number.
 
     Raises:
         ConfigurationError: there is none.
     """
-    found = numbered_checkpoints(folder)
-    for path in reversed(found.values()):
+    checkpoints = numbered_checkpoints(directory)
+    for path in reversed(checkpoints.values()):
         if is_complete(path):
             return path
-    seen = (
-        f"only incomplete ones ({', '.join(path.name for path in found.values())})"
-        if found
-        else "no checkpoint_<number>"
-    )
+    present = "no checkpoint_<number>"
+    if checkpoints:
+        present = f"only incomplete ones ({', '.join(path.name for path in checkpoints.values())})"
     raise ConfigurationError(
-        f"there is no state to load in {folder}: it has {seen}. Save one first, or give load_state its path."
+        f"there is no state to load in {directory}: it has {present}. Save one first, or give load_state its path."
     )
 
 
-def newest_saved(folder: Path) -> Path:
-    """The checkpoint, of any name, that was saved last and is whole.
+def newest_saved(directory: Path) -> Path:
+    """The complete checkpoint, of any name, that was saved last.
 
     Raises:
         ConfigurationError: there is none.
     """
-    if folder.is_dir():
-        recover_all(folder)
-        for info in reversed(list_checkpoints(folder)):
+    if directory.is_dir():
+        recover_all(directory)
+        for info in reversed(list_checkpoints(directory)):
             if info.complete:
                 return info.path
     raise ConfigurationError(
-        f"there is no state to load in {folder}: no folder in it is a complete checkpoint. Give load_state its path."
+        f"there is no state to load in {directory}: no directory in it is a complete checkpoint. Give load_state its "
+        "path."
     )
 
 
-def rotate(folder: Path, total_limit: int, newest: Path) -> list[Path]:
+def rotate(directory: Path, total_limit: int, newest: Path) -> list[Path]:
     """Delete the checkpoints with the lowest numbers until ``total_limit`` are left, but never the newest.
 
     Returns:
-        Those that were deleted.
+        The deleted ones.
     """
-    old = [path for path in numbered_checkpoints(folder).values() if path != newest]
+    old = [path for path in numbered_checkpoints(directory).values() if path != newest]
     surplus = old[: max(0, len(old) + 1 - max(total_limit, 1))]
     for path in surplus:
         delete(path, aside(path, DELETED))
-    remove_leftovers(folder)
+    remove_leftovers(directory)
     return surplus

@@ -1,481 +1,469 @@
-"""The Accelerator's ``save_state`` and ``load_state``."""
+"""Saving and loading the full state of a training run."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accel_state import GradientState, PartialState, get_logger
-from accel_state.errors import ConfigurationError
+from accel_state.collectives.single import Collectives
+from accel_state.errors import AccelError, ConfigurationError
+from accel_track.tracking import TrackerRun
 
+from ..core.config_resolution import Setup
 from ..core.prepare import Preparation
 from ..core.types import Part
-from ..strategies.base import Strategy
-from ..training.experiment_tracking import Tracking
 from ..training.gradient_accumulation import Accumulation
 from . import accumulation_state, weights_io
-from .atomic_dir import CheckpointFolder
-from .catalog import checkpoint_number, newest_complete, newest_saved
-from .contents import collect, copied, custom_part, of_this_rank
-from .digests import Workers
+from .atomic_dir import CheckpointDirectory, recover, recover_all
+from .catalog import list_checkpoints, newest_complete, newest_saved
+from .contents import TrainingObjects, collect
 from .loader import StateReader
-from .names import MANIFEST_NAME, CheckpointError
-from .project import ProjectConfiguration
-from .rank_consensus import Alone, CollectiveAgreement, StoreAgreement, background_agreement, on_all_ranks
+from .manifest import Workers
+from .names import MANIFEST_NAME, NUMBERED, CheckpointError, ProjectConfiguration, gradients_file
 from .staging import HostCopies
 from .writer import BackgroundSave, StateWriter
 
-if TYPE_CHECKING:
-    from ..core.types import Gathered, Layout
-
-logger = get_logger(__name__)
-
 LATEST = "latest"
-"""What to give :meth:`StateSaving.load_state` for the newest complete checkpoint."""
+"""The argument of ``load_state`` for the newest complete checkpoint."""
 
 SaveHook = Callable[[list[Any], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[Any], str], None]
 
 
-class StateSaving(Tracking):
-    """Whole states of training, for an Accelerator to inherit; its constructor calls :meth:`_init_state_saving`."""
+@contextmanager
+def on_all_ranks(collectives: Collectives, what: str) -> Iterator[None]:
+    """A block that fails on every rank if it fails on one. Every rank must enter it.
 
-    process_state: PartialState
-    gradient_state: GradientState
-    project_configuration: ProjectConfiguration
-    prepared: Preparation
-    strategy: Strategy
-    scaler: torch.amp.GradScaler | None
-    _custom_objects: list[Any]
-    _accumulation: Accumulation
+    Args:
+        collectives: of all ranks; no other thread may use them meanwhile.
+        what: what the block does, for messages.
 
-    def _init_state_saving(self) -> None:
-        self._save_state_hooks: OrderedDict[int, SaveHook] = OrderedDict()
-        self._load_state_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+    Raises:
+        CheckpointError: the block failed on some rank. A rank whose own error is one of accel's raises that.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    outcomes = [None if error is None else f"{type(error).__name__}: {error}"]
+    if collectives.world_size > 1:
+        try:
+            outcomes = collectives.all_gather_object(outcomes[0])
+        except RuntimeError as lost:
+            raise CheckpointError(
+                f"{what}: rank {collectives.rank} cannot learn whether the other ranks succeeded: {lost}"
+            ) from error or lost
+    if isinstance(error, AccelError):
+        raise error
+    if outcomes.count(None) < len(outcomes):
+        failed = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome is not None]
+        raise CheckpointError(
+            f"{what} failed on {len(failed)} of {len(outcomes)} ranks. {'; '.join(failed)}"
+        ) from error
+
+
+class Checkpointer:
+    """Saves and loads everything that a training run needs to continue; see the methods of the Accelerator.
+
+    Args:
+        setup: process, strategy and precision.
+        prepared: the prepared objects.
+        accumulation: the windows of gradient accumulation.
+        tracking: the experiment trackers, whose runs are continued.
+        project: directories and naming.
+
+    Attributes:
+        custom_objects: the registered objects.
+        save_hooks: called by each save, before anything is written.
+        load_hooks: called by each load, when the files are verified and before anything is loaded.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        prepared: Preparation,
+        accumulation: Accumulation,
+        tracking: TrackerRun,
+        project: ProjectConfiguration,
+    ) -> None:
+        self.project = project
+        self.custom_objects: list[Any] = []
+        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self._process = setup.process
+        self._strategy = setup.strategy
+        self._scaler = setup.precision.scaler
+        self._prepared = prepared
+        self._accumulation = accumulation
+        self._tracking = tracking
+        rank = setup.process.process_index
+        self._runs_file = "trackers.json" if rank == 0 else f"trackers_{rank}.json"
+        self._continues_runs = bool(tracking.log_with)
         self._host_copies = HostCopies()
-        self._background_save: BackgroundSave | None = None
-
-    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Have a function called by each :meth:`save_state`, before anything is written.
-
-        Args:
-            hook: called on every rank as ``hook(models, weights, output_dir)`` with the prepared models, their state
-                dicts, and the folder that is being written, which gets its final name later. It may write files there,
-                which become part of the checkpoint, and remove from ``weights`` what it has saved itself.
-
-        Returns:
-            A handle; its ``remove()`` takes the hook back.
-        """
-        handle = RemovableHandle(self._save_state_hooks)
-        self._save_state_hooks[handle.id] = hook
-        return handle
-
-    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Have a function called by each :meth:`load_state`, when the files have been verified and before anything is
-        loaded.
-
-        Args:
-            hook: called on every rank as ``hook(models, input_dir)``. It may remove from ``models`` those that it has
-                loaded itself.
-
-        Returns:
-            A handle; its ``remove()`` takes the hook back.
-        """
-        handle = RemovableHandle(self._load_state_hooks)
-        self._load_state_hooks[handle.id] = hook
-        return handle
+        self._background: BackgroundSave | None = None
+        self._background_collectives: Collectives | None = None
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def save_state(
-        self,
-        output_dir: str | os.PathLike[str] | None = None,
-        safe_serialization: bool = True,
-        *,
-        blocking: bool = True,
-        **save_model_func_kwargs: Any,
-    ) -> Path:
-        """Save everything that training needs to go on exactly as if it had never stopped. Every rank must call it.
-
-        That is: models, optimizers, schedulers, positions of the loaders, the loss scale, the random number generators
-        of every rank and the registered objects. The checkpoint appears under its name when it is whole and on the
-        disk; if saving fails, one that was there before is still there. With automatic naming, old ones are deleted
-        after that, down to ``total_limit``.
-
-        Of accumulation windows that are open, the gradients accumulated so far are saved too.
-
-        Args:
-            output_dir: the folder of this checkpoint, which replaces an older one there; None with automatic naming.
-            safe_serialization: weights in the safetensors format rather than torch's.
-            blocking: return when the checkpoint is in its place. With False, return when the state has been copied into
-                host memory (which is kept for the next time: one more copy of the state), and write it while training
-                goes on. One save is under way at a time: the next one waits for it, as do :meth:`load_state`,
-                :meth:`wait_for_save`, :meth:`end_training` and the end of the process. The first of these raises what
-                went wrong.
-            **save_model_func_kwargs: for strategies that save models in their own way.
-
-        Returns:
-            The checkpoint, or where it will be.
-
-        Raises:
-            CheckpointError: saving failed on some rank; or the last save without blocking did.
-            ConfigurationError: no folder, or one that cannot be used; with automatic naming, a checkpoint of this
-                number exists.
-        """
-        if save_model_func_kwargs:
-            raise ConfigurationError(
-                f"save_state got {', '.join(save_model_func_kwargs)}, which {type(self.strategy).__name__} has no use "
-                "for. Leave it out."
-            )
-        if self.strategy.shards_parameters or self.strategy.uses_engine:
-            weights_io.refuse_each_node(self.process_state, self.project_configuration.save_on_each_node)
+    def save_state(self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool, blocking: bool) -> Path:
+        """See :meth:`accel.Accelerator.save_state`."""
+        process, project = self._process, self.project
+        if self._strategy.shards_parameters or self._strategy.uses_engine:
+            weights_io.refuse_each_node(process, project.save_on_each_node)
         self.wait_for_save()
-        # A path made of the time, say, may differ between ranks.
-        chosen = str(self._save_target(output_dir)), f"{time.time_ns()}.{os.getpid()}"
-        path, token = self.process_state.collectives.broadcast_object(chosen)
-        agreement = None if blocking else background_agreement(self.process_state.collectives, token)
-        writer = self._gather_state(Path(path), safe_serialization, copies=None if blocking else self._host_copies)
-        if agreement is None:
-            writer.finish(CollectiveAgreement(self.process_state.collectives))
-            self.project_configuration.iteration += 1
+        target = self._target(output_dir)
+        if process.num_processes > 1:
+            # A path that is made of the time, for example, may differ between ranks.
+            target = Path(process.collectives.broadcast_object(str(target)))
+        collectives = process.collectives if blocking else self._collectives_of_background()
+        writer = self._collect(target, safe_serialization, blocking)
+        if blocking:
+            writer.finish(partial(on_all_ranks, collectives))
         else:
-            self._start_background_save(writer, agreement)
-        return Path(path)
+            writer.workers = 1  # the training loop has the processors
+            self._background = BackgroundSave(writer, partial(on_all_ranks, collectives), project.iteration)
+        project.iteration += 1
+        return target
+
+    def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
+        """The path of the checkpoint to save."""
+        project = self.project
+        if output_dir is not None:
+            if project.automatic_checkpoint_naming:
+                raise ConfigurationError(
+                    f"output_dir={str(output_dir)!r} contradicts automatic_checkpoint_naming, which chooses the path. "
+                    "Call save_state() without it, or turn automatic naming off in ProjectConfiguration."
+                )
+            return _as_path("output_dir", output_dir)
+        if not project.automatic_checkpoint_naming:
+            raise ConfigurationError(
+                "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
+            )
+        return self._checkpoints() / f"checkpoint_{project.iteration}"
+
+    def _checkpoints(self) -> Path:
+        if self.project.project_dir is None:
+            raise ConfigurationError(
+                "automatic_checkpoint_naming needs a directory. Give the Accelerator project_dir=..."
+            )
+        return Path(self.project.project_dir) / "checkpoints"
+
+    @property
+    def _is_writer(self) -> bool:
+        """Whether this process writes what is common to all ranks (of its node, with ``save_on_each_node``)."""
+        process = self._process
+        return (process.local_process_index if self.project.save_on_each_node else process.process_index) == 0
+
+    def _collectives_of_background(self) -> Collectives:
+        """Collectives for a thread next to the training loop: a process group of its own, made when first needed."""
+        process = self._process
+        if process.num_processes == 1:
+            return process.collectives
+        if self._background_collectives is None:
+            import torch.distributed as dist
+
+            if not dist.is_available() or not dist.is_initialized():
+                raise ConfigurationError(
+                    "blocking=False needs torch.distributed with more than one process. Save with blocking=True."
+                )
+            from accel_state.collectives.torch import TorchCollectives
+
+            group = dist.new_group(backend="gloo")
+            self._background_collectives = TorchCollectives(torch.device("cpu"), group)
+        return self._background_collectives
+
+    def _collect(self, target: Path, safe_serialization: bool, blocking: bool) -> StateWriter:
+        """Collect the state on all ranks, and make the directory to write it to."""
+        process, project, prepared, strategy = self._process, self.project, self._prepared, self._strategy
+        directory, is_writer = CheckpointDirectory(target), self._is_writer
+        saving = partial(on_all_ranks, process.collectives, f"saving {target}")
+        try:
+            with saving():
+                if is_writer:
+                    if project.automatic_checkpoint_naming and directory.target.exists():
+                        raise ConfigurationError(
+                            f"the checkpoint {target} exists already. Load it, or set project_configuration.iteration "
+                            f"(now {project.iteration}) to the number to continue with."
+                        )
+                    directory.begin()
+            weights = list(map(strategy.weights_to_save, prepared.models))
+            with saving(), directory.explaining_write_errors():
+                self._run_save_hooks(directory.partial, weights)
+            objects = self._objects()
+            gathered = strategy.gather_state(objects.models, weights, objects.optimizers)
+            accumulation = self._accumulation
+            step, windows = 0 if accumulation.current is None else accumulation.current.position, None
+            if accumulation.has_accumulated:
+                windows = accumulation_state.capture(accumulation, prepared.dataloaders, prepared.models)
+            with saving():
+                parts = collect(
+                    objects,
+                    weights if gathered is None else [],
+                    objects.optimizers if gathered is None else [],
+                    process.process_index,
+                    step,
+                    process.device_backend,
+                    safe_serialization,
+                    with_manifest=True,
+                )
+                if gathered is not None:
+                    parts += gathered.parts
+                if windows is not None:
+                    parts.append(Part(gradients_file(process.process_index), windows, each_rank=True))
+                parts = [part for part in parts if is_writer or part.each_rank]
+                if not blocking:
+                    self._host_copies.start()
+                    parts = [replace(part, value=self._host_copies.copy(part.value)) for part in parts]
+                    self._host_copies.finish()
+        except BaseException:
+            if is_writer:
+                directory.abandon()
+            raise
+        return StateWriter(
+            directory=directory,
+            is_writer=is_writer,
+            parts=parts,
+            world_size=process.num_processes,
+            counters={
+                "iteration": project.iteration + 1,
+                "step": step,
+                "optimizer_steps": prepared.optimizers[0].steps_taken if prepared.optimizers else 0,
+            },
+            total_limit=project.total_limit if project.automatic_checkpoint_naming else None,
+            finalizers=[] if gathered is None else gathered.finalizers,
+            on_device=blocking and process.device.type != "cpu",
+        )
+
+    def _objects(self) -> TrainingObjects:
+        prepared = self._prepared
+        return TrainingObjects(
+            models=prepared.models,
+            optimizers=list(map(attrgetter("optimizer"), prepared.optimizers)),
+            schedulers=list(map(attrgetter("scheduler"), prepared.schedulers)),
+            dataloaders=prepared.dataloaders,
+            seeded_samplers=prepared.seeded_samplers,
+            scaler=self._scaler,
+            registered=self.custom_objects,
+        )
+
+    def _run_save_hooks(self, partial_dir: Path, weights: list[dict[str, Any]]) -> None:
+        if not partial_dir.is_dir():
+            raise CheckpointError(
+                f"rank {self._process.process_index} does not see {partial_dir}, which another rank made. Save to a "
+                "file system that all nodes share, or set ProjectConfiguration(save_on_each_node=True)."
+            )
+        models = list(self._prepared.models)
+        for model, state in zip(models, weights, strict=True):
+            weights_io.refuse_unsavable(model, state)
+        for hook in list(self.save_hooks.values()):
+            hook(models, weights, str(partial_dir))
+        if self._continues_runs:
+            state = self._tracking.state_dict()
+            if state["trackers"]:
+                (partial_dir / self._runs_file).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
     def wait_for_save(self) -> None:
-        """Return when the save that was started with ``blocking=False`` has ended; at once if there is none. Every rank
-        must call it.
-
-        Raises:
-            CheckpointError: it failed on some rank.
-        """
-        save, self._background_save = self._background_save, None
+        """See :meth:`accel.Accelerator.wait_for_save`."""
+        save, self._background = self._background, None
         if save is None:
             return
         try:
             save.wait()
         except BaseException:
             if not save.writer.committed:
-                # The number was not used.
-                self.project_configuration.iteration = save.number
+                self.project.iteration = save.number  # the number was not used
             raise
+
+    def close(self) -> None:
+        """Forget the process group of saves in the background, which is destroyed with all others."""
+        self._background_collectives = None
 
     @property
     def save_in_flight(self) -> bool:
-        """Whether a save that was started with ``blocking=False`` is still being written on this rank."""
-        return self._background_save is not None and self._background_save.running
+        """Whether a save in the background has not ended on this rank."""
+        return self._background is not None and self._background.running
 
-    def _start_background_save(self, writer: StateWriter, agreement: StoreAgreement | Alone) -> None:
-        # The loop has the processors; files are digested as they come.
-        writer.workers = 1
-        self._background_save = BackgroundSave(writer, agreement, self.project_configuration.iteration)
-        self.project_configuration.iteration += 1
-
-    def _gather_state(self, target: Path, safe_serialization: bool, copies: HostCopies | None) -> StateWriter:
-        """Collect, on all ranks, what is to be saved, with a folder to write it to.
-
-        Args:
-            target: where the checkpoint will be.
-            safe_serialization: see :meth:`save_state`.
-            copies: what to copy the state with, if training is to change it before it is written.
-        """
-        settings, folder = self.project_configuration, CheckpointFolder(target)
-        parts: list[Part] = []
-        finalizers: list[Callable[[Path], None]] = []
-        try:
-            self._on_all_ranks(
-                f"saving {target}", lambda: self._begin(folder, must_be_new=settings.automatic_checkpoint_naming)
-            )
-            weights = self._weights_to_save()
-            self._on_all_ranks(f"saving {target}", lambda: self._run_save_hooks(folder, weights))
-            gathered = self.strategy.gather_state(
-                self.prepared.models, weights, [prepared.optimizer for prepared in self.prepared.optimizers]
-            )
-            # Ranks may talk for it too, so it is no part of what can fail on one of them.
-            windows = accumulation_state.capture(self._accumulation, self.prepared.dataloaders, self.prepared.models)
-            self._on_all_ranks(
-                f"saving {target}",
-                lambda: parts.extend(self._collect(weights, gathered, windows, safe_serialization, copies)),
-            )
-            finalizers.extend(gathered.finalizers if gathered is not None else ())
-        except BaseException:
-            if self._writes_state:
-                folder.abandon()
-            raise
-        return StateWriter(
-            folder=folder,
-            is_writer=self._writes_state,
-            parts=parts,
-            world_size=self.process_state.num_processes,
-            counters=self._counters(),
-            total_limit=settings.total_limit if settings.automatic_checkpoint_naming else None,
-            finalizers=finalizers,
-        )
-
-    def _counters(self) -> dict[str, int]:
-        steps = self.prepared.optimizers[0].steps_taken if self.prepared.optimizers else 0
-        return {
-            "iteration": self.project_configuration.iteration + 1,
-            "step": self._accumulation.position,
-            "optimizer_steps": steps,
-        }
-
-    def _save_target(self, output_dir: str | os.PathLike[str] | None) -> Path:
-        settings = self.project_configuration
-        if not settings.automatic_checkpoint_naming:
-            if output_dir is None:
-                raise ConfigurationError(
-                    "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
-                )
-            _check_path("output_dir", output_dir)
-            return Path(output_dir)
-        if output_dir is not None:
-            raise ConfigurationError(
-                f"output_dir={str(output_dir)!r} contradicts automatic_checkpoint_naming, which chooses the folder. "
-                "Call save_state() "
-                "without it, or turn automatic naming off in ProjectConfiguration."
-            )
-        return self._checkpoints() / f"checkpoint_{settings.iteration}"
-
-    def _checkpoints(self) -> Path:
-        project_dir = self.project_configuration.project_dir
-        if project_dir is None:
-            raise ConfigurationError("automatic_checkpoint_naming needs a folder. Give the Accelerator project_dir=...")
-        return Path(project_dir) / "checkpoints"
-
-    @property
-    def _writes_state(self) -> bool:
-        each_node = self.project_configuration.save_on_each_node
-        return self.process_state.is_local_main_process if each_node else self.process_state.is_main_process
-
-    def _begin(self, folder: CheckpointFolder, must_be_new: bool) -> None:
-        if not self._writes_state:
-            return
-        if must_be_new and folder.target.exists():
-            number = self.project_configuration.iteration
-            raise ConfigurationError(
-                f"the checkpoint {folder.target} exists already. Load it, or set project_configuration.iteration (now "
-                f"{number}) to the "
-                "number to go on with."
-            )
-        folder.begin()
-
-    def _weights_to_save(self) -> list[dict[str, Any]]:
-        """The weights of all models; where ranks hold parts of them, they may talk for it."""
-        return [self.strategy.weights_to_save(model) for model in self.prepared.models]
-
-    def _run_save_hooks(self, folder: CheckpointFolder, weights: list[dict[str, Any]]) -> None:
-        partial, models = folder.partial, list(self.prepared.models)
-        if not partial.is_dir():
-            raise CheckpointError(
-                f"rank {self.process_state.process_index} does not see {partial}, which another rank made. Save to a "
-                "file system that all "
-                "nodes share, or set ProjectConfiguration(save_on_each_node=True)."
-            )
-        for model, state in zip(models, weights, strict=True):
-            weights_io.refuse_unsavable(model, state)
-        with folder.explaining_write_errors():
-            for hook in list(self._save_state_hooks.values()):
-                hook(models, weights, str(partial))
-            self._save_runs(partial)
-
-    def _collect(
+    def save_model(
         self,
-        weights: list[dict[str, Any]],
-        gathered: Gathered | None,
-        windows: dict[str, Any] | None,
+        model: nn.Module,
+        state_dict: dict[str, Any],
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str,
         safe_serialization: bool,
-        copies: HostCopies | None,
-    ) -> list[Part]:
-        parts = of_this_rank(self._parts(weights, gathered, windows, safe_serialization), self._writes_state)
-        if copies is None:
-            return parts
-        copies.start()
-        copied_parts = copied(parts, copies.copy)
-        copies.finish()
-        return copied_parts
+    ) -> None:
+        """See :meth:`accel.Accelerator.save_model`."""
+        weights_io.refuse_unsavable(model, state_dict)
+        if self._is_writer:
+            directory = Path(save_directory)
+            directory.mkdir(parents=True, exist_ok=True)
+            weights_io.save_model_weights(state_dict, directory, max_shard_size, safe_serialization)
 
-    def _parts(
-        self,
-        weights: list[dict[str, Any]],
-        gathered: Gathered | None,
-        windows: dict[str, Any] | None,
-        safe_serialization: bool,
-    ) -> list[Part]:
-        prepared = self.prepared
-        parts = collect(
-            weights if gathered is None else [],
-            prepared.optimizers if gathered is None else [],
-            prepared.schedulers,
-            prepared.dataloaders,
-            self.process_state.process_index,
-            self._accumulation.position,
-            self.scaler,
-            safe_serialization,
-            with_manifest=True,
-        )
-        parts += gathered.parts if gathered is not None else []
-        if windows is not None:
-            parts.append(
-                Part(accumulation_state.gradients_file(self.process_state.process_index), windows, each_rank=True)
+    def check_model_directory(self, save_directory: str | os.PathLike[str]) -> None:
+        """Raise ConfigurationError if a model cannot be saved in a directory, before its weights are gathered."""
+        if Path(save_directory).is_file():
+            raise ConfigurationError(
+                f"save_directory={os.fspath(save_directory)!r} is a file. Give a directory to save the weights in."
             )
-        return parts + [custom_part(index, obj) for index, obj in enumerate(self._custom_objects)]
+        if self._strategy.shards_parameters:
+            weights_io.refuse_each_node(self._process, self.project.save_on_each_node)
+
+    def register(self, objects: tuple[Any, ...]) -> None:
+        """See :meth:`accel.Accelerator.register_for_checkpointing`."""
+        wrong = [obj for obj in objects if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))]
+        if wrong:
+            raise ConfigurationError(
+                f"{', '.join(map(repr, wrong))} cannot be part of a checkpoint: objects need the methods state_dict "
+                "and load_state_dict. Register only such objects, or wrap these in one."
+            )
+        self.custom_objects.extend(objects)
+
+    @staticmethod
+    def add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+        """Add a hook to ``save_hooks`` or ``load_hooks``; the handle's ``remove()`` removes it."""
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
     def load_state(
         self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
+        input_dir: str | os.PathLike[str] | None,
+        load_kwargs: dict[str, Any] | None,
+        load_model_kwargs: dict[str, Any],
     ) -> None:
-        """Put a state of :meth:`save_state` back; the same objects must have been prepared and registered. Every rank
-        must call it.
-
-        Training goes on exactly as it would have: a loader that was in the middle of an epoch hands out the rest of it
-        in its next iteration, later epochs are whole. Files are verified first, and reading them runs no code.
-
-        Args:
-            input_dir: the checkpoint. "latest" is the newest complete one: of automatic naming, or else in the
-                project's folder. None is the same, with automatic naming.
-            load_kwargs: for ``torch.load`` of everything but weights. ``weights_only=False`` allows code in the files
-                to run.
-            **load_model_func_kwargs: for ``load_state_dict`` of the models, such as ``strict=False``; and
-                ``map_location``, where tensors are read to: "cpu" (the default) or "on_device".
-
-        Raises:
-            CheckpointError: files are missing or damaged, or there is another number of some kind of object; on every
-                rank, if on one.
-            ConfigurationError: there is no such folder, or no checkpoint in it.
-        """
+        """See :meth:`accel.Accelerator.load_state`."""
+        process, prepared, strategy = self._process, self._prepared, self._strategy
         self.wait_for_save()
-        found: list[str] = []
-        self._on_all_ranks("looking for a state to load", lambda: found.append(str(self._find_state(input_dir))))
-        folder = Path(self.process_state.collectives.broadcast_object(found[0]))
-        share = self._share_of(folder)
-        readers: list[StateReader] = []
-        # Where ranks hold parts of models, they may talk to find out which.
-        divided = self.strategy.shards_parameters and not self.strategy.uses_engine
-        layouts = [self.strategy.layout(model) for model in self.prepared.models] if divided else None
-        self._on_all_ranks(
-            f"loading {folder}",
-            lambda: readers.append(self._read(folder, share, layouts, load_kwargs, load_model_func_kwargs)),
-        )
-        self._on_all_ranks(f"loading {folder}", lambda: self._apply(folder, readers[0]))
+        with on_all_ranks(process.collectives, "looking for a state to load"):
+            directory = self._find(input_dir)
+        share = (0, 1)
+        if process.num_processes > 1:
+            directory = Path(process.collectives.broadcast_object(str(directory)))
+            share = self._share_of(directory)
+        loading = partial(on_all_ranks, process.collectives, f"loading {directory}")
+        # Ranks may have to communicate to find out how models are sharded.
+        layouts = None
+        if strategy.shards_parameters and not strategy.uses_engine:
+            layouts = {id(model): strategy.layout(model) for model in prepared.models}
+        with loading():
+            options = dict(load_model_kwargs)
+            reader = StateReader(directory, process, options.pop("map_location", None), load_kwargs)
+            objects, models = self._objects(), list(prepared.models)
+            # Files are read while they are verified; nothing read is used before both are done.
+            with Workers() as workers:
+                verification = reader.start_verification(workers, share)
+                if not self.load_hooks:
+                    reader.read_state(objects, models, options, strategy, layouts)
+            if verification is not None:
+                verification.conclude()
+            if self.load_hooks:
+                for hook in list(self.load_hooks.values()):
+                    hook(models, str(directory))
+                reader.read_state(objects, models, options, strategy, layouts)
+        with loading():
+            for change in reader.changes:
+                change()
+            runs = directory / self._runs_file
+            if runs.is_file():
+                self._continues_runs = True
+                self._tracking.load_state_dict(json.loads(runs.read_text(encoding="utf-8")))
+            if reader.windows is not None or self._accumulation.has_accumulated:
+                windows = reader.windows
+                accumulation_state.restore(self._accumulation, windows, prepared.dataloaders, prepared.models)
+            else:
+                self._accumulation.current = None
+                self._accumulation.gradient_state.sync_gradients = True
+            if reader.manifest is not None:
+                self.project.iteration = reader.manifest.counters["iteration"]
+                for optimizer in prepared.optimizers[:1]:
+                    optimizer.steps_taken = reader.manifest.counters.get("optimizer_steps", 0)
+            elif number := NUMBERED.fullmatch(directory.name):
+                self.project.iteration = int(number[1]) + 1
+            # Last, because everything before may have drawn random numbers.
+            reader.restore_rng()
+            if process.num_processes > 1:
+                strategy.share_generators()
 
-    def _find_state(self, input_dir: str | os.PathLike[str] | None) -> Path:
-        automatic = self.project_configuration.automatic_checkpoint_naming
-        _check_path("input_dir", input_dir)
+    def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
+        """The path of the checkpoint to load; of the newest one on the main process only."""
+        automatic = self.project.automatic_checkpoint_naming
         if input_dir is None and not automatic:
             raise ConfigurationError("load_state needs input_dir, because automatic_checkpoint_naming is off.")
-        if input_dir is None or (str(input_dir) == LATEST and (automatic or not Path(LATEST).is_dir())):
-            # What is newest must be the same for all, so one process looks.
-            return self._find_latest() if self.process_state.is_main_process else Path(LATEST)
-        if self._writes_state:
-            CheckpointFolder(input_dir).recover()
-        return Path(input_dir)
+        path = _as_path("input_dir", LATEST if input_dir is None else input_dir)
+        if input_dir is None or (str(path) == LATEST and (automatic or not path.is_dir())):
+            # The newest one must be the same for all ranks, so one process looks for it.
+            return self._newest() if self._process.process_index == 0 else path
+        if self._is_writer:
+            recover(path)
+        return path
 
-    def _find_latest(self) -> Path:
-        settings = self.project_configuration
-        if settings.automatic_checkpoint_naming:
+    def _newest(self) -> Path:
+        if self.project.automatic_checkpoint_naming:
             return newest_complete(self._checkpoints())
-        if settings.project_dir is None:
+        if self.project.project_dir is None:
             raise ConfigurationError(
-                f"load_state({LATEST!r}) needs a folder to look in. Give the Accelerator project_dir=..., or a path."
+                f"load_state({LATEST!r}) needs a directory to look in. Give the Accelerator project_dir=..., or a path."
             )
-        return newest_saved(Path(settings.project_dir))
+        return newest_saved(Path(self.project.project_dir))
 
-    def _share_of(self, folder: Path) -> tuple[int, int]:
-        """Which share of the files this process verifies, of as many as there are processes that see the same ones."""
-        seen = self.process_state.collectives.all_gather_object(_identity(folder / MANIFEST_NAME))
-        rank = self.process_state.process_index
-        return seen[:rank].count(seen[rank]), seen.count(seen[rank])
+    def newest(self, output_dir: str | os.PathLike[str] | None) -> Path | None:
+        """The newest complete checkpoint, the same on all ranks; None if there is none. See ``Accelerator.resume``.
 
-    def _read(
-        self,
-        folder: Path,
-        share: tuple[int, int],
-        layouts: list[Layout] | None,
-        load_kwargs: dict[str, Any] | None,
-        load_model_func_kwargs: dict[str, Any],
-    ) -> StateReader:
-        options = dict(load_model_func_kwargs)
-        reader = StateReader(folder, self.process_state.process_index, options.pop("map_location", None), load_kwargs)
-        models, hooks = list(self.prepared.models), list(self._load_state_hooks.values())
-        # Files are read while they are verified; nothing of it is used before both are done.
-        with Workers() as workers:
-            conclude = reader.start_verification(workers, share)
-            if not hooks:
-                self._read_objects(reader, models, layouts, options)
-        conclude()
-        if hooks:
-            for hook in hooks:
-                hook(models, str(folder))
-            self._read_objects(reader, models, layouts, options)
-        return reader
+        Args:
+            output_dir: the only directory to look at; by default the project's checkpoints.
+        """
+        collectives = self._process.collectives
+        with on_all_ranks(collectives, "looking for a state to resume from"):
+            newest = self._newest_or_none(output_dir) if self._process.process_index == 0 else None
+        newest = collectives.broadcast_object(newest)
+        return None if newest is None else Path(newest)
 
-    def _read_objects(
-        self, reader: StateReader, models: list[Any], layouts: list[Layout] | None, options: dict[str, Any]
-    ) -> None:
-        prepared = self.prepared
-        chosen = (
-            None
-            if layouts is None
-            else [layout for layout, own in zip(layouts, prepared.models, strict=True) if own in models]
-        )
-        reader.read_all(
-            models,
-            prepared.optimizers,
-            prepared.schedulers,
-            prepared.dataloaders,
-            self.scaler,
-            options,
-            self.strategy,
-            chosen,
-        )
-        reader.read_custom(self._custom_objects)
-        reader.read_windows(prepared.dataloaders, prepared.models, self.strategy)
-        reader.check_unread()
+    def _newest_or_none(self, output_dir: str | os.PathLike[str] | None) -> str | None:
+        if output_dir is not None:
+            recover(Path(output_dir))
+            return str(output_dir) if Path(output_dir).is_dir() else None
+        if self.project.project_dir is None:
+            raise ConfigurationError(
+                "resume needs a directory to look in. Give the Accelerator project_dir=..., or "
+                "SaveOnSignal(output_dir=...)."
+            )
+        automatic = self.project.automatic_checkpoint_naming
+        directory = self._checkpoints() if automatic else Path(self.project.project_dir)
+        if not directory.is_dir():
+            return None
+        recover_all(directory)
+        # What a killed process left under a hidden name was never a checkpoint; a damaged checkpoint is an error.
+        if all(info.path.name.startswith(".") for info in list_checkpoints(directory)):
+            return None
+        return str((newest_complete if automatic else newest_saved)(directory))
 
-    def _apply(self, folder: Path, reader: StateReader) -> None:
-        reader.apply()
-        self._load_runs(folder)
-        accumulation_state.restore(self._accumulation, reader.windows, self.prepared.dataloaders, self.prepared.models)
-        self._continue_numbering(folder, reader)
-        reader.restore_rng()
-        self.strategy.share_generators()
-
-    def _continue_numbering(self, folder: Path, reader: StateReader) -> None:
-        number = checkpoint_number(folder)
-        if reader.manifest is not None:
-            self.project_configuration.iteration = reader.manifest.counters["iteration"]
-            for optimizer in self.prepared.optimizers[:1]:
-                optimizer.steps_taken = reader.manifest.counters.get("optimizer_steps", 0)
-        elif number is not None:
-            self.project_configuration.iteration = number + 1
-
-    def _on_all_ranks(self, what: str, action: Callable[[], Any]) -> None:
-        on_all_ranks(self.process_state.collectives, what, action)
+    def _share_of(self, directory: Path) -> tuple[int, int]:
+        """Which share of the files this process verifies, of as many as there are processes that see the same files."""
+        identity: tuple[Any, ...] = os.getpid(), socket.gethostname()
+        with suppress(OSError):  # without the file, this process verifies all others
+            status = (directory / MANIFEST_NAME).stat()
+            identity = socket.gethostname(), status.st_dev, status.st_ino, status.st_mtime_ns
+        identities = self._process.collectives.all_gather_object(identity)
+        return identities[: self._process.process_index].count(identity), identities.count(identity)
 
 
-def _identity(path: Path) -> tuple[Any, ...]:
-    """The same for two processes only if they see the same file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return os.getpid(), socket.gethostname()
-    return socket.gethostname(), found.st_dev, found.st_ino, found.st_mtime_ns
-
-
-def _check_path(name: str, value: Any) -> None:
-    """Refuse what names no folder; the empty text would be the working folder."""
-    if value is not None and (not isinstance(value, str | os.PathLike) or not os.fspath(value)):
-        raise ConfigurationError(f"{name}={value!r} is not the path of a folder.")
+def _as_path(name: str, value: Any) -> Path:
+    """The path of a directory; the empty text would be the working directory."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ConfigurationError(f"{name}={value!r} is not the path of a directory.")
+    return Path(value)

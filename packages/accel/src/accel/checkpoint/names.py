@@ -1,12 +1,14 @@
-"""The names of a checkpoint's files. Torch-free, for the command line."""
+"""Names of the files of a checkpoint, and settings of where checkpoints are saved. Torch-free, for the command line."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 
-from accel_state.errors import AccelError
+from accel_state.errors import AccelError, ConfigurationError
 
 OPTIMIZER_NAME = "optimizer"
 SCHEDULER_NAME = "scheduler"
@@ -15,16 +17,26 @@ LOADER_NAME = "dl_state_dict"
 CUSTOM_NAME = "custom_checkpoint"
 SCALER_NAME = "scaler.pt"
 RNG_STATE_NAME = "random_states"
+GRADIENTS_NAME = "gradients"
 MANIFEST_NAME = "accel_manifest.json"
 
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 SHARD_TABLE_NAME = ".metadata"
 SHARD_SUFFIX = ".distcp"
 
+# The directory that a DeepSpeed engine saves its model to.
 MODEL_FOLDER = "pytorch_model"
-_OF_AN_ENGINE = re.compile(rf"({MODEL_FOLDER}(?:_[1-9]\d*)?)/[^/]+\.pt")
 
-_OF_A_STATE = re.compile(
+# An automatically named checkpoint.
+NUMBERED = re.compile(r"checkpoint_([0-9]+)")
+
+# The file of a registered object, and that of a rank's open accumulation windows.
+CUSTOM_FILE = re.compile(rf"{CUSTOM_NAME}_[0-9]+\.pkl")
+GRADIENTS_FILE = re.compile(rf"{GRADIENTS_NAME}_[0-9]+\.bin")
+
+_SHARD_FILE = re.compile(rf"^{FSDP_MODEL_NAME}|({re.escape(SHARD_TABLE_NAME)}|{re.escape(SHARD_SUFFIX)})$")
+_ENGINE_FILE = re.compile(rf"({MODEL_FOLDER}(?:_[1-9]\d*)?)/[^/]+\.pt")
+_CHECKPOINT_FILE = re.compile(
     r"(model(_\d+)?\.safetensors|(pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
     r"|(pytorch_model_fsdp|optimizer)(_\d+)?(_rank\d+)?\.bin|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp)"
     r"|(random_states|custom_checkpoint)_\d+\.pkl|gradients_\d+\.bin|" + re.escape(MANIFEST_NAME) + r")"
@@ -32,14 +44,65 @@ _OF_A_STATE = re.compile(
 
 
 class CheckpointError(AccelError, RuntimeError):
-    """A checkpoint that could not be written, or one that is not whole, is damaged, or does not fit what it is loaded
-    into.
+    """A checkpoint cannot be written, or is incomplete, damaged, or does not fit the objects it is loaded into."""
+
+
+@dataclass
+class ProjectConfiguration:
+    """Directories and checkpoint naming of a project.
+
+    Args:
+        project_dir: the directory of everything that is saved.
+        logging_dir: the directory of tracker logs; the project directory by default.
+        automatic_checkpoint_naming: save states as ``<project_dir>/checkpoints/checkpoint_<iteration>``.
+        total_limit: how many automatically named checkpoints to keep; None keeps all.
+        iteration: the number of the next one.
+        save_on_each_node: write on the main process of every node, for file systems that the nodes do not share.
+
+    Raises:
+        ConfigurationError: ``total_limit`` or ``iteration`` is not an integer of 0 or more.
     """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("total_limit", "iteration"):
+            value = getattr(self, name)
+            if value is None and name == "total_limit":
+                continue
+            try:
+                number = -1 if isinstance(value, bool) else index(value)
+            except TypeError:
+                number = -1
+            if number < 0:
+                none = ", or None to keep all checkpoints" if name == "total_limit" else ""
+                raise ConfigurationError(
+                    f"ProjectConfiguration({name}={value!r}) must be a whole number, 0 or more{none}."
+                )
+            setattr(self, name, number)
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Set the project directory, and the logging directory if none was given."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
 
 
 def numbered(stem: str, index: int, suffix: str) -> str:
-    """The file name of the object with this index: the first one has no number."""
+    """The file name of the object with this index; index 0 has no number."""
     return f"{stem}.{suffix}" if index == 0 else f"{stem}_{index}.{suffix}"
+
+
+def numbered_files(names: Iterable[str], stem: str, suffix: str) -> list[str]:
+    """The names that :func:`numbered` gives for a stem, in alphabetical order."""
+    pattern = re.compile(rf"{re.escape(stem)}(_[1-9][0-9]*)?\.{re.escape(suffix)}")
+    return sorted(filter(pattern.fullmatch, names))
 
 
 def rng_file(rank: int) -> str:
@@ -47,51 +110,49 @@ def rng_file(rank: int) -> str:
     return f"{RNG_STATE_NAME}_{rank}.pkl"
 
 
+def gradients_file(rank: int) -> str:
+    """The file name of a rank's open accumulation windows."""
+    return f"{GRADIENTS_NAME}_{rank}.bin"
+
+
 def custom_file(index: int) -> str:
     """The file name of the registered object with this index."""
     return f"{CUSTOM_NAME}_{index}.pkl"
 
 
-def is_file_of_a_state(name: str) -> bool:
-    """Whether saving a state could have given a file this name."""
-    return _OF_A_STATE.fullmatch(name) is not None
-
-
-def numbered_files(names: Iterable[str], stem: str, suffix: str) -> list[str]:
-    """Those of the names that :func:`numbered` could have given, in alphabetical order."""
-    pattern = re.compile(rf"{re.escape(stem)}(_[1-9][0-9]*)?\.{re.escape(suffix)}")
-    return sorted(filter(pattern.fullmatch, names))
-
-
-def custom_files(names: Iterable[str]) -> list[str]:
-    """Those of the names that :func:`custom_file` could have given."""
-    return sorted(name for name in names if re.fullmatch(rf"{CUSTOM_NAME}_[0-9]+\.pkl", name))
+def is_checkpoint_file(name: str) -> bool:
+    """Whether ``save_state`` gives files this name."""
+    return _CHECKPOINT_FILE.fullmatch(name) is not None
 
 
 def holds_shards(names: Iterable[str]) -> bool:
-    """Whether any file of a checkpoint is of a strategy that divides models among ranks."""
-    return any(name.startswith(FSDP_MODEL_NAME) or name.endswith((SHARD_TABLE_NAME, SHARD_SUFFIX)) for name in names)
+    """Whether a checkpoint was saved by a strategy that shards models."""
+    return any(map(_SHARD_FILE.search, names))
 
 
 def engine_folders(names: Iterable[str]) -> list[str]:
-    """The folders that DeepSpeed's engines have saved their models to, by the models' index."""
-    found = {match[1] for match in map(_OF_AN_ENGINE.fullmatch, names) if match}
-    return sorted(found, key=lambda tag: int(tag.removeprefix(MODEL_FOLDER).removeprefix("_") or 0))
+    """The directories that DeepSpeed engines have saved their models to, by model index."""
+    tags = {match[1] for match in map(_ENGINE_FILE.fullmatch, names) if match}
+    return sorted(tags, key=lambda tag: int(tag.removeprefix(MODEL_FOLDER).removeprefix("_") or 0))
 
 
-def holds_engines(names: Iterable[str]) -> bool:
-    """Whether DeepSpeed has saved the models of a checkpoint."""
-    return bool(engine_folders(names))
-
-
-def require_files(folder: Path, names: Iterable[str], known: Collection[str] | None = None) -> None:
-    """Raise CheckpointError, which lists them, if files are missing, or are not among those that are known to belong
-    there.
-    """
-    missing = [name for name in names if not (folder / name).is_file() or (known is not None and name not in known)]
+def require_files(directory: Path, names: Iterable[str], known: Collection[str] | None = None) -> None:
+    """Raise CheckpointError, which lists them, if files are missing, or not among the ``known`` ones."""
+    missing = []
+    for name in names:
+        if not (directory / name).is_file() or (known is not None and name not in known):
+            missing.append(name)
     if missing:
         raise CheckpointError(
-            f"{folder} cannot be loaded: it has no {', '.join(missing)}. Prepare and register the same objects, on as "
-            "many processes, as "
-            "when it was saved, or choose another checkpoint."
+            f"{directory} cannot be loaded: it has no {', '.join(missing)}. Prepare and register the same objects, on "
+            "as many processes, as when it was saved, or choose another checkpoint."
+        )
+
+
+def require_count(kind: str, saved: int, present: int, directory: Path) -> None:
+    """Raise CheckpointError if a checkpoint has another number of some kind of object than there are to load."""
+    if saved != present:
+        raise CheckpointError(
+            f"{directory} has {saved} {kind} and there are {present} to load. Prepare and register the same objects "
+            "as when it was saved."
         )

@@ -1,4 +1,4 @@
-"""Copies of a state in host memory, from which it can be written while training goes on."""
+"""Copies of a state in host memory, from which it can be written while training continues."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ StorageKey = tuple[torch.device, int, int]
 class HostCopies:
     """Copies nested states into host memory that is kept for the next time.
 
-    What shares memory in the original shares it in the copy, so that a file of the copy has the same bytes. Memory that
-    the operating system has to find and clear first costs several times more than the copying, so it is kept; it is one
-    copy of the state.
+    Tensors that share memory share it in the copy too, so that a file written from the copy has the same bytes.
+    Allocating and clearing fresh memory takes several times longer than copying, so it is kept: one copy of the state.
     """
 
     def __init__(self) -> None:
@@ -27,17 +26,17 @@ class HostCopies:
         self._used: list[torch.UntypedStorage] = []
 
     def start(self) -> None:
-        """Begin a new state. The copies of the last one may be overwritten from now on."""
+        """Begin a new state. From now on the copies of the previous one may be overwritten."""
         for storage in self._used:
             self._free.setdefault(storage.nbytes(), []).append(storage)
         self._used.clear()
 
     def finish(self) -> None:
-        """The state is copied: give back memory that it did not need."""
+        """Release memory that the new state did not need."""
         self._free.clear()
 
     def copy(self, value: Any) -> Any:
-        """A copy of nested containers, tensors, and other objects, that has nothing in common with the original."""
+        """A deep copy of nested containers, tensors and other objects."""
         storages: dict[StorageKey, torch.UntypedStorage] = {}
         memo = {id(tensor): self._copy_tensor(tensor, storages) for tensor in _tensors(value) if _is_plain(tensor)}
         return copy.deepcopy(value, memo)
@@ -46,34 +45,30 @@ class HostCopies:
         original = tensor.untyped_storage()
         key = original.device, original.data_ptr(), original.nbytes()
         if key not in storages:
-            storages[key] = self._copy_storage(original)
-        storage = storages[key]
+            kept = self._free.get(original.nbytes())
+            storages[key] = kept.pop() if kept else torch.UntypedStorage(original.nbytes())
+            storages[key].copy_(original)
+            self._used.append(storages[key])
         copied = torch.empty(0, dtype=tensor.dtype).set_(
-            storage, tensor.storage_offset(), tensor.size(), tensor.stride()
+            storages[key], tensor.storage_offset(), tensor.size(), tensor.stride()
         )
-        # These two are marks on the tensor: the memory holds the values before them.
+        # Conjugation and negation are flags of the tensor; the memory holds the values before them.
         copied = copied.conj() if tensor.is_conj() else copied
         copied = neg_view(copied) if tensor.is_neg() else copied
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(copied, requires_grad=tensor.requires_grad)
         return copied.requires_grad_(tensor.requires_grad)
 
-    def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        kept = self._free.get(storage.nbytes())
-        target = kept.pop() if kept else torch.UntypedStorage(storage.nbytes())
-        target.copy_(storage)
-        self._used.append(target)
-        return target
-
 
 def on_host(value: Any) -> Any:
-    """The same nested state with its tensors in host memory; those that are there already are not copied."""
-    elsewhere = [tensor for tensor in _tensors(value) if tensor.device.type != "cpu"]
-    return HostCopies().copy(value) if elsewhere else value
+    """A nested state with its tensors in host memory; the given one if they all are."""
+    if all(tensor.device.type == "cpu" for tensor in _tensors(value)):
+        return value
+    return HostCopies().copy(value)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of a storage, offset, size and stride alone; others copy themselves."""
+    """Whether a tensor is defined by a storage, offset, size and strides; others copy themselves."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         return False
     return tensor.device.type != "meta" and not vars(tensor)

@@ -1,4 +1,4 @@
-"""Writing weights and objects so that a reader never sees half a file."""
+"""Writing weights and objects so that no reader sees a partly written file, and reading them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,31 @@ SAFE_WEIGHTS_NAME = f"{SAFE_MODEL_NAME}.safetensors"
 WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 
+# The names of types in the safetensors format, https://github.com/huggingface/safetensors
+_SAFETENSORS_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+# The data section begins at a multiple of this many bytes, so that mapped tensors are aligned for every data type.
+_ALIGNMENT = 64
+
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[str], None]) -> None:
-    """Write a file under a temporary name beside its own, and rename it when it is whole and on the disk.
+    """Write a file under a temporary name, and rename it when it is complete and on the disk.
 
     Args:
         path: the final name; an existing file is replaced.
@@ -35,28 +58,24 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[str], None])
     target = Path(path)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     os.close(descriptor)
+    umask = os.umask(0)
+    os.umask(umask)
     try:
         write(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's files are private to their owner
+        os.chmod(temporary, 0o666 & ~umask)  # files of mkstemp are private to their owner
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Save an object once: on the main process, or on that of each node.
 
     Args:
-        obj: anything torch can save; with ``safe_serialization`` a dictionary of tensors.
+        obj: anything that torch can save; with ``safe_serialization`` a dictionary of tensors.
         f: a path, or an open binary file.
         save_on_each_node: write on every node, for file systems that the nodes do not share.
         safe_serialization: write the safetensors format.
@@ -67,42 +86,25 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
-    writer = _safetensors_writer(obj) if safe_serialization else lambda target: torch.save(obj, target)
     if isinstance(f, (str, os.PathLike)):
-        write_atomically(f, writer)
+        write_atomically(f, _writer(obj, safe_serialization))
     elif safe_serialization:
-        from safetensors.torch import save as to_bytes
-
-        f.write(to_bytes(clean_state_dict_for_safetensors(obj)))
+        write_safetensors(safetensors_content(obj), f)
     else:
         torch.save(obj, f)
 
 
-def _safetensors_writer(obj: Any) -> Callable[[str], None]:
-    from safetensors.torch import save_file
-
+def _writer(obj: Any, safe_serialization: bool) -> Callable[[str], None]:
+    """A function that writes an object to a path."""
+    if not safe_serialization:
+        return lambda path: torch.save(obj, path)
     content = safetensors_content(obj)
-    return lambda target: save_file(content, target, metadata={"format": "pt"})
 
+    def write(path: str) -> None:
+        with open(path, "wb") as file:
+            write_safetensors(content, file)
 
-def safetensors_content(obj: Any) -> dict[str, torch.Tensor]:
-    """What of an object goes into a file in the safetensors format.
-
-    Raises:
-        ConfigurationError: it is more than a dictionary of tensors.
-    """
-    if not isinstance(obj, Mapping) or not all(isinstance(value, torch.Tensor) for value in obj.values()):
-        raise ConfigurationError(
-            f"safe_serialization=True holds dictionaries of tensors only, not {_contents(obj)}. Save it with "
-            "safe_serialization=False."
-        )
-    return clean_state_dict_for_safetensors(dict(obj))
-
-
-def _contents(obj: Any) -> str:
-    if isinstance(obj, Mapping):
-        return f"one with {sorted({type(v).__name__ for v in obj.values() if not isinstance(v, torch.Tensor)})}"
-    return f"a {type(obj).__name__}"
+    return write
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
@@ -121,26 +123,70 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     return torch.load(f, map_location=map_location, **kwargs)
 
 
+def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
+    """Write tensors in the safetensors format, one after another, to an object with ``write``.
+
+    The format: the length of the header as 8 bytes (little endian), the header as JSON, padded with spaces, then the
+    elements of the tensors without gaps.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # Wide elements come first, so that every tensor is aligned to its own element size.
+    ordered = []
+    for name, tensor in tensors.items():
+        ordered.append((-tensor.element_size(), name))
+    ordered.sort()
+    offset = 0
+    for _, name in ordered:
+        tensor = tensors[name]
+        if tensor.dtype not in _SAFETENSORS_TYPES:
+            raise ConfigurationError(
+                f"{name} has dtype {tensor.dtype}, which the safetensors format does not have. Save it with "
+                "safe_serialization=False."
+            )
+        header[name] = {
+            "dtype": _SAFETENSORS_TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    target.write(len(text).to_bytes(8, "little") + text)
+    for _, name in ordered:
+        elements = tensors[name].detach().cpu().contiguous().reshape(-1)
+        target.write(memoryview(elements.view(torch.uint8).numpy()))
+
+
+def safetensors_content(obj: Any) -> dict[str, torch.Tensor]:
+    """The tensors to write for an object in the safetensors format.
+
+    Raises:
+        ConfigurationError: it is not a dictionary of tensors.
+    """
+    for value in obj.values() if isinstance(obj, Mapping) else [obj]:
+        if not isinstance(value, torch.Tensor) or not isinstance(obj, Mapping):
+            raise ConfigurationError(
+                f"safe_serialization=True saves dictionaries of tensors only, not a {type(obj).__name__} with a "
+                f"{type(value).__name__}. Save it with safe_serialization=False."
+            )
+    return clean_state_dict_for_safetensors(dict(obj))
+
+
 def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict that safetensors can hold: contiguous tensors, and one name for tensors that share memory."""
-    seen: dict[tuple[Any, ...], str] = {}
+    """A state dict that safetensors can hold: contiguous tensors, one name for each, and no shared memory."""
+    names: dict[tuple[Any, ...], str] = {}
+    owners: dict[tuple[torch.device, int, int], str] = {}
     cleaned: dict[str, torch.Tensor] = {}
     for name, tensor in state_dict.items():
         identity = (*id_tensor_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.numel() and tensor.device.type != "meta" and seen.setdefault(identity, name) != name:
+        if tensor.numel() and tensor.device.type != "meta" and names.setdefault(identity, name) != name:
             continue
-        cleaned[name] = tensor.detach().contiguous()
-    return _separate_overlaps(cleaned)
-
-
-def _separate_overlaps(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors that lie in the same memory without being the same; the format knows no views."""
-    owners: dict[tuple[torch.device, int, int], str] = {}
-    separate: dict[str, torch.Tensor] = {}
-    for name, tensor in state_dict.items():
-        shared = tensor.numel() and owners.setdefault(id_tensor_storage(tensor), name) != name
-        separate[name] = tensor.clone() if shared else tensor
-    return separate
+        contiguous = tensor.detach().contiguous()
+        # Different views of the same memory are copied: the format has no views.
+        if contiguous.numel() and owners.setdefault(id_tensor_storage(contiguous), name) != name:
+            contiguous = contiguous.clone()
+        cleaned[name] = contiguous
+    return cleaned
 
 
 def save_model_weights(
@@ -150,17 +196,17 @@ def save_model_weights(
     safe_serialization: bool,
     read: Callable[[list[str]], dict[str, Any]] | None = None,
 ) -> list[str]:
-    """Write a model's weights, in shards where they are large, and remove those of an earlier save.
+    """Write a model's weights, sharded if they are large, and remove those of an earlier save.
 
     Args:
         state_dict: names to tensors.
-        folder: where to write.
+        folder: the directory to write to.
         max_shard_size: largest file in bytes, or as text such as "5GB".
-        safe_serialization: safetensors rather than torch's own format.
-        read: gives the tensors of the names of one file, where ``state_dict`` has them on the meta device only.
+        safe_serialization: safetensors rather than torch's format.
+        read: returns the named tensors of one file, if those in ``state_dict`` are on the meta device.
 
     Returns:
-        The names of the files of this save.
+        The names of the written files.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -172,67 +218,51 @@ def save_model_weights(
     written = list(plan.filename_to_tensors)
     for filename, names in plan.filename_to_tensors.items():
         shard = {name: tensors[name] for name in names} if read is None else read(names)
-        writer = _safetensors_writer(shard) if safe_serialization else _torch_writer(shard)
-        write_atomically(folder / filename, writer)
+        write_atomically(folder / filename, _writer(shard, safe_serialization))
+    index_name = f"{stem}.{suffix}.index.json"
     if plan.is_sharded:
-        index_name = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
-        text = (
-            json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2, sort_keys=True)
-            + "\n"
-        )
-        # The index comes last: whoever finds it finds all it names.
-        write_atomically(folder / index_name, lambda target: _write_text(target, text))
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        # The index is written last: a reader that finds it finds all the files it names.
+        write_atomically(folder / index_name, partial(_write_text, text))
         written.append(index_name)
-    _remove_stale(folder, stem, suffix, keep=set(written))
+    # A loader would mix files of an earlier save, with another number of shards, with these.
+    for path in [*folder.glob(f"{stem}-*-of-*.{suffix}"), folder / f"{stem}.{suffix}", folder / index_name]:
+        if path.name not in written:
+            path.unlink(missing_ok=True)
     return written
 
 
-def _torch_writer(obj: Any) -> Callable[[str], None]:
-    return lambda target: torch.save(obj, target)
-
-
-def _write_text(path: str, text: str) -> None:
+def _write_text(text: str, path: str) -> None:
     Path(path).write_text(text, encoding="utf-8")
 
 
-def _remove_stale(folder: Path, stem: str, suffix: str, keep: set[str]) -> None:
-    """Remove files of an earlier save with another number of shards, which a loader would mix with these."""
-    candidates = [
-        *folder.glob(f"{stem}-*-of-*.{suffix}"),
-        folder / f"{stem}.{suffix}",
-        folder / f"{stem}.{suffix}.index.json",
-    ]
-    for path in candidates:
-        if path.name not in keep:
-            path.unlink(missing_ok=True)
-
-
 def refuse_each_node(state: PartialState, each_node: bool) -> None:
-    """Refuse to save on each of several nodes what is divided among all of their ranks.
+    """Refuse to save a model on each of several nodes if it is sharded over all of their ranks.
 
     Raises:
-        ConfigurationError: ``each_node`` is set, and there are several.
+        ConfigurationError: ``each_node`` is set, and there are several nodes.
     """
     if each_node and state.environment.num_nodes > 1:
         raise ConfigurationError(
-            f"save_on_each_node=True keeps everything on each node, and this model is divided among the ranks of "
+            f"save_on_each_node=True saves everything on each node, and this model is sharded over the ranks of "
             f"{state.environment.num_nodes} nodes. Save to a file system that all nodes share, without "
             "save_on_each_node."
         )
 
 
 def refuse_unsavable(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Refuse to write a model of which a part has no values.
+    """Refuse to save a model if some of its tensors have no values.
 
     Raises:
         ConfigurationError: naming tensors on the meta device.
     """
-    empty = [
-        name for name, value in state_dict.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"
-    ]
+    empty = []
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            empty.append(name)
     if empty:
         raise ConfigurationError(
             f"{type(model).__name__} cannot be saved: {len(empty)} tensors have no values (they are on the meta "
-            "device), among them "
-            f"{', '.join(empty[:3])}. Load its weights first."
+            f"device), among them {', '.join(empty[:3])}. Load its weights first."
         )

@@ -1,215 +1,199 @@
-"""Writing the files of a checkpoint that is not in its place yet: each is digested and brought to the disk while the
-next is written.
-"""
+"""Writing a checkpoint: its files are hashed while they are written, and synced while the next one is written."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+import xxhash
 
 from accel_state import get_logger
 
 from ..core.types import Part
-from .atomic_dir import CheckpointFolder, sync
+from .atomic_dir import CheckpointDirectory, sync
 from .catalog import rotate
-from .contents import WeightsPart
-from .digests import BLOCK_BYTES, Digests, FileRecord, Workers, record_files
-from .manifest import MANIFEST_FORMAT, MANIFEST_NAME, Manifest
-from .rank_consensus import Agreement, Alone, StoreAgreement, agree
+from .manifest import BLOCK_BYTES, MANIFEST_FORMAT, MANIFEST_NAME, FileRecord, Manifest, Workers, record_file
 from .safe_load import check_readable
 from .staging import on_host
 
-_SMALL_BYTES = 1 << 16
+logger = get_logger(__name__)
+
+# Small pieces are written together.
+_BUFFER_BYTES = 1 << 16
+# In a directory that is being written: what a rank has written into it. Deleted before the checkpoint is complete.
+_RECORDS_NAME = ".records_{}.json"
+
+Consensus = Callable[[str], AbstractContextManager[None]]
+"""Makes a block that every rank enters, and that fails on all ranks if it fails on one; takes what to say it does."""
 
 
-class _FollowedFile:
-    """A file to write to, of which each block is digested as soon as it is whole. Small pieces are written together."""
+class HashingFile:
+    """A file to write to, whose blocks are hashed as they are written.
 
-    def __init__(self, path: Path, digests: Digests) -> None:
-        self._path = path
-        self._digests = digests
+    Args:
+        path: the file; an existing one is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._held_back = bytearray()
-        self._error: BaseException | None = None
-        self._digested = 0
-        self._written = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes in the file so far."""
-        return self._written + len(self._held_back)
+        self._buffer = bytearray()
+        self._size = 0
+        self._digest = xxhash.xxh3_128()
+        self._digests: list[str] = []
+        self.error: BaseException | None = None
+        """What went wrong while writing: torch replaces this error by one of its own."""
 
     def write(self, data: Any) -> int:
         """Write all of the data."""
         view = memoryview(data).cast("B")
-        try:
-            if len(view) > _SMALL_BYTES or len(self._held_back) > _SMALL_BYTES:
-                self.flush()
-            if len(view) > _SMALL_BYTES:
-                self._write_through(view)
-            else:
-                self._held_back += view
-        except BaseException as error:
-            self._error = error
-            raise
+        self._buffer += view if len(view) <= _BUFFER_BYTES else b""
+        if len(view) > _BUFFER_BYTES or len(self._buffer) > _BUFFER_BYTES:
+            self.flush()
+        if len(view) > _BUFFER_BYTES:
+            self._write_through(view)
         return len(view)
 
     def flush(self) -> None:
-        """Write what was held back."""
-        held_back, self._held_back = self._held_back, bytearray()
-        self._write_through(memoryview(held_back))
+        """Write the buffered pieces."""
+        buffered, self._buffer = self._buffer, bytearray()
+        self._write_through(memoryview(buffered))
 
     def _write_through(self, view: memoryview) -> None:
-        _write_all(self._descriptor, view)
-        self._written += len(view)
-        while self._written - self._digested >= BLOCK_BYTES:
-            self._digest_block()
+        while view:
+            try:
+                written = view[: os.write(self._descriptor, view[:BLOCK_BYTES])]
+            except BaseException as error:
+                self.error = error
+                raise
+            view = view[len(written) :]
+            while written:
+                block = written[: BLOCK_BYTES - self._size % BLOCK_BYTES]
+                self._digest.update(block)
+                self._size += len(block)
+                if self._size % BLOCK_BYTES == 0:
+                    self._digests.append(self._digest.hexdigest())
+                    self._digest.reset()
+                written = written[len(block) :]
 
-    def __enter__(self) -> _FollowedFile:
-        return self
+    def abandon(self) -> None:
+        """Close the file without writing what is buffered."""
+        # torch may call `write` once more, when another file has this descriptor.
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def close(self) -> FileRecord:
+        """Close the file, and return its size and digests."""
         try:
-            if error is None:
-                self.flush()
+            self.flush()
         finally:
             os.close(self._descriptor)
-        if self._error is not None and error is not self._error:
-            raise self._error from error  # torch has its own words for it, and they do not say why
-        while error is None and self._digested < max(self.size, 1):
-            self._digest_block()
-
-    def _digest_block(self) -> None:
-        self._digests.add_block(self._path, self._digested)
-        self._digested += BLOCK_BYTES
+        if self._size % BLOCK_BYTES or not self._size:
+            self._digests.append(self._digest.hexdigest())
+        return FileRecord(self._size, tuple(self._digests))
 
 
-def write_parts(folder: Path, parts: Iterable[Part], workers_count: int | None = None) -> dict[str, FileRecord]:
+def write_parts(
+    directory: Path, parts: Iterable[Part], workers_count: int | None = None, on_device: bool = True
+) -> dict[str, FileRecord]:
     """Write files, and bring them to the disk.
 
     Args:
-        folder: where to.
+        directory: where to write.
         parts: the files.
-        workers_count: threads beside this one.
+        workers_count: threads that sync them.
+        on_device: tensors may be on a device, and are copied to the host before they are written.
 
     Returns:
         Their records, by name.
 
     Raises:
-        CheckpointError: one could not be loaded again without running code.
-        OSError: or an error of torch or safetensors, if the disk cannot take them.
+        CheckpointError: a file could not be loaded again without running code.
+        OSError: the disk cannot take them; or an error of torch or safetensors.
     """
-    sizes: dict[str, int] = {}
+    records: dict[str, FileRecord] = {}
     with Workers(workers_count) as workers:
-        digests = Digests(workers)
         for part in parts:
-            path = folder / part.name
+            path = directory / part.name
             path.parent.mkdir(exist_ok=True)
-            sizes[part.name] = _write_part(part, path, digests)
+            file = HashingFile(path)
+            try:
+                part.write_value(on_host(part.value) if on_device else part.value, file)
+            except BaseException as error:
+                file.abandon()
+                if file.error is not None and file.error is not error:
+                    raise file.error from error  # torch's error does not say why it could not write
+                raise
+            records[part.name] = file.close()
             workers.submit(partial(sync, path))
             if part.what:
                 check_readable(path, part.what)
-    return {name: digests.record(folder / name, size) for name, size in sizes.items()}
-
-
-def _write_part(part: Part, path: Path, digests: Digests) -> int:
-    value = on_host(part.value)
-    if isinstance(part, WeightsPart):  # safetensors writes to paths only
-        part.write_value(value, path)
-        size = path.stat().st_size
-        digests.add_file(path, size)
-        return size
-    with _FollowedFile(path, digests) as file:
-        part.write_value(value, file)
-    return file.size
+    return records
 
 
 def write_manifest(
-    folder: Path,
+    directory: Path,
     world_size: int,
     counters: Mapping[str, int],
     known: Mapping[str, FileRecord] | None = None,
-    workers: int | None = None,
 ) -> Manifest:
-    """Describe everything that is in a folder, and bring to the disk what is not there yet.
+    """Write the manifest of everything in a directory, and bring to the disk what is not there yet.
 
     Args:
-        folder: the checkpoint.
+        directory: the checkpoint.
         world_size: how many processes have saved it.
         counters: see :class:`~accel.checkpoint.manifest.Manifest`.
-        known: records of files, by name, that are on the disk already.
-        workers: threads.
+        known: records of files that are on the disk already, by name.
     """
-    known = known or {}
-    names = sorted(
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.is_file() and path != folder / MANIFEST_NAME
-    )
-    others = [folder / name for name in names if name not in known]
-    for path in others:
-        sync(path)
-    found = {path.relative_to(folder).as_posix(): record for path, record in record_files(others, workers).items()}
+    records = {}
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            path = Path(parent, name)
+            relative = path.relative_to(directory).as_posix()
+            if known is not None and relative in known:
+                records[relative] = known[relative]
+            elif relative != MANIFEST_NAME:
+                sync(path)
+                records[relative] = record_file(path)
     manifest = Manifest(
         format=MANIFEST_FORMAT,
         world_size=world_size,
         counters=dict(counters),
-        versions=_versions(),
+        versions={
+            "accel": version("accel"),
+            "torch": str(torch.__version__),
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
         saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-        files={name: known[name] if name in known else found[name] for name in names},
+        files=dict(sorted(records.items())),
     )
-    _write_text(folder / MANIFEST_NAME, manifest.text())
-    sync_folders(folder)
+    file = HashingFile(directory / MANIFEST_NAME)
+    try:
+        file.write(manifest.text().encode("ascii"))
+    finally:
+        file.close()
+    sync(directory / MANIFEST_NAME)
+    sync_directories(directory)
     return manifest
 
 
-def _versions() -> dict[str, str]:
-    import platform
-    from importlib.metadata import version
-
-    import numpy as np
-    import torch
-
-    return {
-        "accel": version("accel"),
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _write_text(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        _write_all(descriptor, memoryview(text.encode("ascii")))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_all(descriptor: int, left: memoryview) -> None:
-    while left:
-        left = left[os.write(descriptor, left) :]
-
-
-def sync_folders(folder: Path) -> None:
-    """Wait until the names in a folder, and in those in it, are on the disk."""
-    for parent, _, _ in os.walk(folder, topdown=False):
+def sync_directories(directory: Path) -> None:
+    """Wait until the names in a directory, and in those in it, are on the disk."""
+    for parent, _, _ in os.walk(directory, topdown=False):
         sync(Path(parent))
-
-
-logger = get_logger(__name__)
-
-_RECORDS_NAME = ".records_{}.json"
-"""In a folder that is being written: what a rank has written into it. Gone before the checkpoint is in its place."""
 
 
 @dataclass
@@ -217,101 +201,96 @@ class StateWriter:
     """One save on one rank.
 
     Attributes:
-        folder: where to; its partial folder has been made.
-        is_writer: whether this process makes the folder whole: the main process (of each node, if nodes save on their
-            own).
-        parts: what this rank writes.
+        directory: where to write; its partial directory exists.
+        is_writer: whether this process writes what is common to all ranks: the main process (of each node, if the
+            nodes save on their own).
+        parts: the files that this rank writes.
         world_size: number of processes.
         counters: for the manifest.
         total_limit: how many automatically named checkpoints to keep; None keeps all.
-        finalizers: called on the writer, with the folder that is being written, when all ranks have written their parts.
-        workers: threads for digests; by default as many as there are processors.
-        committed: whether the checkpoint is in its place.
+        finalizers: called on the writer with the directory that is being written, when every rank has written its
+            parts.
+        on_device: whether tensors may be on a device.
+        workers: threads that sync files; by default one for each processor.
+        committed: whether the checkpoint has its final name.
     """
 
-    folder: CheckpointFolder
+    directory: CheckpointDirectory
     is_writer: bool
     parts: Sequence[Part]
     world_size: int
     counters: Mapping[str, int]
     total_limit: int | None = None
     finalizers: Sequence[Callable[[Path], None]] = ()
+    on_device: bool = True
     workers: int | None = None
-    committed: bool = False
-    _records: Mapping[str, FileRecord] = field(default_factory=dict)
+    committed: bool = field(default=False, init=False)
 
-    def finish(self, agreement: Agreement) -> None:
-        """Write the files, put the checkpoint in its place, delete old ones. Every rank must call it.
+    def finish(self, on_all_ranks: Consensus) -> None:
+        """Write the files, rename the checkpoint to its final name, delete old ones. Every rank must call it.
 
         Raises:
-            CheckpointError: one of these failed on some rank; but for the last of them, what was there before is
-                unchanged.
+            CheckpointError: this failed on some rank; except for the deletion, an older checkpoint is unchanged.
         """
-        target = self.folder.target
+        directory, partial_dir = self.directory, self.directory.partial
         try:
-            agree(agreement, f"saving {target}", self._write)
-            agree(agreement, f"saving {target}", self._commit)
+            with on_all_ranks(f"saving {directory.target}"), directory.explaining_write_errors():
+                records = write_parts(partial_dir, self.parts, self.workers, self.on_device)
+                if not self.is_writer:
+                    # The writer would have to read what the other ranks have written otherwise.
+                    table = json.dumps({name: asdict(record) for name, record in records.items()})
+                    (partial_dir / _RECORDS_NAME.format(uuid.uuid4().hex)).write_text(table)
+            self.parts = ()
+            with on_all_ranks(f"saving {directory.target}"):
+                if self.is_writer:
+                    with directory.explaining_write_errors():
+                        for finalize in self.finalizers:
+                            finalize(partial_dir)
+                        if self.world_size > 1:
+                            records = {**_records_of_other_ranks(partial_dir), **records}
+                        write_manifest(partial_dir, self.world_size, self.counters, records)
+                        directory.commit()
         except BaseException:
             if self.is_writer:
-                self.folder.abandon()
+                directory.abandon()
             raise
         self.committed = True
         if self.total_limit is not None:
-            agree(agreement, f"deleting old checkpoints beside {target}", self._rotate)
+            with on_all_ranks(f"deleting old checkpoints of {directory.target.parent}"):
+                if self.is_writer:
+                    deleted = rotate(directory.target.parent, self.total_limit, directory.target)
+                    if deleted:
+                        names = ", ".join(path.name for path in deleted)
+                        logger.info("Deleted %s: total_limit=%d.", names, self.total_limit)
 
-    def _write(self) -> None:
-        with self.folder.explaining_write_errors():
-            self._records = write_parts(self.folder.partial, self.parts, self.workers)
-            if not self.is_writer:
-                # Otherwise the writer would have to read what all the others have written.
-                path = self.folder.partial / _RECORDS_NAME.format(uuid.uuid4().hex)
-                path.write_text(json.dumps({name: asdict(record) for name, record in self._records.items()}))
-        self.parts = ()
 
-    def _commit(self) -> None:
-        if self.is_writer:
-            with self.folder.explaining_write_errors():
-                for close in self.finalizers:
-                    close(self.folder.partial)
-                records = {**self._records_of_others(), **self._records}
-                write_manifest(self.folder.partial, self.world_size, self.counters, records, self.workers)
-                self.folder.commit()
-
-    def _records_of_others(self) -> dict[str, FileRecord]:
-        """What other ranks have written and brought to the disk, as far as it is still there and of its size."""
-        found: dict[str, FileRecord] = {}
-        for path in self.folder.partial.glob(_RECORDS_NAME.format("*")):
-            for name, record in json.loads(path.read_bytes()).items():
-                file = self.folder.partial / name
-                if file.is_file() and file.stat().st_size == record["size"]:
-                    found[name] = FileRecord(record["size"], tuple(record["digests"]))
-            path.unlink()
-        return found
-
-    def _rotate(self) -> None:
-        target, limit = self.folder.target, self.total_limit
-        if self.is_writer and limit is not None:
-            deleted = rotate(target.parent, limit, target)
-            if deleted:
-                logger.info("Deleted %s: total_limit=%d.", ", ".join(path.name for path in deleted), limit)
+def _records_of_other_ranks(partial_dir: Path) -> dict[str, FileRecord]:
+    """Records of the files that other ranks have written, if these still exist with that size."""
+    records: dict[str, FileRecord] = {}
+    for path in partial_dir.glob(_RECORDS_NAME.format("*")):
+        for name, record in json.loads(path.read_bytes()).items():
+            file = partial_dir / name
+            if file.is_file() and file.stat().st_size == record["size"]:
+                records[name] = FileRecord(record["size"], tuple(record["digests"]))
+        path.unlink()
+    return records
 
 
 class BackgroundSave:
-    """One save in a thread of its own.
+    """A save in a thread of its own, which the interpreter waits for before it exits.
 
-    The interpreter waits for the thread before it ends. An error is logged at once, and raised by the first
-    :meth:`wait`.
+    An error is logged at once, and raised by the first :meth:`wait`.
 
     Args:
-        writer: what is to be written.
-        agreement: how the ranks agree.
-        number: the checkpoint's.
+        writer: writes the checkpoint.
+        on_all_ranks: consensus over collectives that only this thread uses.
+        number: the checkpoint's number.
     """
 
-    def __init__(self, writer: StateWriter, agreement: StoreAgreement | Alone, number: int) -> None:
+    def __init__(self, writer: StateWriter, on_all_ranks: Consensus, number: int) -> None:
         self.writer = writer
         self.number = number
-        self._agreement = agreement
+        self._on_all_ranks = on_all_ranks
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"accel-save-{number}", daemon=False)
         self._thread.start()
@@ -333,11 +312,8 @@ class BackgroundSave:
 
     def _run(self) -> None:
         try:
-            self.writer.finish(self._agreement)
+            self.writer.finish(self._on_all_ranks)
         except BaseException as error:
             self._error = error
-            logger.error(
-                "the state could not be saved to %s: %s", self.writer.folder.target, error, main_process_only=False
-            )
-        finally:
-            self._agreement.leave()
+            target = self.writer.directory.target
+            logger.error("the state could not be saved to %s: %s", target, error, main_process_only=False)

@@ -20,7 +20,7 @@ from accel_state import (
 )
 from accel_state.options import CoreOptions, ParadigmOptions
 
-from ..checkpoint.project import ProjectConfiguration
+from ..checkpoint.names import ProjectConfiguration
 from ..kwargs.base import Handlers
 from ..kwargs.fp8 import FP8Kwargs
 from ..kwargs.handlers import InitProcessGroupKwargs

@@ -1,4 +1,4 @@
-"""Preparing models, optimizers, schedulers and loaders, and remembering them."""
+"""Preparing models, optimizers, schedulers and loaders, and keeping a list of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_data import DataLoaderConfiguration, prepare_data_loader
+from accel_data import DataLoaderConfiguration, SeedableRandomSampler, get_sampler, prepare_data_loader
 from accel_state import RNGType
 from accel_state.errors import ConfigurationError
 
@@ -22,7 +22,7 @@ from .unwrap import extract_model_from_parallel
 
 
 class Preparation:
-    """What an Accelerator has prepared, and how it does so.
+    """Prepares objects, and keeps those that were prepared.
 
     Args:
         setup: strategy, precision and settings.
@@ -30,6 +30,10 @@ class Preparation:
         device_placement: whether models and batches are moved to the device.
         step_scheduler_with_optimizer: whether schedulers advance with their optimizers.
         rng_types: the generators that loaders synchronise.
+
+    Attributes:
+        models, optimizers, schedulers, dataloaders: the prepared objects.
+        seeded_samplers: the samplers whose order follows from a seed and the epoch, by the index of their loader.
     """
 
     def __init__(
@@ -49,42 +53,47 @@ class Preparation:
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[Any] = []
+        self.seeded_samplers: dict[int, SeedableRandomSampler] = {}
 
-    def prepare(self, objects: tuple[Any, ...], device_placement: list[bool | None]) -> list[Any]:
-        """Prepare objects of any kind, in any order; what is of no known kind passes through."""
+    def prepare(self, objects: tuple[Any, ...], device_placements: list[bool | None], accelerator: Any) -> list[Any]:
+        """Prepare objects of any kind, in any order; other objects are returned as they are.
+
+        Each is prepared by the accelerator's own ``prepare_model``, ``prepare_optimizer``, ``prepare_scheduler`` or
+        ``prepare_data_loader``, which a subclass may have overridden.
+        """
         joined = self.setup.precision.join_optimizer(list(objects))
-        joined = self.setup.strategy.prepare_together(joined, self)
+        prepared = list(self.setup.strategy.prepare_together(joined, self))
+        for index, (obj, device_placement) in enumerate(zip(prepared, device_placements, strict=True)):
+            if isinstance(obj, DataLoader):
+                prepared[index] = accelerator.prepare_data_loader(obj, device_placement=device_placement)
+            elif isinstance(obj, nn.Module):
+                prepared[index] = accelerator.prepare_model(obj, device_placement=device_placement)
+            elif isinstance(obj, torch.optim.Optimizer):
+                prepared[index] = accelerator.prepare_optimizer(obj, device_placement=device_placement)
         # Schedulers come last: they belong to prepared optimizers.
-        prepared = [self._prepare_first(obj, place) for obj, place in zip(joined, device_placement, strict=True)]
-        return [self.scheduler(obj) if is_scheduler(obj) else obj for obj in prepared]
-
-    def _prepare_first(self, obj: Any, device_placement: bool | None) -> Any:
-        for accepts, method in self._kinds():
-            if accepts(obj):
-                return method(obj, device_placement)
-        return obj
-
-    def _kinds(self) -> list[tuple[Callable[[Any], bool], Callable[..., Any]]]:
-        return [
-            (lambda obj: isinstance(obj, DataLoader), self.data_loader),
-            (lambda obj: isinstance(obj, nn.Module), self.model),
-            (lambda obj: isinstance(obj, torch.optim.Optimizer), self.optimizer),
-        ]
+        for index, obj in enumerate(prepared):
+            if is_scheduler(obj):
+                prepared[index] = accelerator.prepare_scheduler(obj)
+        return prepared
 
     def model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """Prepare a model: precision, device, wrapping, compilation."""
         if any(model is known for known in self.models):
             return model
-        strategy, dynamo = self.setup.strategy, self.setup.dynamo
+        strategy, dynamo, process = self.setup.strategy, self.setup.dynamo, self.setup.process
         if strategy.uses_engine:
             prepared: nn.Module = strategy.prepare_together([model], self)[0]
             return prepared
         strategy.check_model(model)
-        spread = is_spread(model)
-        if spread and not evaluation_mode:
-            self._refuse_spread(model)
+        dispatched = is_dispatched(model)
+        if dispatched and not evaluation_mode and process.num_processes > 1:
+            raise ConfigurationError(
+                f"{type(model).__name__} was dispatched over several devices or offloaded (hf_device_map), and each "
+                f"of the {process.num_processes} processes would train a copy of it. Start one process, or load the "
+                "model without a device map; for inference prepare it with evaluation_mode=True."
+            )
         self.setup.precision.wrap_forward(extract_model_from_parallel(model))
-        if (self.device_placement if device_placement is None else device_placement) and not spread:
+        if (self.device_placement if device_placement is None else device_placement) and not dispatched:
             model = strategy.place(model)
         if not evaluation_mode:
             model = strategy.wrap(model)
@@ -94,16 +103,6 @@ class Preparation:
             model = (compile_regions if dynamo.use_regional_compilation else compile_model)(model, **dynamo.to_kwargs())
         self.models.append(model)
         return model
-
-    def _refuse_spread(self, model: nn.Module) -> None:
-        if self.setup.process.num_processes > 1:
-            raise ConfigurationError(
-                f"{type(model).__name__} was dispatched over several devices or offloaded (hf_device_map), and each "
-                "of the "
-                f"{self.setup.process.num_processes} processes would train a copy of it. Start one process, or load "
-                "the model without "
-                "a device map; for inference prepare it with evaluation_mode=True."
-            )
 
     def optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepare an optimizer."""
@@ -117,11 +116,11 @@ class Preparation:
         return prepared
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare a scheduler, together with the prepared optimizer that it drives."""
+        """Prepare a scheduler, with the prepared optimizer that it drives."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
-        own = getattr(scheduler, "optimizer", None)
-        driven = [prepared for prepared in self.optimizers if prepared.wraps(own)]
+        optimizer = getattr(scheduler, "optimizer", None)
+        driven = [prepared for prepared in self.optimizers if prepared.wraps(optimizer)]
         prepared = AcceleratedScheduler(
             scheduler,
             driven or self.optimizers,
@@ -153,38 +152,37 @@ class Preparation:
             slice_fn_for_dispatch=slice_fn_for_dispatch,
             **asdict(self.loader_settings),
         )
+        sampler = get_sampler(prepared)
+        if isinstance(sampler, SeedableRandomSampler):
+            self.seeded_samplers[len(self.dataloaders)] = sampler
         self.dataloaders.append(prepared)
         return prepared
 
     def forget(self) -> None:
         """Drop every reference to prepared objects."""
-        for prepared in (self.models, self.optimizers, self.schedulers, self.dataloaders):
-            prepared.clear()
+        for prepared in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.seeded_samplers):
+            prepared.clear()  # type: ignore[attr-defined]
 
 
-def is_spread(model: nn.Module) -> bool:
-    """Whether a dispatch has given the model's parts their devices, or offloaded them: it must not be moved as a whole."""
-    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
-    return len(places) > 1 or bool(places & {"disk"}) or any(_is_offloading(module) for module in model.modules())
-
-
-def _is_offloading(module: nn.Module) -> bool:
-    hook = getattr(module, "_hf_hook", None)
-    return any(getattr(one, "offload", False) is True for one in getattr(hook, "hooks", (hook,)))
+def is_dispatched(model: nn.Module) -> bool:
+    """Whether a model was dispatched over several devices or offloaded, so that it must not be moved as a whole."""
+    devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+    if len(devices) > 1 or "disk" in devices:
+        return True
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for single in getattr(hook, "hooks", (hook,)):
+            if getattr(single, "offload", False) is True:
+                return True
+    return False
 
 
 def is_scheduler(obj: Any) -> bool:
-    """Whether an object is a learning rate scheduler, of torch or of the same form."""
+    """Whether an object is a learning rate scheduler, of torch or with the same interface."""
     if isinstance(obj, (AcceleratedScheduler, torch.optim.lr_scheduler.LRScheduler)):
         return True
-    if isinstance(
-        obj, (torch.optim.Optimizer, nn.Module)
-    ):  # a wrapper around an optimizer, or an engine, has all that is asked for below
+    # A wrapper of an optimizer, or an engine, has the attributes of a scheduler too.
+    if isinstance(obj, (torch.optim.Optimizer, nn.Module)):
         return False
-    # Schedulers of other libraries are recognised by what they drive and do.
-    driven = getattr(obj, "optimizer", None)
-    return (
-        isinstance(driven, torch.optim.Optimizer)
-        and callable(getattr(obj, "step", None))
-        and hasattr(obj, "state_dict")
-    )
+    drives_optimizer = isinstance(getattr(obj, "optimizer", None), torch.optim.Optimizer)
+    return drives_optimizer and callable(getattr(obj, "step", None)) and hasattr(obj, "state_dict")

@@ -27,14 +27,8 @@ class Part:
     what: str = ""
     each_rank: bool = False
 
-    def write_value(self, value: Any, target: Any) -> None:
-        """Write contents in this part's format.
-
-        Args:
-            value: the contents, or a copy of them.
-            target: an object with ``write``.
-        """
-        torch.save(value, target)
+    # Called as `write_value(value, target)`: the contents, or a copy of them, and an object with `write`.
+    write_value = staticmethod(torch.save)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Getting back to the user's model, and to the names it gave its weights."""
+"""The user's model inside its wrappers, and the names that the user gave its weights."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from .._torch_compat import NAME_PREFIXES, compiled_call, drop_compiled_call, is_optimized_module, original_module
+from .._torch_compat import COMPILED_CALL, NAME_PREFIXES, OPTIMIZED_MODULE, ORIGINAL_MODULE
+
+# Wrapper classes by module. They are not imported, which is slow: where the module of a class was never imported, there
+# is no object of the class.
+_WRAPPERS = (
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"),
+)
 
 
-def _is_fully_sharded(module: nn.Module) -> bool:
-    """Whether version 1 of FSDP wrapped this module; its class is loaded only where it is used."""
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
-
-
-def _is_deepspeed_engine(module: nn.Module) -> bool:
-    """Whether DeepSpeed made this module."""
-    engine = sys.modules.get("deepspeed.runtime.engine")
-    return engine is not None and isinstance(module, engine.DeepSpeedEngine)
+def _is_instance(module: nn.Module, *classes: tuple[str, str]) -> bool:
+    """Whether a module is an instance of one of the classes, given as (module, name)."""
+    for module_name, class_name in classes:
+        loaded = sys.modules.get(module_name)
+        if loaded is not None and isinstance(module, getattr(loaded, class_name)):
+            return True
+    return False
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` or ``module.compile()`` was applied to the whole module."""
-    return is_optimized_module(module) or compiled_call(module) is not None
+    """Whether ``torch.compile(module)`` or ``module.compile()`` was applied to the module as a whole."""
+    return getattr(module, COMPILED_CALL) is not None or _is_instance(module, OPTIMIZED_MODULE)
 
 
 def extract_model_from_parallel(
@@ -38,8 +42,8 @@ def extract_model_from_parallel(
 
     Args:
         model: any model, wrapped or not.
-        keep_fp32_wrapper: keep mixed precision's autocast around its forward. When off, the original forward is put
-            back.
+        keep_fp32_wrapper: keep mixed precision's autocast around its forward; otherwise the original forward is
+            restored.
         keep_torch_compile: return a compiled model if ``model`` was one.
         recursive: also unwrap the submodules.
     """
@@ -48,22 +52,24 @@ def extract_model_from_parallel(
         _unwrap_children(inner)
     if not keep_fp32_wrapper:
         _restore_forward(inner)
-    return _with_compilation(inner, compiled) if keep_torch_compile else _without_compilation(inner)
+    if keep_torch_compile:
+        return inner if compiled is None or compiled is inner else _with_compilation(inner, compiled)
+    if getattr(inner, COMPILED_CALL) is None:
+        return inner
+    plain = copy.copy(inner)  # shares parameters and submodules
+    setattr(plain, COMPILED_CALL, None)
+    return plain
 
 
-def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
-    """The user's model, and the innermost layer around it that was compiled."""
+def _peel(model: nn.Module) -> tuple[nn.Module, Any]:
+    """The user's model, and the innermost compiled wrapper around it, or None."""
     compiled: nn.Module | None = None
     while True:
         if is_compiled_module(model):
             compiled = model
-        if is_optimized_module(model):
-            model = original_module(model)
-        elif (
-            isinstance(model, (DistributedDataParallel, DataParallel))
-            or _is_fully_sharded(model)
-            or _is_deepspeed_engine(model)
-        ):
+        if _is_instance(model, OPTIMIZED_MODULE):
+            model = getattr(model, ORIGINAL_MODULE)
+        elif isinstance(model, (DistributedDataParallel, DataParallel)) or _is_instance(model, *_WRAPPERS):
             model = model.module  # type: ignore[assignment]
         else:
             return model, compiled
@@ -87,47 +93,37 @@ def _restore_forward(model: nn.Module) -> None:
         model.forward = original
 
 
-def _with_compilation(inner: nn.Module, compiled: nn.Module | None) -> nn.Module:
-    """The user's model, compiled with the settings of the layer around it that was."""
-    if compiled is None or compiled is inner:
-        return inner
-    if not is_optimized_module(compiled):
+def _with_compilation(inner: nn.Module, compiled: Any) -> nn.Module:
+    """The user's model, compiled with the settings of a compiled wrapper around it."""
+    if not _is_instance(compiled, OPTIMIZED_MODULE):
         inner.compile(**getattr(compiled, "_accel_compile_kwargs", {}))
         return inner
-    if original_module(compiled) is inner:
-        return compiled
+    if getattr(compiled, ORIGINAL_MODULE) is inner:
+        return compiled  # type: ignore[no-any-return]
     rewrapped: nn.Module = type(compiled)(inner, compiled.dynamo_ctx)
     return rewrapped
-
-
-def _without_compilation(model: nn.Module) -> nn.Module:
-    if compiled_call(model) is None:
-        return model
-    plain = copy.copy(model)  # shares parameters and submodules
-    drop_compiled_call(plain)
-    return plain
 
 
 def parameter_state_dict(model: nn.Module) -> dict[str, Any]:
     """``model.state_dict()`` under the names of the uncompiled model, with the values of offloaded weights.
 
-    Compiled submodules leave their mark in the names. What is offloaded is mapped from where it lies, and not read as a
-    whole.
+    Offloaded weights are mapped, not read.
     """
-    return {clean_name(name): value for name, value in _state_dict(model).items()}
+    state_dict = None
+    for module in model.modules():
+        if hasattr(module, "_hf_hook"):
+            from accel_bigmodel import get_state_dict_offloaded_model, has_offloaded_weights
 
-
-def _state_dict(model: nn.Module) -> dict[str, Any]:
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        from accel_bigmodel import get_state_dict_offloaded_model, has_offloaded_weights
-
-        if has_offloaded_weights(model):
-            return get_state_dict_offloaded_model(model)
-    return model.state_dict()
+            state_dict = get_state_dict_offloaded_model(model) if has_offloaded_weights(model) else None
+            break
+    cleaned = {}
+    for name, value in (model.state_dict() if state_dict is None else state_dict).items():
+        cleaned[clean_name(name)] = value
+    return cleaned
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without the marks of what lies around its modules."""
+    """A parameter's name without the prefixes of wrappers around its modules."""
     for prefix in NAME_PREFIXES:
         name = name.replace(prefix, "")
     return name
@@ -148,12 +144,12 @@ def names_in_order(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """What tensors that share memory have in common: device, storage address, and size in bytes."""
+    """A key that is equal for tensors that share memory: device, storage address, and size in bytes."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether a model, wrapped or not, is one of peft's. Where peft has not been imported there can be none."""
+    """Whether a model, wrapped or not, is a PeftModel of the package peft."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)

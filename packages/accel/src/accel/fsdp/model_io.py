@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from accel_state.errors import ConfigurationError, require
 
 from ..checkpoint.atomic_dir import sync
-from ..checkpoint.loader import read_safetensors
+from ..checkpoint.checkpointer import on_all_ranks
 from ..checkpoint.names import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError
-from ..checkpoint.rank_consensus import on_all_ranks
-from ..checkpoint.safe_load import read
-from ..checkpoint.writer import sync_folders, write_parts
+from ..checkpoint.safe_load import read, read_safetensors
+from ..checkpoint.writer import sync_directories, write_parts
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, extract_model_from_parallel, is_peft_model
 from .checkpoint import state_dicts
@@ -235,10 +234,11 @@ def _reader(accelerator: Accelerator, directory: Path, use_dcp: bool) -> Sharded
 
 def _plan_and_apply(accelerator: Accelerator, action: str, plan: Callable[[], Callable[[], Any]]) -> None:
     """Read on every rank, and apply only if every rank could read."""
-    planned: list[Callable[[], Any]] = []
     collectives = accelerator.process_state.collectives
-    on_all_ranks(collectives, action, lambda: planned.append(plan()))
-    on_all_ranks(collectives, action, planned[0])
+    with on_all_ranks(collectives, action):
+        apply = plan()
+    with on_all_ranks(collectives, action):
+        apply()
 
 
 def _write(accelerator: Accelerator, directory: Path, gathered: Gathered) -> None:
@@ -246,26 +246,22 @@ def _write(accelerator: Accelerator, directory: Path, gathered: Gathered) -> Non
     process = accelerator.process_state
     parts = [part for part in gathered.parts if part.each_rank or process.is_main_process]
     partial = directory / ".partial"
-
-    def move_files() -> None:
+    collectives, action = process.collectives, f"saving into {directory}"
+    with on_all_ranks(collectives, action):
+        partial.mkdir(parents=True, exist_ok=True)
+    with on_all_ranks(collectives, action):
+        write_parts(partial, parts)
+    with on_all_ranks(collectives, action):
         for name in sorted({part.name.split("/")[0] for part in parts}):
             if (partial / name).is_file():
                 os.replace(partial / name, directory / name)
-
-    def finalize() -> None:
-        if not process.is_main_process:
-            return
-        for finalizer in gathered.finalizers:
-            finalizer(partial)
-        for subdirectory in [path for path in partial.iterdir() if path.is_dir()]:
-            sync_folders(subdirectory)
-            shutil.rmtree(directory / subdirectory.name, ignore_errors=True)
-            os.replace(subdirectory, directory / subdirectory.name)
-        partial.rmdir()
-        sync(directory)
-
-    action = f"saving into {directory}"
-    on_all_ranks(process.collectives, action, lambda: partial.mkdir(parents=True, exist_ok=True))
-    on_all_ranks(process.collectives, action, lambda: write_parts(partial, parts))
-    on_all_ranks(process.collectives, action, move_files)
-    on_all_ranks(process.collectives, action, finalize)
+    with on_all_ranks(collectives, action):
+        if process.is_main_process:
+            for finalizer in gathered.finalizers:
+                finalizer(partial)
+            for subdirectory in [path for path in partial.iterdir() if path.is_dir()]:
+                sync_directories(subdirectory)
+                shutil.rmtree(directory / subdirectory.name, ignore_errors=True)
+                os.replace(subdirectory, directory / subdirectory.name)
+            partial.rmdir()
+            sync(directory)

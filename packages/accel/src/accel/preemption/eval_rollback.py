@@ -1,69 +1,61 @@
-"""The training as it was at the end of a loop, to go back to when the evaluation that follows is interrupted.
+"""A snapshot of the training at the end of a loop, to return to when the evaluation after it is interrupted.
 
-A script cannot be entered in the middle of an evaluation. What it can do is to enter the epoch at the end of its
-training loop, and run all that comes after it again. For that, everything has to be as it was there. An evaluation
-leaves weights alone, so only small things are remembered: what the code between the two loops may change, as a
-scheduler that steps once an epoch does.
+A script cannot be resumed in the middle of an evaluation. It can be resumed at the end of the training loop before it,
+and then runs everything after that loop again. For that, everything has to be as it was there. An evaluation does not
+change weights, so only small things are kept: those that the code between the two loops may change, such as a scheduler
+that steps once per epoch.
 """
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..checkpoint import contents
+from accel_state.devices.base import Device
 
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
+from ..checkpoint.contents import capture_rng, restore_rng
+from ..core.prepare import Preparation
 
 
 class LoopEnd:
-    """Remembers everything but weights and the optimizers' state, at the moment when a training loop asks for a batch
-    beyond its last.
+    """Everything but weights and optimizer state, when a training loop asks for a batch beyond its last.
 
     Args:
-        accelerator: whose training it is.
+        prepared: the prepared objects.
+        registered: the objects registered for checkpointing.
+        device: the device that this process computes on.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        prepared = accelerator.prepared
-        self._steps = _steps_taken(accelerator)
-        self._generators = contents.capture(accelerator.process_state.device_backend)
-        self._settings = [[_settings(group) for group in optimizer.param_groups] for optimizer in prepared.optimizers]
-        holders = [*prepared.dataloaders, *prepared.schedulers, *accelerator._custom_objects]
-        self._states = [
-            (holder, copy.deepcopy(holder.state_dict())) for holder in holders if hasattr(holder, "load_state_dict")
-        ]
+    def __init__(self, prepared: Preparation, registered: list[Any], device: Device) -> None:
+        self._steps = [optimizer.steps_taken for optimizer in prepared.optimizers]
+        self._device = device
+        self._generators = capture_rng(device)
+        self._settings = []
+        for optimizer in prepared.optimizers:
+            groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+            self._settings.append(copy.deepcopy(groups))
+        self._states = []
+        for obj in [*prepared.dataloaders, *prepared.schedulers, *registered]:
+            if hasattr(obj, "load_state_dict"):
+                self._states.append((obj, copy.deepcopy(obj.state_dict())))
 
-    def holds(self, accelerator: Accelerator) -> bool:
+    def is_current(self, prepared: Preparation) -> bool:
         """Whether no optimizer has stepped since."""
-        return self._steps == _steps_taken(accelerator)
+        return self._steps == [optimizer.steps_taken for optimizer in prepared.optimizers]
 
-    def put_back(self, accelerator: Accelerator) -> None:
-        """Make everything what it was."""
-        for holder, state in self._states:
-            holder.load_state_dict(state)
-        for optimizer, groups in zip(accelerator.prepared.optimizers, self._settings, strict=True):
+    def restore(self, prepared: Preparation) -> None:
+        """Restore everything to what it was."""
+        for obj, state in self._states:
+            obj.load_state_dict(state)
+        for optimizer, groups in zip(prepared.optimizers, self._settings, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                _restore_settings(group, settings)
-        contents.restore(self._generators, accelerator.process_state.device_backend, Path("memory"))
-
-
-def _steps_taken(accelerator: Accelerator) -> list[int]:
-    return [optimizer.steps_taken for optimizer in accelerator.prepared.optimizers]
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-
-
-def _restore_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
-            # Learning rates of capturable optimizers are read where they lie.
-            group[name].copy_(value)
-        else:
-            group[name] = value
+                for name, value in settings.items():
+                    if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+                        # Captured graphs read the learning rate from this tensor.
+                        group[name].copy_(value)
+                    else:
+                        group[name] = value
+        restore_rng(self._generators, self._device, Path("memory"))

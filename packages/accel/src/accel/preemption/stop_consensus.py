@@ -1,11 +1,11 @@
 """How ranks agree, without a collective, on the step after which all of them stop.
 
 Every rank passes the same sequence of points: the beginning of each loop, and the moments between two steps of loops
-that have equally many steps on every rank. Some of these points are open to a stop, and which ones follows from that
-sequence alone, so it is the same on all ranks. At an open point each rank asks the store of the process group for the
-verdict; the first one there gives it, in one atomic operation: go on, and after how many points the next open one
-comes, or stop. No rank waits for another, so a program whose ranks do different things runs as it does without this. A
-rank that was told to stop announces that at the next point that nobody has passed.
+that have the same number of steps on every rank. A run can stop at some of these points, the open ones; which ones
+follows from the sequence alone, so they are the same on all ranks. At an open point each rank reads the decision from
+the store of the process group. The first rank there makes it, in one atomic operation: stop, or continue for a number
+of points until the next open one. No rank waits for another, so ranks that do different things are not slowed down. A
+rank that received a signal decides to stop at the next point that no rank has passed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from typing import Any
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import default_store
+
 logger = get_logger(__name__)
 
 INTERVAL_SECONDS = 0.25
-"""About how often a rank asks."""
+"""Approximate time between two reads of the store."""
 
 LONGEST_LEASE = 64
-"""At most so many steps pass without asking, however quick they were: the ones that follow may be slow."""
+"""Most steps between two reads of the store, however fast they are: the following ones may be slow."""
 
 _MEETING_PAUSE_SECONDS = 0.02
 
-# An old verdict is deleted when rank 0 is this many open points ahead of it.
-_KEPT_VERDICTS = 4096
+# Rank 0 deletes the decision of the open point this many before its own.
+_KEPT_DECISIONS = 4096
 
 
 class StopAgreement:
-    """Tells a rank at which of its points to stop.
+    """Decides at which point a rank stops.
 
     Args:
         store: the store of the process group.
@@ -52,12 +54,12 @@ class StopAgreement:
         self._lost = False
 
     def passes(self, loop: int, *, begins: bool, wants_to_stop: bool) -> bool:
-        """Pass a point, and say whether to stop there.
+        """Pass a point, and return whether to stop there.
 
         Args:
-            loop: which loop the point belongs to.
+            loop: identifies the loop of the point.
             begins: whether the loop begins there.
-            wants_to_stop: whether this rank was told to.
+            wants_to_stop: whether this rank received a signal.
         """
         self._steps_left -= 1
         if wants_to_stop and self._announced < self._lease:
@@ -70,14 +72,14 @@ class StopAgreement:
     def _ask(self, loop: int, begins: bool, wants_to_stop: bool) -> bool:
         length = 1 if begins or loop != self._loop else self._next_length()
         self._loop = loop
-        verdict = self._decide("stop" if wants_to_stop else str(length))
+        decision = self._decide("stop" if wants_to_stop else str(length))
         self._lease += 1
-        if verdict == "stop":
+        if decision == "stop":
             return True
-        self._length = self._steps_left = int(verdict)
+        self._length = self._steps_left = int(decision)
         self._since = time.monotonic()
-        if self._rank == 0 and not self._lost and self._lease > _KEPT_VERDICTS:
-            self._store.delete_key(_key(self._lease - _KEPT_VERDICTS))
+        if self._rank == 0 and not self._lost and self._lease > _KEPT_DECISIONS:
+            self._store.delete_key(_key(self._lease - _KEPT_DECISIONS))
         return False
 
     def _next_length(self) -> int:
@@ -85,24 +87,22 @@ class StopAgreement:
         return max(1, min(2 * self._length, LONGEST_LEASE, int(INTERVAL_SECONDS / seconds_a_step)))
 
     def _decide(self, proposal: str) -> str:
-        """The verdict for the next open point: the proposal, or what another rank was first with."""
+        """The decision at the next open point: the proposal, or that of another rank that was there first."""
         try:
-            verdict: bytes = self._store.compare_set(_key(self._lease), "", proposal)
+            decision: bytes = self._store.compare_set(_key(self._lease), "", proposal)
         except RuntimeError as error:
             if not self._lost:
                 self._lost = True
-                message = (
-                    "The store of the process group is gone, so a signal no longer saves the training of all ranks: %s"
-                )
+                message = "The store of the process group is lost, so a signal no longer saves the training: %s"
                 logger.warning(message, error, main_process_only=False)
             return proposal
-        return verdict.decode()
+        return decision.decode()
 
     def meet(self, seconds: float) -> list[int]:
-        """Wait for the other ranks to stop too.
+        """Wait for the other ranks to stop.
 
         Returns:
-            The ranks that did not within this time.
+            The ranks that did not stop within this time.
         """
         if self._lost:
             return [rank for rank in range(self._world_size) if rank != self._rank]
@@ -110,7 +110,7 @@ class StopAgreement:
         deadline = time.monotonic() + seconds
         missing = list(range(self._world_size))
         while True:
-            # Read before the store is: this process may have stood still, and the others come meanwhile.
+            # Checked before the store is read: this process may have been suspended while the others arrived.
             is_late = time.monotonic() >= deadline
             missing = [rank for rank in missing if not self._store.check([f"stopped/{rank}"])]
             if not missing or is_late:
@@ -122,8 +122,8 @@ def _key(lease: int) -> str:
     return f"point/{lease}"
 
 
-def agreement_of_world(rank: int, world_size: int) -> StopAgreement | None:
-    """The agreement of this process group; None for a single process, which needs none.
+def stop_agreement(rank: int, world_size: int) -> StopAgreement | None:
+    """The agreement of this process group; None for a single process.
 
     Raises:
         ConfigurationError: the process group has no store.
@@ -131,16 +131,14 @@ def agreement_of_world(rank: int, world_size: int) -> StopAgreement | None:
     if world_size == 1:
         return None
     from torch.distributed import PrefixStore
-    from torch.distributed.distributed_c10d import _get_default_store
 
     try:
-        store = _get_default_store()
+        store = default_store()
     except (RuntimeError, ValueError, AssertionError) as error:
         raise ConfigurationError(
-            f"save_on_signal needs the store of torch's process group, to agree on a step, and there is none: "
-            f"{error}. Leave it out, and "
-            "save at intervals."
+            f"save_on_signal needs the store of torch's process group to agree on a step, and there is none: {error}. "
+            "Leave save_on_signal out, and save at intervals."
         ) from None
-    # A second Accelerator of the same processes counts its points anew.
+    # A second Accelerator in the same processes counts its points from zero.
     count = int(store.add(f"accel/stop_agreements/{rank}", 1))
     return StopAgreement(PrefixStore(f"accel/stop/{count}/", store), rank, world_size)

@@ -6,52 +6,10 @@ from typing import Any
 
 import torch
 
-from accel_state import GradientState, PartialState, operations
+from accel_state import GradientState, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.operations import gather, gather_object, recursively_apply
 from accel_state.operations.nested import is_container, leaves, replace_leaves
-
-from ..strategies.base import Strategy
-
-
-class Gathering:
-    """Collecting tensors of all ranks, for an Accelerator to inherit."""
-
-    process_state: PartialState
-    gradient_state: GradientState
-    strategy: Strategy
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate nested tensors of all ranks along the first dimension; see :func:`accel.utils.gather`.
-
-        On a mesh (ParallelismConfig) the ranks are those that get different samples.
-        """
-        return operations.gather(tensor, collectives=self.strategy.data_collectives)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather predictions and labels of the current batch, without the samples that only fill up the last one.
-
-        Args:
-            input_data: nested tensors whose first dimension is that of samples; or a list of objects, one a sample.
-            use_gather_object: treat the data as objects even if it is made of tensors.
-
-        Returns:
-            Over the loop, exactly the samples of the data set, in its order, on every rank.
-        """
-        return gather_for_metrics(
-            input_data, self.process_state, self.gradient_state, use_gather_object, self.strategy.data_collectives
-        )
-
-    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Reduce nested tensors of all ranks element by element; see :func:`accel.utils.reduce`.
-
-        On a mesh (ParallelismConfig) the ranks are those that get different samples or different parts of them.
-        """
-        return operations.reduce(tensor, reduction, scale, collectives=self.strategy.averaging_collectives)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad nested tensors to the longest of all ranks; see :func:`accel.utils.pad_across_processes`."""
-        return operations.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
 
 def gather_for_metrics(
@@ -61,7 +19,15 @@ def gather_for_metrics(
     use_gather_object: bool = False,
     collectives: Collectives | None = None,
 ) -> Any:
-    """Gather from all ranks, without the samples that only filled up the last batch; see the Accelerator's method."""
+    """Gather from all ranks without the padding of the last batch; see the Accelerator's method.
+
+    Args:
+        data: nested tensors whose first dimension is that of samples; or a list of objects, one for each sample.
+        state: rank and world size.
+        gradient_state: knows the loader that is being iterated.
+        use_gather_object: treat the data as objects even if it consists of tensors.
+        collectives: of the ranks that get different samples; by default of all.
+    """
     collectives = collectives or state.collectives
     as_objects = use_gather_object or not _only_tensors(data)
     loader = gradient_state.active_dataloader
@@ -72,13 +38,11 @@ def gather_for_metrics(
         return gathered
     if as_objects:
         return gathered[: loader.remainder]
-    # A 0-dimensional tensor is a value of a rank, not of a sample.
-    samples = [leaf.ndim > 0 for leaf in leaves(data)]
-    cut = (
-        value[: loader.remainder] if of_samples else value
-        for value, of_samples in zip(leaves(gathered), samples, strict=True)
-    )
-    return replace_leaves(gathered, cut)
+    kept = []
+    for local, value in zip(leaves(data), leaves(gathered), strict=True):
+        # A 0-dimensional tensor is a value of a rank, not of a sample.
+        kept.append(value[: loader.remainder] if local.ndim else value)
+    return replace_leaves(gathered, iter(kept))
 
 
 def _only_tensors(data: Any) -> bool:
@@ -91,7 +55,7 @@ def _only_tensors(data: Any) -> bool:
 
 
 def _gather_ragged(data: Any, real_samples: int | None, collectives: Collectives, as_objects: bool) -> Any:
-    """Gather batches whose sizes differ between ranks, of which each rank knows how many samples are real."""
+    """Gather batches whose sizes differ between ranks; each rank knows how many of its samples are not padding."""
     if as_objects:
         whole = real_samples is None or not isinstance(data, (list, tuple))
         return gather_object(data if whole else list(data)[:real_samples], collectives=collectives)

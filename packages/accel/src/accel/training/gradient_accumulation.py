@@ -1,9 +1,9 @@
-"""Gradient accumulation: which micro batch ends a window, and what each loss counts.
+"""Gradient accumulation: which micro batch ends a window, and how each loss is scaled.
 
-Within a window of ``k`` micro batches each loss counts ``1/k``. Two things are known only when a window ends: that it
-is short, because the loader has ended, and how many items (tokens, say) it held over all ranks. Both are put right at
-the start of the backward pass that ends the window, by rescaling the gradients accumulated so far, so that the
-synchronised result is exact.
+Within a window of ``k`` micro batches each loss is scaled by ``1/k``. Two things are known only when a window ends:
+that it is short, because the loader has ended, and the number of items (such as tokens) in it over all ranks. Both are
+corrected at the start of the backward pass that ends the window, by rescaling the gradients accumulated so far, so that
+the synchronised result is exact.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ItemReduction = Literal["mean", "sum"]
 Models = tuple[nn.Module, ...]
 
 
-def _nothing() -> None:
-    """Stands for a loader that is gone."""
+def _no_loader() -> None:
+    """The weak reference to a loader that was collected."""
 
 
 @dataclass(slots=True)
@@ -37,11 +37,11 @@ class Window:
 
     Attributes:
         models: the models whose gradients accumulate.
-        divisor: what each loss of the window is divided by.
+        divisor: the number that each loss of the window is divided by.
         position: micro batches in the window so far.
-        by_items: whether its losses are weighed by items; None before the first.
+        by_items: whether its losses are weighted by items; None before the first.
         items: items of this rank in the window so far.
-        normaliser: the number of items that the gradients held so far are divided by; None before the window ends.
+        normaliser: the number of items that the gradients so far are divided by; None before the window ends.
     """
 
     models: Models
@@ -52,15 +52,14 @@ class Window:
     normaliser: torch.Tensor | None = None
 
     def expect(self, by_items: bool) -> None:
-        """Note how a loss is weighed.
+        """Set whether losses are weighted by items.
 
         Raises:
-            ConfigurationError: the other losses of the window are weighed in the other way.
+            ConfigurationError: the other losses of the window are weighted differently.
         """
         if self.by_items not in (None, by_items):
             raise ConfigurationError(
-                "this accumulation window holds losses with num_items and losses without, which cannot be weighed "
-                "against each other. "
+                "this accumulation window has losses with num_items and losses without, which cannot be combined. "
                 "Pass num_items to every backward of a window, or to none."
             )
         self.by_items = by_items
@@ -76,10 +75,10 @@ class Accumulation:
 
     Args:
         state: rank, world and device.
-        gradient_state: where the outcome is published.
-        plugin: the settings; of this Accelerator only, where GradientState is shared with others.
-        strategy: what rescales and synchronises gradients.
-        prepared_models: the models that are meant where none are named.
+        gradient_state: publishes whether gradients are synchronised.
+        plugin: the settings of this Accelerator; those in GradientState are shared by all.
+        strategy: rescales and synchronises gradients.
+        prepared_models: returns the default models.
     """
 
     def __init__(
@@ -94,17 +93,18 @@ class Accumulation:
         self.gradient_state = gradient_state
         self.plugin = plugin
         self.num_steps = plugin.num_steps or 1
-        """Micro batches in a whole window."""
+        """Micro batches in a full window."""
         self.strategy = strategy
         self._skips_sync = strategy if strategy.skips_gradient_sync else None
         self._prepared_models = prepared_models
-        # The windows of a loader go with it.
+        # The windows of a loader are dropped with it.
         self._by_loader: weakref.WeakKeyDictionary[Any, dict[Models, Window]] = weakref.WeakKeyDictionary()
-        self._latest_loader: Callable[[], Any] = _nothing
+        self._latest_loader: Callable[[], Any] = _no_loader
         self._latest_windows: dict[Models, Window] = {}
         self._without_loader: dict[Models, Window] = {}
         self.current: Window | None = None
-        self._has_accumulated = False
+        self.has_accumulated = False
+        """Whether there may be open windows."""
 
     def forget(self) -> None:
         """Drop all windows, and with them the references to models."""
@@ -114,20 +114,18 @@ class Accumulation:
         self.current = None
 
     def windows_of(self, loader: Any) -> list[Window]:
-        """The open windows of a loader; None for those of no loader."""
+        """The open windows of a loader; with None those without a loader."""
         return list((self._without_loader if loader is None else self._by_loader.get(loader, {})).values())
 
     def windows_by_loader(self) -> list[tuple[Any, list[Window]]]:
-        """The loaders that have open windows, with these."""
+        """The loaders with open windows, and the windows."""
         return [(loader, list(windows.values())) for loader, windows in self._by_loader.items() if windows]
 
     def add_window(self, loader: Any, window: Window) -> None:
-        """Have a window open that was begun elsewhere; the next step of its loader (None for no loader) goes on with
-        it.
-        """
+        """Add a window of a loaded state; the next step of its loader (None for no loader) continues it."""
         windows = self._without_loader if loader is None else self._windows_of(loader)
         windows[window.models] = window
-        self._has_accumulated = True
+        self.has_accumulated = True
 
     def set_num_steps(self, num_steps: int) -> None:
         """Change the length of the windows that begin from now on.
@@ -141,21 +139,21 @@ class Accumulation:
 
     @property
     def position(self) -> int:
-        """Micro batches in the current window, or in the one that ended last."""
+        """Micro batches in the current window."""
         return self.current.position if self.current is not None else 0
 
     def step(self, models: Models) -> AccumulationStep:
-        """The context of one micro batch."""
+        """The context of one micro batch, for these models or all prepared ones."""
         return AccumulationStep(self, models or tuple(self._prepared_models()))
 
     def begin_step(self, models: Models) -> bool:
-        """Count a micro batch, and say whether it ends its window."""
-        if self.num_steps == 1 and not self._has_accumulated:
-            # Most loops never accumulate, and then there is nothing to look up.
+        """Count a micro batch, and return whether it ends its window."""
+        if self.num_steps == 1 and not self.has_accumulated:
+            # The fast path of loops that never accumulate.
             self.current = Window(models, 1, 1)
             self.gradient_state.sync_gradients = True
             return True
-        self._has_accumulated = True
+        self.has_accumulated = True
         loader = self.gradient_state.active_dataloader
         if loader is None:
             windows = self._without_loader
@@ -176,25 +174,25 @@ class Accumulation:
         return bool(sync)
 
     def _windows_of(self, loader: Any) -> dict[Models, Window]:
-        """The windows of a loader, which is then the one that the next step finds without a search."""
+        """The windows of a loader, which the next step then finds without a lookup."""
         self._latest_windows = self._by_loader.setdefault(loader, {})
         self._latest_loader = weakref.ref(loader, self._forget_latest)
         return self._latest_windows
 
     def _forget_latest(self, _: Any = None) -> None:
-        self._latest_loader, self._latest_windows = _nothing, {}
+        self._latest_loader, self._latest_windows = _no_loader, {}
 
     def _close_short(self, window: Window) -> None:
-        """Let the losses of a window that turns out short count more; those counted by items need no correction."""
+        """Rescale the gradients of a window that is shorter than expected; those weighted by items need no correction."""
         if not window.by_items and window.position > 1:
             self.strategy.scale_gradients(window.parameters, window.divisor / window.position)
         window.divisor = window.position
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it counts in its window.
+        """The loss, scaled for its window.
 
         Raises:
-            ConfigurationError: other losses of the window are weighed by items.
+            ConfigurationError: other losses of the window are weighted by items.
         """
         window = self.current
         if window is None:
@@ -205,28 +203,28 @@ class Accumulation:
         return loss if divisor == 1 else loss / divisor
 
     def weigh_items(self, loss: torch.Tensor, num_items: int | torch.Tensor, reduction: ItemReduction) -> torch.Tensor:
-        """The loss as it counts when every item of the window, on all ranks, counts the same.
+        """The loss, scaled so that every item of the window, on all ranks, has the same weight.
 
         Gradients of sums are accumulated as they are. At the end of the window the number of items is summed over
         ranks, and since synchronising averages over ``world_size`` ranks, gradients are multiplied by ``world_size /
         items``.
 
         Raises:
-            ConfigurationError: ``reduction`` is not known.
+            ConfigurationError: ``reduction`` is neither "mean" nor "sum".
         """
         if reduction not in ("mean", "sum"):
             raise ConfigurationError(
-                f"reduction={reduction!r} says how the loss was made from its items. Allowed: 'mean', 'sum'."
+                f"reduction={reduction!r} is not one of 'mean', 'sum'. It is how the loss was computed from its items."
             )
         sum_of_items = loss * num_items if reduction == "mean" else loss
         window = self.current or Window(models=(), divisor=1, position=1)
         window.expect(by_items=True)
-        held = window.position > 1 or window.normaliser is not None
+        has_gradients = window.position > 1 or window.normaliser is not None
         window.items = window.items + num_items
         if not self.gradient_state.sync_gradients:
             return sum_of_items
         normaliser = self._over_all_ranks(window.items) / self.strategy.averaging_collectives.world_size
-        if held:
+        if has_gradients:
             self.strategy.scale_gradients(
                 window.parameters, (1.0 if window.normaliser is None else window.normaliser) / normaliser
             )
@@ -234,15 +232,15 @@ class Accumulation:
         return sum_of_items / normaliser
 
     def _over_all_ranks(self, items: float | torch.Tensor) -> torch.Tensor:
-        # float64 counts exactly to 2**53; devices without it still do to 2**24 items a window in float32.
+        # float64 is exact to 2**53 items a window; on devices without it, float32 to 2**24.
         dtype = torch.float64 if self.state.device.type == "cpu" else torch.float32
         total = torch.as_tensor(items, dtype=dtype).detach().clone().to(self.state.device)
-        # A window without a single item has zero gradients, and keeps them instead of dividing by zero.
+        # A window without items has zero gradients, which must not be divided by zero.
         return self.strategy.averaging_collectives.all_reduce(total).clamp_(min=1).float()
 
 
 class AccumulationStep:
-    """One micro batch; a class rather than a generator because every step of a training loop makes one."""
+    """The context of one micro batch; a class rather than a generator, because every training step makes one."""
 
     __slots__ = ("_accumulation", "_models", "_stack")
 

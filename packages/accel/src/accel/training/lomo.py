@@ -1,5 +1,4 @@
-"""LOMO and AdaLomo (package lomo-optim): optimizers that update each weight as its gradient appears, in the backward
-pass.
+"""LOMO and AdaLomo (package lomo-optim): optimizers that update each weight during the backward pass.
 
 Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources",
 https://arxiv.org/abs/2306.09782
@@ -16,7 +15,7 @@ from accel_state.errors import ConfigurationError
 
 
 def fused_optimizers(optimizers: Iterable[Any]) -> list[Any]:
-    """Those of the prepared optimizers that update weights in the backward pass."""
+    """The prepared optimizers that update weights in the backward pass."""
     inner = (getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers)
     return [optimizer for optimizer in inner if callable(getattr(optimizer, "fused_backward", None))]
 
@@ -31,8 +30,7 @@ def fused_backward(optimizers: Iterable[Any], loss: torch.Tensor, learning_rate:
     if not fused:
         raise ConfigurationError(
             "no prepared optimizer updates weights in the backward pass. Prepare a Lomo or AdaLomo optimizer (pip "
-            "install lomo-optim), or "
-            "call accelerator.backward(loss) without learning_rate."
+            "install lomo-optim), or call accelerator.backward(loss) without learning_rate."
         )
     if learning_rate is None:
         names = ", ".join(type(optimizer).__name__ for optimizer in fused)

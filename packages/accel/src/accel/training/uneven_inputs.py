@@ -14,9 +14,9 @@ from ..strategies.base import Strategy
 def join_uneven_inputs(
     strategy: Strategy, loaders: list[Any], joinables: list[Any], even_batches: bool | None = None
 ) -> Iterator[None]:
-    """Keep ranks whose data has ended in step with the others; see the Accelerator's method."""
+    """A block in which ranks may run out of data at different times; see the Accelerator's method."""
     if even_batches is not None and not strategy.state.use_distributed:
-        even_batches = None  # one process has nobody to be even with
+        even_batches = None
     with _override_even_batches(loaders, even_batches):
         if strategy.joins_uneven_inputs:
             with strategy.join(joinables):
@@ -24,7 +24,7 @@ def join_uneven_inputs(
         else:
             if strategy.state.use_distributed:
                 warnings.warn(
-                    f"{type(strategy).__name__} cannot join uneven inputs, so every rank must get equally many.",
+                    f"{type(strategy).__name__} cannot join uneven inputs, so every rank must get the same number of batches.",
                     stacklevel=4,
                 )
             yield
@@ -40,8 +40,7 @@ def _override_even_batches(loaders: list[Any], even_batches: bool | None) -> Ite
     if len(shards) < len(loaders):
         warnings.warn(
             f"even_batches={even_batches} has no effect on {len(loaders) - len(shards)} of {len(loaders)} loaders: it "
-            "is for map-style "
-            "data that each process reads for itself.",
+            "applies to map-style data that each process reads for itself.",
             stacklevel=5,
         )
     before = [shard.even_batches for shard in shards]

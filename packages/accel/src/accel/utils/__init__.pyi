@@ -174,12 +174,12 @@ from accel_state.versions import compare_versions as compare_versions
 from accel_state.versions import is_torch_version as is_torch_version
 from accel_track import LoggerType as LoggerType
 
-from ..checkpoint.project import ProjectConfiguration as ProjectConfiguration
-from ..checkpoint.safe_load import OPTIMIZER_NAME as OPTIMIZER_NAME
-from ..checkpoint.safe_load import RNG_STATE_NAME as RNG_STATE_NAME
-from ..checkpoint.safe_load import SAMPLER_NAME as SAMPLER_NAME
-from ..checkpoint.safe_load import SCALER_NAME as SCALER_NAME
-from ..checkpoint.safe_load import SCHEDULER_NAME as SCHEDULER_NAME
+from ..checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
+from ..checkpoint.names import RNG_STATE_NAME as RNG_STATE_NAME
+from ..checkpoint.names import SAMPLER_NAME as SAMPLER_NAME
+from ..checkpoint.names import SCALER_NAME as SCALER_NAME
+from ..checkpoint.names import SCHEDULER_NAME as SCHEDULER_NAME
+from ..checkpoint.names import ProjectConfiguration as ProjectConfiguration
 from ..checkpoint.weights_io import MODEL_NAME as MODEL_NAME
 from ..checkpoint.weights_io import SAFE_MODEL_NAME as SAFE_MODEL_NAME
 from ..checkpoint.weights_io import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME

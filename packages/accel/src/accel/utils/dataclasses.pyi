@@ -13,7 +13,7 @@ from accel_state import SageMakerDistributedType as SageMakerDistributedType
 from accel_state.operations import TensorInformation as TensorInformation
 from accel_track import LoggerType as LoggerType
 
-from ..checkpoint.project import ProjectConfiguration as ProjectConfiguration
+from ..checkpoint.names import ProjectConfiguration as ProjectConfiguration
 from ..core.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from ..core.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin

@@ -32,8 +32,7 @@ from torch.optim import Optimizer
 from accel_state.collectives.single import Collectives
 
 from ...checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
-from ...checkpoint.names import OPTIMIZER_NAME, SHARD_TABLE_NAME, CheckpointError, numbered
-from ...checkpoint.safe_load import require_count
+from ...checkpoint.names import OPTIMIZER_NAME, SHARD_TABLE_NAME, CheckpointError, numbered, require_count
 from ...checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME
 from ...core.types import Gathered, Layout, Part
 from ..grad_norm import local
