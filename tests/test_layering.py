@@ -29,7 +29,7 @@ SIBLINGS = {
 KNOWN_BY_NAME = {"accel": {"accel_fp8", "accel_plan"}}
 
 # Import names of distributions that are called otherwise.
-DISTRIBUTIONS = {"yaml": "pyyaml"}
+DISTRIBUTIONS = {"ruamel": "ruamel.yaml", "yaml": "pyyaml"}
 
 # Vendors, their libraries and their collectives, as words of an identifier or of a text that is not documentation.
 _NAMES = (
@@ -81,7 +81,7 @@ ENVIRONMENT_TOUCHED = {
     "own",
     "accel_state/testing.py": "the environment of the processes it starts",
     "accel_state/_test_worker.py": "the environment of the process it is",
-    "accel_launch/plan.py": "the environment of the processes it starts",
+    "accel_launch/launch_plan.py": "the environment of the processes it starts",
     "accel_launch/commands/doctor.py": "the environment of the processes it starts",
     "accel_launch/launchers/rank.py": "the environment that mpirun gave to a rank",
     "accel_launch/notebook.py": "the environment of the processes it starts",

@@ -104,7 +104,7 @@ def test_other_packages_add_launchers(shell) -> None:
             def accepts(self, plan):
                 return plan.num_processes == 3
             def run(self, plan):
-                print("would start", plan.target.command(["python"]), plan.environment["ACCELERATE_USE_CPU"])
+                print("would start", plan.entrypoint.command(["python"]), plan.environment["ACCELERATE_USE_CPU"])
                 return 4
     """
     install_command(shell, "printer", "printers", text, "accel.launchers", "Printer")

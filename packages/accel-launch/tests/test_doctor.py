@@ -12,12 +12,12 @@ import pytest
 
 from accel_launch.doctor import machine
 from accel_launch.doctor.group import check_group
-from accel_launch.doctor.result import Finding, run_check
+from accel_launch.doctor.result import CheckResult, run_check
 
 SCARCE = ("memory", "shared memory", "temporary")
 
 
-def findings(check) -> dict[str, Finding]:
+def findings(check) -> dict[str, CheckResult]:
     return {finding.subject: finding for finding in check()}
 
 
@@ -30,10 +30,10 @@ def test_this_machine_works(shell) -> None:
     assert all(line[6:20].strip() in SCARCE for line in failed), result.stdout + result.stderr
     assert result.returncode == bool(failed)
     here = ["python", "torch", "devices", "computing", "memory", "open files", "ports", "configuration"]
-    expected = [*here, "meeting", "all-reduce", "point to point"]
+    expected = [*here, "process group", "all-reduce", "point to point"]
     assert [subject for subject in subjects if subject in expected] == expected
-    assert bool(failed) or "everything works" in result.stdout
-    assert "all-reduce     right; " in result.stdout
+    assert bool(failed) or "all checks passed" in result.stdout
+    assert "all-reduce     correct; " in result.stdout
 
 
 def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
@@ -54,38 +54,38 @@ def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
     failed = [
         index for index, line in enumerate(lines) if line.startswith("fail ") and line[6:20].strip() not in SCARCE
     ]
-    assert result.returncode == 1 and re.match(r"\d thing\(s\) to mend", lines[-1])
+    assert result.returncode == 1 and re.match(r"\d checks? failed", lines[-1])
     assert [lines[index][6:20].strip() for index in failed] == ["open files", "processes"]
     assert all(lines[index + 1].startswith("        -> ") for index in failed)
-    assert "`ulimit -n 4096` before launching (this machine allows 256" in result.stdout
-    assert "warn  variables      RANK=3: a process would take itself for a rank" in result.stdout
+    assert "This machine allows 256; its administrator" in result.stdout
+    assert "warn  variables      RANK=3 set: scripts would run as this rank" in result.stdout
     # How far ranks come in that time is the machine's affair.
-    assert re.search(r"did not end within 0\.1 s: (no process came as far as to say anything|rank \d: )", result.stdout)
+    assert re.search(r"not finished after 0\.1 s: (no process has started|rank \d: )", result.stdout)
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan"])
 def test_a_time_limit_that_is_none(shell, text) -> None:
     result = shell.accel("doctor", f"--timeout={text}")
-    assert result.returncode == 2 and "is not a number of seconds above 0" in result.stderr
+    assert result.returncode == 2 and "is not a positive number of seconds" in result.stderr
 
 
 def test_what_a_machine_can_lack(monkeypatch) -> None:
-    monkeypatch.setattr(machine, "LEAST_SHARED_MEMORY", 2**60)
-    monkeypatch.setattr(machine, "LEAST_MEMORY", 2**60)
-    monkeypatch.setattr(machine, "LEAST_TEMPORARY", 0)
+    monkeypatch.setattr(machine, "MIN_SHARED_MEMORY", 2**60)
+    monkeypatch.setattr(machine, "MIN_MEMORY", 2**60)
+    monkeypatch.setattr(machine, "MIN_TEMPORARY", 0)
     found = findings(machine.check_memory)
     assert found["shared memory"].failed and "--shm-size" in found["shared memory"].advice and found["memory"].failed
     assert not found["temporary"].failed
     for soft, state in ((100, "fail"), (1024, "warn"), (4096, "ok"), (-1, "ok")):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, 10**6))
         found = findings(machine.check_limits)["open files"]
-        assert found.state == state and found.advice.startswith("`ulimit -n 4096` before launching: ") == (
+        assert found.state == state and found.advice.startswith("Run `ulimit -n 4096` before launching: ") == (
             state != "ok"
         )
     monkeypatch.setattr("accel_launch.accelerators.registry.find_installed", lambda: (4, ("CUDA_VISIBLE_DEVICES",)))
     found = findings(machine.check_devices)
-    assert found["devices"].failed and "the machine has 4 accelerator(s), and torch" in found["devices"].text
-    monkeypatch.setattr(machine, "OLDEST_TORCH", (99, 0))
+    assert found["devices"].failed and "the machine has 4 accelerator(s), but torch" in found["devices"].text
+    monkeypatch.setattr(machine, "MIN_TORCH", (99, 0))
     assert findings(machine.check_versions)["torch"].failed
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
     resolve = socket.getaddrinfo
@@ -102,7 +102,7 @@ def test_what_a_machine_can_lack(monkeypatch) -> None:
 
 def test_a_check_that_raises_is_a_finding() -> None:
     def check():
-        yield Finding("a", "ok", "fine")
+        yield CheckResult("a", "ok", "fine")
         raise RuntimeError("no such thing\nsecond line")
 
     first, second = run_check("thing", check)

@@ -77,7 +77,7 @@ def test_every_machine_is_shown(dry) -> None:
     _, other = dry(
         "--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=h", "--rdzv_backend=c10d", "s.py"
     )
-    assert "the machines meet at h:29500, which decides their ranks" in other["notes"]
+    assert "the rendezvous at h:29500 assigns the ranks of the machines" in other["notes"]
     assert "MASTER_ADDR" not in other["ranks"][0] and "machine_rank" not in other["notes"][1]
 
 
@@ -187,7 +187,7 @@ class TestMpirun:
         shell.write("s.py", "")
         shell.write("hosts", "localhost\n")
         result = shell.accel("launch", "--cpu", "--num_processes=2", "--mpirun_hostfile=hosts", "s.py", PATH="")
-        assert result.returncode == 2 and "asks for mpirun, and no mpirun of Open MPI" in result.stderr
+        assert result.returncode == 2 and "needs mpirun, but no mpirun of Open MPI" in result.stderr
 
     @pytest.mark.parametrize(
         ("text", "says"),
@@ -259,15 +259,15 @@ class TestDeepSpeed:
     @pytest.mark.parametrize(
         ("words", "says"),
         [
-            (["--deepspeed_inclusion_filter=w2"], "'w2' is not in the hostfile. There are: w0, w1"),
-            (["--deepspeed_exclusion_filter=w1:7"], "w1 has no slot 7. It has 0, 1, 2, 3"),
+            (["--deepspeed_inclusion_filter=w2"], "'w2' is not in the hostfile. Its hosts: w0, w1"),
+            (["--deepspeed_exclusion_filter=w1:7"], "w1 has no slot 7. Its slots: 0, 1, 2, 3"),
             (["--deepspeed_exclusion_filter=w1:a"], "'w1:a' is not HOST or HOST:SLOT"),
             (["--deepspeed_exclusion_filter=w0@w1"], "leaves no slot"),
             (["--deepspeed_inclusion_filter=w1", "--num_processes=5"], "the filters leave 4 slots"),
             (["--num_machines=3"], "the hostfile lists 2: w0, w1"),
             (["--num_processes=3"], "cannot be divided evenly over 2 machines"),
             (["--num_processes=16"], "8 on each machine, but w0 has 4 slots"),
-            (["--deepspeed_multinode_launcher=nossh"], "is started on every machine with its --machine_rank"),
+            (["--deepspeed_multinode_launcher=nossh"], "needs --machine_rank on every machine"),
         ],
     )
     def test_what_the_hostfile_does_not_hold(self, shell, words, says) -> None:
@@ -308,9 +308,9 @@ class TestCloud:
     @pytest.mark.parametrize(
         ("config", "words", "says"),
         [
-            ("", ["s.py", "--flag"], "argument --flag of the script has no value. SageMaker knows no flags"),
+            ("", ["s.py", "--flag"], "argument --flag of the script has no value. SageMaker does not support flags"),
             ("", ["s.py", "x"], "argument 'x' of the script has no name"),
-            ("", ["s.py", "--a=1", "--a", "2"], "argument --a of the script comes twice"),
+            ("", ["s.py", "--a=1", "--a", "2"], "argument --a of the script is repeated"),
             ("iam_role_name: null\n", ["s.py"], "a SageMaker job needs iam_role_name"),
             ("", ["--no_python", "/bin/true"], "SageMaker runs a Python script"),
             ("sagemaker_inputs_file: none.tsv\n", ["s.py"], "'none.tsv' cannot be read"),

@@ -111,7 +111,7 @@ def test_missing_scripts(shell) -> None:
     assert "accel launch -m json.tool" in fails(shell, "json.tool")
     assert "accel launch --no_python ls" in fails(shell, "ls")
     (shell.folder / "folder").mkdir()
-    assert "folder without __main__.py" in fails(shell, "folder")
+    assert "directory without __main__.py" in fails(shell, "folder")
 
 
 def test_files_that_are_not_python(shell) -> None:
@@ -149,7 +149,7 @@ def test_an_unknown_host(shell, script) -> None:
 
 def test_a_log_dir_that_cannot_be_made(shell, script) -> None:
     shell.write("file", "")
-    assert "--log_dir 'file/logs' cannot be made: Not a directory" in fails(
+    assert "--log_dir 'file/logs' cannot be created: Not a directory" in fails(
         shell, "--num_processes=2", "--log_dir=file/logs", script
     )
 

@@ -312,7 +312,7 @@ class TestAsText:
         result = self._run(shell, "config", "--config_file", "c.yaml")
         assert (
             result.returncode == 2
-            and "These answers do not go together: " in result.stdout
+            and "These answers contradict each other: " in result.stdout
             and not (shell.folder / "c.yaml").exists()
         )
 

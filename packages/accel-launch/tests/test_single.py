@@ -182,8 +182,7 @@ def test_the_launcher_says_how_many_processes_it_chose(shell) -> None:
     shell.write("s.py", "")
     said = shell.accel("launch", "--cpu", "s.py").stderr
     assert (
-        said == "accel launch: starting 1 process (one for each machine on the CPU, as asked); --num_processes sets "
-        "another number\n"
+        said == "accel launch: starting 1 process (one per machine, --cpu is set); set --num_processes to change it\n"
     )
     assert shell.accel("launch", "--cpu", "-q", "s.py").stderr == ""
     assert shell.accel("launch", "--cpu", "--num_processes", "1", "s.py").stderr == ""

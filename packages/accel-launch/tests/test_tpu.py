@@ -144,7 +144,7 @@ class TestTpuConfig:
         result = shell.accel("tpu-config", *self.WORDS, "--command=ls", PATH=f"{shell.folder / 'bin'}:/usr/bin:/bin")
         assert result.returncode == code
         assert result.stdout.splitlines()[:5] == ["compute", "tpus", "tpu-vm", "ssh", "pod"] and (
-            "have run" in result.stdout
+            "commands succeeded" in result.stdout
         ) is (code == 0)
 
     @pytest.mark.parametrize(

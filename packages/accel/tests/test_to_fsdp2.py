@@ -41,14 +41,14 @@ CONVERTED = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
 fsdp_config:
-  fsdp_version: 2
   # blocks
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
   fsdp_cpu_ram_efficient_loading: true
   fsdp_offload_params: false
-  fsdp_reshard_after_forward: false  # parameters fit
+  fsdp_reshard_after_forward: false      # parameters fit
   fsdp_state_dict_type: SHARDED_STATE_DICT
   fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_version: 2
 mixed_precision: bf16
 num_processes: 2
 """
@@ -126,12 +126,12 @@ def test_a_file_of_version_2_is_left_alone(tmp_path, capsys) -> None:
         (
             "distributed_type: FSDP",
             "distributed_type: MULTI_GPU",
-            "is no configuration of FSDP: its distributed_type is MULTI_GPU",
+            "does not use FSDP: its distributed_type is MULTI_GPU",
         ),
         (
             "SHARD_GRAD_OP",
             "NO_SHARD",
-            "line 11: version 2 has no NO_SHARD, which divides nothing. Set distributed_type: MULTI_GPU",
+            "line 11: version 2 does not support NO_SHARD, which does not shard. Set distributed_type: MULTI_GPU",
         ),
         ("SHARD_GRAD_OP", "HYBRID_SHARD", "num_machines is 1, num_processes is 2. Set both"),
         ("SHARD_GRAD_OP", "HALF_SHARD", "'HALF_SHARD'"),

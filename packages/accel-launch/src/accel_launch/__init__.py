@@ -1,4 +1,4 @@
-"""accel-launch: start a script on one or many processes, on one or many machines. Importing it imports no torch."""
+"""accel-launch: start a script on one or many processes and machines. Importing this package does not import torch."""
 
 from accel_state._lazy import attach
 

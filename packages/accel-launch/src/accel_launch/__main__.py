@@ -1,4 +1,4 @@
-"""``python -m accel_launch`` is ``accel``."""
+"""``python -m accel_launch``: the command ``accel``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``accel``: finds a subcommand in the registry and hands it the rest of the command line. Torch-free."""
+"""The command ``accel``: finds a subcommand and passes it the remaining arguments. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,54 +19,65 @@ PROGRAM = "accel"
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
+# Commands of packages that may not be installed.
+_DISTRIBUTIONS = {
+    "checkpoint": "accel",
+    "estimate-memory": "accel-bigmodel",
+    "merge-weights": "accel",
+    "plan": "accel-plan",
+    "test": "accel",
+    "to-fsdp2": "accel",
+    "track": "accel-track",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``accel``.
 
     Args:
-        argv: the arguments after the program's name; left out, those of this process.
+        argv: the arguments after the program's name; by default those of this process.
 
     Returns:
-        The exit code: that of the launched script, or 2 where the command line or a configuration file is wrong.
+        The exit code: that of the launched script, or 2 for an error in the command line or in a configuration file.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments.pop(0) if arguments else "--help"
     if name in ("-h", "--help", "help"):
-        return _guarded(PROGRAM, _print_help)
+        return _run_guarded(PROGRAM, _print_help)
     if name in ("-V", "--version"):
         print(f"accel-launch {version()}")
         return 0
     if name not in COMMANDS:
+        if name in _DISTRIBUTIONS:
+            return fail(PROGRAM, f"`accel {name}` comes with `pip install {_DISTRIBUTIONS[name]}`.")
         return fail(PROGRAM, f"{name!r} is not a command.{suggest(name, COMMANDS.names())} `accel --help` lists them.")
     code = run_command(name, arguments)
-    return _leave(code) if name == "launch" and argv is None else code
+    return _exit(code) if name == "launch" and argv is None else code
 
 
 def launch_main(argv: Sequence[str] | None = None) -> int:
-    """Run ``accel-launch``, which is ``accel launch``."""
+    """Run ``accel-launch``, short for ``accel launch``."""
     code = run_command("launch", list(sys.argv[1:] if argv is None else argv))
-    return _leave(code) if argv is None else code
+    return _exit(code) if argv is None else code
 
 
 def config_main(argv: Sequence[str] | None = None) -> int:
-    """Run ``accel-config``, which is ``accel config``."""
+    """Run ``accel-config``, short for ``accel config``."""
     return run_command("config", list(sys.argv[1:] if argv is None else argv))
 
 
 def env_main(argv: Sequence[str] | None = None) -> int:
-    """Run ``accel-env``, which is ``accel env``."""
+    """Run ``accel-env``, short for ``accel env``."""
     return run_command("env", list(sys.argv[1:] if argv is None else argv))
 
 
 def run_command(name: str, arguments: list[str]) -> int:
-    """Run one subcommand; a wrong option, variable or file becomes one line on stderr and the exit code 2."""
-    return _guarded(f"{PROGRAM} {name}", lambda: COMMANDS.load(name).run(arguments))
+    """Run one subcommand; a configuration error becomes one line on stderr and exit code 2."""
+    return _run_guarded(f"{PROGRAM} {name}", lambda: COMMANDS.load(name).run(arguments))
 
 
-def _leave(code: int) -> int:
-    """End this process after a launch, without taking torch apart piece by piece: that is a quarter of the time of a
-    short one.
-    """
+def _exit(code: int) -> int:
+    """Exit after a launch without finalising torch, which would take a quarter of the time of a short launch."""
     if "torch" in sys.modules:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -76,8 +87,11 @@ def _leave(code: int) -> int:
     return code
 
 
-def _guarded(program: str, action: Callable[[], int]) -> int:
-    _accept_any_text()
+def _run_guarded(program: str, action: Callable[[], int]) -> int:
+    # Characters that the terminal cannot show, and input that is not text, must not end the command.
+    for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
     try:
         code = action()
         if sys.stdout is not None:
@@ -88,26 +102,15 @@ def _guarded(program: str, action: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _drop_output()
+        _discard_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
-        _drop_output()
+        _discard_output()
         return fail(program, f"{error.filename or 'output'}: {error.strerror or error}.")
 
 
-def _accept_any_text() -> None:
-    """Show what the terminal has no letters for as numbers, and read bytes that are no text, rather than end over
-    either.
-    """
-    for stream, how in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=how)
-
-
-def _drop_output() -> None:
-    """What cannot be written (the reader has left, as in `accel env | head`, or the disk is full) must not fail again
-    at the end.
-    """
+def _discard_output() -> None:
+    """Drop output that cannot be written (closed pipe, full disk), so that Python's exit does not fail on it again."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -133,20 +136,21 @@ def _print_help() -> int:
 
 
 def help_text() -> str:
-    """What ``accel --help`` prints: every command, also those of other packages."""
+    """The output of ``accel --help``: every installed command."""
     names = COMMANDS.names()
     width = max(len(name) for name in names)
     lines = "\n".join(f"  {name:<{width}}  {_summary(name)}" for name in names)
     return (
-        f"usage: {PROGRAM} COMMAND [options]\n\nStart PyTorch scripts on one or many processes, on one or many "
-        "machines.\n\n"
+        f"usage: {PROGRAM} COMMAND [options]\n\n"
+        "Start PyTorch scripts on one or many processes and machines.\n\n"
         f"commands:\n{lines}\n\n"
-        "options:\n  -h, --help     show this text, or with a command its options\n  -V, --version  show the version\n"
+        "options:\n  -h, --help     show this help; `accel COMMAND --help` shows the options of a command\n"
+        "  -V, --version  show the version\n"
     )
 
 
 def _summary(name: str) -> str:
-    # A broken command of some other package must not take the help of all the others with it.
+    # A broken command of another package must not break the help.
     try:
         return COMMANDS.load(name).summary
     except Exception as error:

@@ -1,4 +1,4 @@
-"""How many physical cores this process may use."""
+"""The number of physical cores that this process may use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def usable_cores(cpus: Path = _CPUS, quota: Path = _QUOTA) -> int:
     """Physical cores within the CPU affinity of this process and the CPU quota of its container; at least 1.
 
     Args:
-        cpus: folder in sysfs that has the topology of each CPU.
+        cpus: directory in sysfs with the topology of each CPU.
         quota: the control group's file with quota and period, in microseconds.
     """
     return max(1, min(_cores_in_affinity(cpus), _cores_in_quota(quota)))
@@ -24,17 +24,15 @@ def _cores_in_affinity(cpus: Path) -> int:
         import psutil
 
         return psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    allowed = os.sched_getaffinity(0)
-    siblings = {_siblings(cpus, cpu) for cpu in allowed}
-    return len(siblings)
+    return len({_siblings(cpus, cpu) for cpu in os.sched_getaffinity(0)})
 
 
 def _siblings(cpus: Path, cpu: int) -> str:
-    """The hardware threads that share a core with this one; two of the same core give the same text."""
+    """The hardware threads of this CPU's core, as text."""
     try:
         return (cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:
-        # Some containers hide the topology: then every CPU counts as a core of its own.
+        # Some containers hide the topology: then every CPU counts as a core.
         return str(cpu)
 
 

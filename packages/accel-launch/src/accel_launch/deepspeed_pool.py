@@ -1,4 +1,4 @@
-"""The machines and slots that DeepSpeed's launcher would use: its hostfile, less what its filters leave out."""
+"""The machines and slots that DeepSpeed's launcher uses: its hostfile, reduced by the filters."""
 
 from __future__ import annotations
 
@@ -13,47 +13,52 @@ from .hostfile import read_hostfile
 DEFAULT_HOSTFILE = "/job/hostfile"
 
 Pool = Mapping[str, tuple[int, ...]]
-"""Slots (indices of devices) by host, in the order of the ranks."""
+"""Slots (device indices) by host, in rank order."""
 
 
 def read_pool(settings: Resolution) -> Pool:
     """The machines and slots of a run.
 
     Raises:
-        ConfigurationError: there is no hostfile, it gives no slots, or a filter names what it does not hold.
+        ConfigurationError: there is no hostfile, it gives no slots, or a filter names a host or slot it does not have.
     """
     path = settings["deepspeed_hostfile"] or DEFAULT_HOSTFILE
     if not settings["deepspeed_hostfile"] and not Path(path).is_file():
         raise ConfigurationError(
             f"DeepSpeed's launchers for several machines need a hostfile ({settings.where('num_machines')}). Give one "
-            "with "
-            "--deepspeed_hostfile, "
-            "with a line such as `worker-0 slots=8` for each machine, or use --deepspeed_multinode_launcher standard."
+            "with --deepspeed_hostfile, with a line such as `worker-0 slots=8` for each machine, or use "
+            "--deepspeed_multinode_launcher standard."
         )
     pool: dict[str, tuple[int, ...]] = {}
     for host in read_hostfile(path, settings.where("deepspeed_hostfile")):
         if host.slots is None:
             raise ConfigurationError(
-                f"{path}: {host.name} has no slots. DeepSpeed needs `{host.name} slots=N`, N being its devices."
+                f"{path}: {host.name} has no slots. Write `{host.name} slots=N`, where N is its number of devices."
             )
         pool[host.name] = tuple(range(host.slots))
-    return _cut(settings, _filter(settings, pool))
+    if settings["deepspeed_inclusion_filter"] or settings["deepspeed_exclusion_filter"]:
+        return _filtered(settings, pool)
+    return _first_machines(settings, pool)
 
 
-def _filter(settings: Resolution, pool: Pool) -> Pool:
-    included, excluded = settings["deepspeed_inclusion_filter"], settings["deepspeed_exclusion_filter"]
-    if included:
-        named = dict(_parse(included, settings.where("deepspeed_inclusion_filter"), pool))
-        return {
-            host: tuple(slot for slot in slots if slot in named[host]) for host, slots in pool.items() if host in named
-        }
-    if excluded:
-        named = dict(_parse(excluded, settings.where("deepspeed_exclusion_filter"), pool))
-        left = {host: tuple(slot for slot in slots if slot not in named.get(host, ())) for host, slots in pool.items()}
-        if not any(left.values()):
-            raise ConfigurationError(f"{settings.where('deepspeed_exclusion_filter')} leaves no slot. Exclude less.")
-        return {host: slots for host, slots in left.items() if slots}
-    return pool
+def _filtered(settings: Resolution, pool: Pool) -> Pool:
+    included = settings["deepspeed_inclusion_filter"]
+    name = "deepspeed_inclusion_filter" if included else "deepspeed_exclusion_filter"
+    selected = dict(_parse(settings[name], settings.where(name), pool))
+    remaining: dict[str, tuple[int, ...]] = {}
+    for host, slots in pool.items():
+        kept = tuple(slot for slot in slots if (slot in selected.get(host, ())) == bool(included))
+        if kept:
+            remaining[host] = kept
+    if not remaining:
+        raise ConfigurationError(f"{settings.where(name)} leaves no slot. Exclude fewer.")
+    total = sum(map(len, remaining.values()))
+    if settings["num_processes"] not in (None, total):
+        raise ConfigurationError(
+            f"{settings.where('num_processes')}, but the filters leave {total} slots. Leave num_processes out, or give "
+            f"{total}."
+        )
+    return remaining
 
 
 def _parse(text: str, where: str, pool: Pool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -61,54 +66,40 @@ def _parse(text: str, where: str, pool: Pool) -> Iterator[tuple[str, tuple[int, 
     for part in text.split("@"):
         host, _, listed = part.strip().partition(":")
         if host not in pool:
-            raise ConfigurationError(f"{where}: {host!r} is not in the hostfile. There are: {', '.join(pool)}.")
+            raise ConfigurationError(f"{where}: {host!r} is not in the hostfile. Its hosts: {', '.join(pool)}.")
         try:
-            slots = tuple(int(word) for word in listed.split(",")) if listed else pool[host]
+            slots = tuple(int(index) for index in listed.split(",")) if listed else pool[host]
         except ValueError:
             raise ConfigurationError(
                 f"{where}: {part!r} is not HOST or HOST:SLOT,SLOT,... such as worker-1:0,2."
             ) from None
         if unknown := sorted(set(slots) - set(pool[host])):
             raise ConfigurationError(
-                f"{where}: {host} has no slot {unknown[0]}. It has {', '.join(map(str, pool[host]))}."
+                f"{where}: {host} has no slot {unknown[0]}. Its slots: {', '.join(map(str, pool[host]))}."
             )
         yield host, slots
 
 
-def _cut(settings: Resolution, pool: Pool) -> Pool:
-    """The first ``num_machines`` machines, and of each as many slots as make ``num_processes``."""
-    if settings["deepspeed_inclusion_filter"] or settings["deepspeed_exclusion_filter"]:
-        _check_total(settings, pool)
-        return pool
-    machines = (
-        settings["num_machines"] if settings.is_set("num_machines") and settings["num_machines"] > 1 else len(pool)
-    )
+def _first_machines(settings: Resolution, pool: Pool) -> Pool:
+    """The first ``num_machines`` machines, with as many slots each as ``num_processes`` needs."""
+    restricted = settings.is_set("num_machines") and settings["num_machines"] > 1
+    machines = settings["num_machines"] if restricted else len(pool)
     if machines > len(pool):
         raise ConfigurationError(
             f"{settings.where('num_machines')}, but the hostfile lists {len(pool)}: {', '.join(pool)}."
         )
     kept = dict(list(pool.items())[:machines])
-    processes = settings["num_processes"]
-    if processes is None:
+    if settings["num_processes"] is None:
         return kept
-    if processes % machines:
+    local, rest = divmod(settings["num_processes"], machines)
+    if rest:
         raise ConfigurationError(
             f"{settings.where('num_processes')} cannot be divided evenly over {machines} machines. Give a multiple of "
-            "it."
+            f"{machines}."
         )
-    local = processes // machines
     for host, slots in kept.items():
         if local > len(slots):
             raise ConfigurationError(
                 f"{settings.where('num_processes')}: {local} on each machine, but {host} has {len(slots)} slots."
             )
     return {host: slots[:local] for host, slots in kept.items()}
-
-
-def _check_total(settings: Resolution, pool: Pool) -> None:
-    total = sum(map(len, pool.values()))
-    if settings["num_processes"] not in (None, total):
-        raise ConfigurationError(
-            f"{settings.where('num_processes')}, but the filters leave {total} slots. Leave num_processes out, or "
-            f"give {total}."
-        )

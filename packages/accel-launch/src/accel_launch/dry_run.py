@@ -1,4 +1,4 @@
-"""What ``accel launch --dry_run`` prints: for each machine the commands and the variables, and nothing is started."""
+"""Output of ``accel launch --dry_run``: commands and variables of each machine."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from accel_state.options import load_groups
 
-from .launchers.base import Start
+from .launchers.base import MachineCommand
 
 
-def render(starts: Sequence[Start], as_json: bool) -> str:
-    """The text for the screen; as JSON, a list of objects with the fields of :class:`Start`. Secrets are hidden in
-    both.
-    """
+def render(commands: Sequence[MachineCommand], as_json: bool) -> str:
+    """Text, or a JSON list of objects with the fields of :class:`MachineCommand`. Secrets are hidden in both."""
     if not as_json:
-        return "\n\n".join("\n".join(_lines(start)) for start in starts)
-    return json.dumps([_fields(start) for start in starts], indent=2)
+        return "\n\n".join("\n".join(_lines(command)) for command in commands)
+    return json.dumps([_fields(command) for command in commands], indent=2)
 
 
-def _fields(start: Start) -> dict[str, object]:
+def _fields(command: MachineCommand) -> dict[str, object]:
     return {
-        "machine": start.machine,
-        "command": list(start.command),
-        "environment": _without_secrets(start.environment),
-        "ranks": [dict(rank) for rank in start.ranks],
-        "notes": list(start.notes),
+        "machine": command.machine,
+        "command": list(command.command),
+        "environment": _without_secrets(command.environment),
+        "ranks": [dict(rank) for rank in command.ranks],
+        "notes": list(command.notes),
     }
 
 
-def _lines(start: Start) -> Iterator[str]:
-    count = f"{len(start.ranks)} processes" if len(start.ranks) > 1 else "1 process" if start.ranks else ""
-    yield f"{start.machine}:" + (f" {count}" if count else "")
-    yield f"  command: {shlex.join(start.command)}"
-    for name, value in sorted(_without_secrets(start.environment).items()):
+def _lines(command: MachineCommand) -> Iterator[str]:
+    ranks = len(command.ranks)
+    count = f" {ranks} process{'es' if ranks > 1 else ''}" if ranks else ""
+    yield f"{command.machine}:{count}"
+    yield f"  command: {shlex.join(command.command)}"
+    for name, value in sorted(_without_secrets(command.environment).items()):
         yield f"  {name}={shlex.quote(value)}"
-    for rank in start.ranks:
+    for rank in command.ranks:
         yield "  " + " ".join(f"{name}={shlex.quote(value)}" for name, value in rank.items())
-    yield from (f"  note: {note}" for note in start.notes)
+    yield from (f"  note: {note}" for note in command.notes)
 
 
 def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    secret = {opt.env for group in load_groups() for opt in group.options() if getattr(opt, "secret", False)}
+    secret = {opt.env for group in load_groups() for opt in group.options() if opt.secret}
     return {name: "(hidden)" if name in secret else value for name, value in environment.items()}

@@ -1,4 +1,4 @@
-"""What is started: a script, a module or an executable, checked before any process is."""
+"""What is launched: a script, a module or an executable. It is checked before any process starts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -20,8 +19,8 @@ _BINARY_MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe", b"MZ")
 
 
 @dataclass(frozen=True)
-class Target:
-    """What is started.
+class Entrypoint:
+    """What each process runs.
 
     Attributes:
         kind: "script", "module" or "executable".
@@ -34,46 +33,40 @@ class Target:
     args: tuple[str, ...]
 
     def command(self, interpreter: Sequence[str]) -> list[str]:
-        """The command that runs it in one process.
-
-        Args:
-            interpreter: Python with its options.
-        """
-        prefix = {
-            "script": [*interpreter, self.name],
-            "module": [*interpreter, "-m", self.name],
-            "executable": [self.name],
-        }
-        return [*prefix[self.kind], *self.args]
+        """The command that runs it in one process, with this Python and its options."""
+        if self.kind == "executable":
+            return [self.name, *self.args]
+        return [*interpreter, *(["-m"] if self.kind == "module" else []), self.name, *self.args]
 
 
-def find_target(options: ScriptOptions, name: str, args: Sequence[str]) -> Target:
-    """Check that the target exists and can be started.
+def find_entrypoint(options: ScriptOptions, name: str, args: Sequence[str]) -> Entrypoint:
+    """Check that a script, module or executable exists and can be started.
 
     Raises:
-        ConfigurationError: it cannot; the message says what to do.
+        ConfigurationError: it cannot be started.
     """
     if options.module and options.no_python:
-        raise ConfigurationError(
-            "-m and --no_python contradict each other: a module is run by python. Give one of them."
-        )
+        raise ConfigurationError("-m and --no_python contradict each other: modules run in Python. Give one of them.")
     if options.module:
         _check_module(name)
-        return Target("module", name, tuple(args))
+        return Entrypoint("module", name, tuple(args))
     if options.no_python:
-        return Target("executable", _find_executable(name), tuple(args))
+        return Entrypoint("executable", _find_executable(name), tuple(args))
     _check_script(name)
-    return Target("script", name, tuple(args))
+    return Entrypoint("script", name, tuple(args))
 
 
 def _check_script(name: str) -> None:
     path = Path(name)
     if not path.exists():
-        hint = f" For a module: accel launch -m {name}." if not name.endswith(".py") and _is_module(name) else ""
-        hint = hint or (f" For a program: accel launch --no_python {name}." if shutil.which(name) else "")
+        hint = ""
+        if not name.endswith(".py") and _is_module(name):
+            hint = f" For a module: accel launch -m {name}."
+        elif shutil.which(name):
+            hint = f" For a program: accel launch --no_python {name}."
         raise ConfigurationError(f"script {name!r} does not exist (looked in {Path.cwd()}).{hint}")
     if path.is_dir() and not (path / "__main__.py").is_file():
-        raise ConfigurationError(f"{name!r} is a folder without __main__.py. Name a script in it.")
+        raise ConfigurationError(f"{name!r} is a directory without __main__.py. Give the path of a script.")
     if path.is_file() and not zipfile.is_zipfile(path):
         _check_is_python(path)
 
@@ -85,11 +78,8 @@ def _check_is_python(path: Path) -> None:
     except OSError as error:
         raise ConfigurationError(f"script {str(path)!r} cannot be read: {error.strerror}.") from None
     shebang = head.split(b"\n", 1)[0] if head.startswith(b"#!") else b""
-    if (
-        head.startswith(_BINARY_MAGIC)
-        or b"\0" in head
-        or (shebang and b"python" not in shebang and path.suffix != ".py")
-    ):
+    other_interpreter = shebang and b"python" not in shebang and path.suffix != ".py"
+    if head.startswith(_BINARY_MAGIC) or b"\0" in head or other_interpreter:
         raise ConfigurationError(
             f"{str(path)!r} is not a Python file. To start an executable: accel launch --no_python {path}."
         )
@@ -103,18 +93,14 @@ def _check_module(name: str) -> None:
     try:
         spec = _find_spec(name)
     except Exception as error:
-        # An import hook of an installed package may raise anything here; the processes would meet the same.
-        raise ConfigurationError(
-            f"-m {name!r}: looking for the module failed: {type(error).__name__}: {error}"
-        ) from None
+        # An import hook of an installed package may raise anything here; the processes would fail the same way.
+        raise ConfigurationError(f"-m {name!r}: finding the module failed: {type(error).__name__}: {error}") from None
     if spec is None:
         raise ConfigurationError(f"-m {name!r}: no such module in {Path.cwd()} or in the packages of {sys.executable}.")
-    if (
-        spec.submodule_search_locations is not None
-        and PathFinder.find_spec(f"{name}.__main__", list(spec.submodule_search_locations)) is None
-    ):
+    locations = spec.submodule_search_locations
+    if locations is not None and PathFinder.find_spec(f"{name}.__main__", list(locations)) is None:
         raise ConfigurationError(
-            f"-m {name!r} is a package without __main__.py, which cannot be run. Name a module of it."
+            f"-m {name!r} is a package without __main__.py, which cannot be run. Give one of its modules."
         )
 
 
@@ -127,13 +113,13 @@ def _is_module(name: str) -> bool:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """Find a module without importing anything, its parent packages included: they may import torch, or initialise a
-    device.
-    """
-    top, *rest = name.split(".")
-    with _current_folder_first():
-        spec = importlib.util.find_spec(top)
-    full_name = top
+    """Find a module without importing its parent packages: they may import torch, or initialise a device."""
+    full_name, *rest = name.split(".")
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(full_name)
+    finally:
+        sys.path.remove(os.getcwd())
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
@@ -142,22 +128,13 @@ def _find_spec(name: str) -> ModuleSpec | None:
     return spec
 
 
-@contextmanager
-def _current_folder_first() -> Iterator[None]:
-    sys.path.insert(0, os.getcwd())
-    try:
-        yield
-    finally:
-        sys.path.remove(os.getcwd())
-
-
 def _find_executable(name: str) -> str:
-    found = shutil.which(name)
-    if found is None and Path(name).is_file():
-        # As torchrun and env do not: a bare name of a file of this folder is meant as that file.
-        found = shutil.which(str(Path(name).absolute()))
-        if found is None:
+    path = shutil.which(name)
+    if path is None and Path(name).is_file():
+        # Unlike torchrun and env, a bare name also means a file of the current directory.
+        path = shutil.which(str(Path(name).absolute()))
+        if path is None:
             raise ConfigurationError(f"--no_python {name!r} is not executable. Run: chmod +x {name}")
-    if found is None:
+    if path is None:
         raise ConfigurationError(f"--no_python {name!r}: no such file, and no such program in PATH.")
-    return found
+    return path

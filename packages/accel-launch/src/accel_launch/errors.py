@@ -1,4 +1,4 @@
-"""What the launching functions raise."""
+"""Errors of the launching functions."""
 
 from __future__ import annotations
 

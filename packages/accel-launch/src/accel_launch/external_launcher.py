@@ -1,8 +1,7 @@
-"""Runs the program that starts the ranks (mpirun, srun, deepspeed) and shows, last, which rank failed first.
+"""Runs a program that starts the ranks (mpirun, srun, deepspeed), and reports last which rank failed first.
 
-Such programs mix the output of all ranks. A rank that fails says so in one marked line on stderr, which comes through
-here from every machine; the lines are taken out, and the earliest failure is described when everything has ended.
-Imports no torch.
+These programs mix the output of all ranks. A rank that fails writes one marked line to stderr; the lines of all
+machines are removed from the output here, and the earliest failure is described after everything has ended. Torch-free.
 """
 
 from __future__ import annotations
@@ -21,17 +20,16 @@ from typing import IO
 from accel_state.env import parse_flag_from_env
 from accel_state.errors import ConfigurationError
 
-from .elastic.report import RankFailure, describe, first_failure, shell_exit_code, without_crashes_at_the_end
+from .elastic.preemption import FORWARDED
+from .elastic.report import RankFailure, describe, first_failure, shell_exit_code, without_shutdown_crashes
 from .elastic.worker import FAILURE_MARK, RELAY_VARIABLE, die_with_launcher, write_line
 
 _GRACE_SECONDS = 35.0
-# Asks ranks to save, and to go on: all of the programs pass these on to them.
-_MESSAGES = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 
 
 def announce(failure: RankFailure, world_size: int) -> None:
-    """Print what failed to stderr: in words, or for the launcher that started this one."""
+    """Print a failure to stderr, as text or as a marked line for the launcher that started this one."""
     sys.stdout.flush()
     if parse_flag_from_env(RELAY_VARIABLE):
         report = {key: value for key, value in asdict(failure).items() if key != "host" or value}
@@ -40,41 +38,39 @@ def announce(failure: RankFailure, world_size: int) -> None:
         print(describe(failure, world_size), file=sys.stderr, flush=True)
 
 
-End = Callable[["subprocess.Popen[bytes]", Mapping[str, str]], bool]
-"""Ends a run after a signal, given the program and its variables; False leaves it to the program, which gets a SIGTERM.
-"""
+Terminator = Callable[["subprocess.Popen[bytes]", Mapping[str, str]], None]
+"""Ends a run after a signal, given the program and its variables."""
 
 
-def run_relayed(command: Sequence[str], environment: Mapping[str, str], end: End | None = None) -> int:
+def run_external(command: Sequence[str], environment: Mapping[str, str], end: Terminator | None = None) -> int:
     """Run a program that starts ranks, wait for it, and describe the first failure.
 
     Args:
-        command: its words.
+        command: the command.
         environment: all its variables.
-        end: for a program that does not end its ranks by itself.
+        end: ends the run after a signal; by default the program gets a SIGTERM.
 
     Returns:
-        The exit code: that of the rank that failed first; 128 + N after a signal N to this process; else the program's
+        The exit code: that of the rank that failed first; 128 + N after signal N to this process; else the program's
         own.
 
     Raises:
         ConfigurationError: the program cannot be started.
     """
-    relay = _Relay(command, {**environment, RELAY_VARIABLE: "1"}, end)
-    with relay:
-        return relay.wait()
+    with _ExternalLauncher(command, {**environment, RELAY_VARIABLE: "1"}, end) as launcher:
+        return launcher.wait()
 
 
-class _Relay:
-    """The running program; a context in which signals to this process go on to it."""
+class _ExternalLauncher:
+    """The running program; a context in which signals to this process are forwarded to it."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], end: End | None) -> None:
-        self._environment, self._end_run = environment, end
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], end: Terminator | None) -> None:
+        self._environment, self._terminator = environment, end
         self._reports: list[tuple[RankFailure, int]] = []
         self._received: int | None = None
         launcher = os.getpid()
         try:
-            # In a group of its own: Ctrl-C reaches it once, from here, and not a second time from the terminal.
+            # In a session of its own: Ctrl-C reaches it from here, and not from the terminal a second time.
             self._process = subprocess.Popen(
                 command,
                 env=dict(environment),
@@ -85,11 +81,11 @@ class _Relay:
         except OSError as error:
             raise ConfigurationError(f"{command[0]} cannot be started: {error.strerror}.") from None
 
-    def __enter__(self) -> _Relay:
-        self._former = {number: signal.getsignal(number) for number in (*_SIGNALS, *_MESSAGES)}
+    def __enter__(self) -> _ExternalLauncher:
+        self._former = {number: signal.getsignal(number) for number in (*_SIGNALS, *FORWARDED)}
         for number, handler in self._former.items():
             if handler is not signal.SIG_IGN:
-                signal.signal(number, self._pass_message if number in _MESSAGES else self._forward)
+                signal.signal(number, self._forward if number in FORWARDED else self._end)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,28 +93,28 @@ class _Relay:
             signal.signal(number, handler)
 
     def wait(self) -> int:
-        """Pass stderr on until it ends."""
+        """Copy stderr until it ends, and return the exit code."""
         assert self._process.stderr is not None
-        self._pass_on(self._process.stderr)
+        self._copy(self._process.stderr)
         code = self._process.wait()
         if self._received is not None:
             return 128 + self._received
-        # A report without a failure of the whole: something that a rank started, and coped with.
+        # If the program succeeded, a report comes from something that a rank started and whose failure it handled.
         if code and self._reports:
-            first = first_failure(without_crashes_at_the_end(failure for failure, _ in self._reports))
-            announce(first, next(world for failure, world in self._reports if failure is first))
+            first = first_failure(without_shutdown_crashes(failure for failure, _ in self._reports))
+            announce(first, next(world_size for failure, world_size in self._reports if failure is first))
             return first.exit_code
         return shell_exit_code(code)
 
-    def _pass_on(self, stream: IO[bytes]) -> None:
+    def _copy(self, stream: IO[bytes]) -> None:
         for line in stream:
             before, mark, report = line.partition(FAILURE_MARK.encode())
-            if mark and self._take(report):
+            if mark and self._add_report(report):
                 continue
             sys.stderr.buffer.write(before + mark + report)
             sys.stderr.flush()
 
-    def _take(self, report: bytes) -> bool:
+    def _add_report(self, report: bytes) -> bool:
         try:
             fields = json.loads(report)
             world_size = int(fields.pop("world_size"))
@@ -127,23 +123,24 @@ class _Relay:
             return False
         return True
 
-    def _pass_message(self, number: int, frame: object) -> None:
+    def _forward(self, number: int, frame: object) -> None:
         self._process.send_signal(number)
 
-    def _forward(self, number: int, frame: object) -> None:
+    def _end(self, number: int, frame: object) -> None:
         if self._received is not None:
-            self._end()
+            self._kill()
             return
         self._received = number
-        # What the programs make of an interrupt differs (srun only shows its state); all of them end their ranks on
-        # SIGTERM.
-        if self._end_run is None or not self._end_run(self._process, self._environment):
+        # The programs treat an interrupt differently (srun only prints its state); all end their ranks on SIGTERM.
+        if self._terminator is None:
             self._process.send_signal(signal.SIGTERM)
-        timer = threading.Timer(_GRACE_SECONDS, self._end)
+        else:
+            self._terminator(self._process, self._environment)
+        timer = threading.Timer(_GRACE_SECONDS, self._kill)
         timer.daemon = True
         timer.start()
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         import psutil
 
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Files that list machines, as mpirun and DeepSpeed read them."""
+"""Hostfiles of mpirun and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from .ports import is_local
 
 @dataclass(frozen=True)
 class Host:
-    """A machine of a file.
-
-    Attributes:
-        name: name or address.
-        slots: how many processes it takes, where the file says so.
-    """
+    """A machine of a hostfile: name or address, and the number of processes it takes, if the file gives it."""
 
     name: str
     slots: int | None = None
@@ -35,36 +30,45 @@ _SLOTS = re.compile(r"\sslots=(\d+)(?!\S)")
 
 
 def read_hostfile(path: str, where: str) -> tuple[Host, ...]:
-    """The machines of a file, each once, in their order; one that comes on several lines has the slots of all of them.
+    """The machines of a file, in order; the slots of a machine that is listed several times are added.
 
     Args:
-        path: of the file; ``~`` is the home folder.
-        where: what named it, for messages.
+        path: the file; ``~`` is the home directory.
+        where: the setting that names the file, for error messages.
 
     Raises:
-        ConfigurationError: the file cannot be read, lists nothing, or a line is not understood; the message says which.
+        ConfigurationError: the file cannot be read, lists nothing, or has a line of another form.
     """
     file = Path(path).expanduser()
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"{where}: the hostfile cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}."
-        ) from None
     hosts: dict[str, int | None] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0].strip())
-        if not words:
+    for number, line in enumerate(read_lines(file, f"{where}: the hostfile"), 1):
+        text = re.sub(r"\s*=\s*", "=", line.partition("#")[0].strip())
+        if not text:
             continue
-        match = _LINE.fullmatch(words)
-        slots_word = _SLOTS.search(words)
-        if match is None or (" slots=" in words and slots_word is None):
+        match = _LINE.fullmatch(text)
+        slots_match = _SLOTS.search(text)
+        if match is None or (" slots=" in text and slots_match is None):
             raise ConfigurationError(
-                f"{file}, line {number}: {words!r} is not a machine. Allowed: HOST, HOST:SLOTS, HOST slots=SLOTS."
+                f"{file}, line {number}: {text!r} is not a machine. Allowed: HOST, HOST:SLOTS, HOST slots=SLOTS."
             )
-        name, slots = match["name"], match["colon"] or (slots_word[1] if slots_word else None)
-        known = hosts.get(name) or (1 if name in hosts else 0)
-        hosts[name] = known + int(slots or 1) if name in hosts or slots else None
+        name, slots = match["name"], match["colon"] or (slots_match[1] if slots_match else None)
+        if name in hosts:
+            hosts[name] = (hosts[name] or 1) + int(slots or 1)
+        else:
+            hosts[name] = int(slots) if slots else None
     if not hosts:
-        raise ConfigurationError(f"{where}: the hostfile lists no machine. Give one on each line.")
+        raise ConfigurationError(f"{where}: the hostfile lists no machine. Write one on each line.")
     return tuple(Host(name, slots) for name, slots in hosts.items())
+
+
+def read_lines(file: Path, subject: str) -> list[str]:
+    """The lines of a text file.
+
+    Raises:
+        ConfigurationError: ``subject`` cannot be read.
+    """
+    try:
+        return file.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigurationError(f"{subject} cannot be read: {reason}.") from None

@@ -1,4 +1,4 @@
-"""The Python that runs the scripts: the one that runs the launcher, with the same options."""
+"""The command that starts this Python again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def python_command(*options: str) -> list[str]:
-    """This interpreter with its options (``python -O -m accel_launch``), and further ones."""
-    # What multiprocessing itself uses to start an interpreter like this one.
+    """This interpreter with the options it was started with (``python -O``), then ``options``."""
+    # The function that multiprocessing uses for its interpreters.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, *options]

@@ -1,6 +1,4 @@
-"""What the launcher would start, for programs that start it themselves: commands and environments from parsed
-arguments.
-"""
+"""Commands and environments that the launcher would use, for programs that start processes themselves."""
 
 from __future__ import annotations
 
@@ -13,69 +11,65 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import load_groups
 
 from .config.read import load_settings
+from .launch_plan import LaunchPlan, make_plan
 from .launchers.registry import choose_launcher
-from .plan import Plan, make_plan
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command that starts a script on one process, or under mpirun, and its whole environment.
+    """The command that starts a script in one process, or under mpirun, and its complete environment.
 
     Args:
-        args: options of ``accel launch`` by name, as far as they are given, with ``training_script`` and
-            ``training_script_args``.
+        args: options of ``accel launch`` by name, with ``training_script`` and ``training_script_args``.
 
     Raises:
-        ConfigurationError: a value is wrong, there is no script, or the options ask for several processes that this
-            launcher starts itself.
+        ConfigurationError: a value is not allowed, there is no script, or the options ask for several processes that
+            this launcher starts itself.
     """
-    plan = plan_of(args)
-    start = choose_launcher(plan).starts(plan)[0]
+    plan = plan_from_args(args)
+    start = choose_launcher(plan).commands(plan)[0]
     if start.ranks:
         raise ConfigurationError(
-            f"num_processes={plan.num_processes} has no single command: the launcher starts and watches the "
-            "processes. Use "
-            "accel_launch.launch(script, num_processes=...), or prepare_multi_gpu_env for a launcher of your own."
+            f"num_processes={plan.num_processes} has no single command: the launcher starts and supervises the "
+            "processes. Use accel_launch.launch(script, num_processes=...), or start them with the environment of "
+            "prepare_multi_gpu_env."
         )
     return list(start.command), {**plan.full_environment(), **start.environment}
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
-    """The environment that all processes of a launch have in common, on top of which each gets its rank.
+    """The environment that all processes of a launch have in common; each adds the variables of its rank.
 
     Args:
-        args: as of :func:`prepare_simple_launcher_cmd_env`.
+        args: as for :func:`prepare_simple_launcher_cmd_env`.
 
     Raises:
-        ConfigurationError: a value is wrong, or asks for devices that this machine does not have.
+        ConfigurationError: a value is not allowed, or asks for devices that this machine does not have.
     """
-    return plan_of(args).full_environment()
+    return plan_from_args(args).full_environment()
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
-    """What a launch with these options would start.
+def plan_from_args(args: argparse.Namespace) -> LaunchPlan:
+    """The launch plan for options of ``accel launch`` by name, with ``training_script``.
 
     Raises:
-        ConfigurationError: a value is wrong, or there is no script.
+        ConfigurationError: a value is not allowed, or there is no script.
     """
     given = {name: value for name, value in vars(args).items() if value is not None}
-    script, words = given.get("training_script"), list(given.get("training_script_args", ()))
-    if not script:
+    if not given.get("training_script"):
         raise ConfigurationError("args has no training_script. Set it to the path of the script.")
     declared = {opt.name for group in load_groups() for opt in group.options()}
-    return make_plan(
-        load_settings({name: value for name, value in given.items() if name in declared}), str(script), words
-    )
+    settings = load_settings({name: value for name, value in given.items() if name in declared})
+    return make_plan(settings, str(given["training_script"]), list(given.get("training_script_args", ())))
 
 
 class PrepareForLaunch:
-    """Gives a process that somebody else has started its rank, and calls a function in it.
+    """Sets the rank of a process that another program started, and calls a function in it.
 
     Args:
         launcher: the function.
-        distributed_type: what trains; with one of the kinds MULTI_... the process gets its rank, and others know it
-            already.
-        debug: meet through the file of ACCELERATE_DEBUG_RDV_FILE, with the world size of the variable WORLD_SIZE,
-            before the call.
+        distributed_type: a value MULTI_... sets the rank; other values leave the environment unchanged.
+        debug: before the call, initialise a process group over the file named by ACCELERATE_DEBUG_RDV_FILE, with the
+            world size of WORLD_SIZE.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: Any = "NO", debug: bool = False) -> None:
@@ -87,33 +81,32 @@ class PrepareForLaunch:
         """Call the function as process ``index`` of this machine.
 
         Raises:
-            ConfigurationError: debug is on, and a variable that says where to meet is missing.
+            ConfigurationError: debug is on, and a variable of the rendezvous is missing.
         """
         if self.debug:
-            self._meet(index)
-        if self.distributed_type.startswith("MULTI_"):
-            local = get_int_from_env(("LOCAL_WORLD_SIZE", "WORLD_SIZE"), 1)
-            rank = (read_int("NODE_RANK") or 0) * local + index
-            with patch_environment(LOCAL_RANK=index, RANK=rank, FORK_LAUNCHED=1):
-                self.launcher(*args)
+            self._init_process_group(index)
+        if not self.distributed_type.startswith("MULTI_"):
+            self.launcher(*args)
             return
-        self.launcher(*args)
+        local = get_int_from_env(("LOCAL_WORLD_SIZE", "WORLD_SIZE"), 1)
+        rank = (read_int("NODE_RANK") or 0) * local + index
+        with patch_environment(LOCAL_RANK=index, RANK=rank, FORK_LAUNCHED=1):
+            self.launcher(*args)
 
-    def _meet(self, index: int) -> None:
+    def _init_process_group(self, index: int) -> None:
         import torch.distributed as dist
 
-        world, file = read_int("WORLD_SIZE"), read_str("ACCELERATE_DEBUG_RDV_FILE")
-        if world is None or file is None:
+        world_size, file = read_int("WORLD_SIZE"), read_str("ACCELERATE_DEBUG_RDV_FILE")
+        if world_size is None or file is None:
             raise ConfigurationError(
-                "PrepareForLaunch(debug=True) reads WORLD_SIZE and ACCELERATE_DEBUG_RDV_FILE. "
-                f"Here they are {world} and {file}. Set both, or leave debug out."
+                "PrepareForLaunch(debug=True) needs WORLD_SIZE and ACCELERATE_DEBUG_RDV_FILE, which are "
+                f"{world_size} and {file}. Set both, or leave debug out."
             )
-        store = dist.FileStore(file, world)
-        dist.init_process_group("gloo", rank=index, store=store, world_size=world)
+        dist.init_process_group("gloo", rank=index, store=dist.FileStore(file, world_size), world_size=world_size)
 
 
 def test_launch() -> None:
-    """Start the state of this process, which fails where a launcher has given it a wrong or incomplete place."""
+    """Create this process's state, which fails if the launcher set its rank wrongly or incompletely."""
     from accel_state import PartialState
 
     PartialState()

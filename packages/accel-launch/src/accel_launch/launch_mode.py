@@ -1,4 +1,4 @@
-"""Which way of starting processes the settings ask for."""
+"""Which launcher the settings ask for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from accel_state.options import Resolution
 
-from .launch_context import Place, Role
+from .launch_context import LaunchContext, Role
 
 
-class Kind(enum.Enum):
+class LaunchMode(enum.Enum):
     """A way of starting processes; the value is the name of its launcher."""
 
     LOCAL = "local"
-    """This machine's processes: the launcher becomes a single one, or watches over several."""
+    """The processes of this machine: the launcher becomes the only one, or supervises several."""
     RANK = "rank"
     SRUN = "srun"
     MPIRUN = "mpirun"
@@ -26,43 +26,42 @@ class Kind(enum.Enum):
     @property
     def starts_every_machine(self) -> bool:
         """Whether one command starts the processes of all machines, so that no machine needs a rank."""
-        return self not in (Kind.LOCAL, Kind.TPU)
+        return self not in (LaunchMode.LOCAL, LaunchMode.TPU)
 
     @property
-    def counts_devices_there(self) -> bool:
-        """Whether the devices, and with them the processes, are counted where they are, not by this launcher."""
-        return self in (Kind.TPU, Kind.TPU_POD, Kind.SAGEMAKER)
+    def counts_devices_remotely(self) -> bool:
+        """Whether devices, and therefore processes, are counted on the target machines."""
+        return self in (LaunchMode.TPU, LaunchMode.TPU_POD, LaunchMode.SAGEMAKER)
 
 
-# Where DeepSpeed itself starts the ranks; "standard" is what everything else uses, one launcher on each machine.
+# The value of --deepspeed_multinode_launcher with which torch's agent, not DeepSpeed, starts the ranks.
 STANDARD = "standard"
 
 
-def choose_kind(settings: Resolution, place: Place) -> Kind:
-    """The way that the settings ask for, the innermost starter first: a launcher that is already one of the ranks
-    starts nothing more.
-    """
-    if place.role is Role.RANK:
-        return Kind.RANK
-    if ask(settings, "compute_environment") == "AMAZON_SAGEMAKER":
-        return Kind.SAGEMAKER
-    if ask(settings, "tpu"):
-        return Kind.TPU_POD if ask(settings, "tpu_cluster") else Kind.TPU
-    if _deepspeed_starts(settings, place):
-        return Kind.DEEPSPEED
-    if ask(settings, "mpirun_hostfile") and place.role is not Role.NODE:
-        return Kind.MPIRUN
-    return Kind.SRUN if place.role is Role.BATCH else Kind.LOCAL
+def choose_mode(settings: Resolution, context: LaunchContext) -> LaunchMode:
+    """Choose the launcher; one that was itself started as a rank starts nothing."""
+    if context.role is Role.RANK:
+        return LaunchMode.RANK
+    if option_value(settings, "compute_environment") == "AMAZON_SAGEMAKER":
+        return LaunchMode.SAGEMAKER
+    if option_value(settings, "tpu"):
+        return LaunchMode.TPU_POD if option_value(settings, "tpu_cluster") else LaunchMode.TPU
+    if context.role is not Role.NODE:
+        if _deepspeed_starts(settings):
+            return LaunchMode.DEEPSPEED
+        if option_value(settings, "mpirun_hostfile"):
+            return LaunchMode.MPIRUN
+    return LaunchMode.SRUN if context.role is Role.BATCH else LaunchMode.LOCAL
 
 
-def ask(settings: Resolution, name: str) -> Any:
-    """The value of an option; None where nobody declares it."""
+def option_value(settings: Resolution, name: str) -> Any:
+    """The value of an option; None if no installed option group declares it."""
     return settings[name] if name in settings.settings else None
 
 
-def _deepspeed_starts(settings: Resolution, place: Place) -> bool:
-    if not ask(settings, "use_deepspeed") or place.role is Role.NODE:
+def _deepspeed_starts(settings: Resolution) -> bool:
+    if not option_value(settings, "use_deepspeed"):
         return False
-    if ask(settings, "deepspeed_hostfile"):
+    if option_value(settings, "deepspeed_hostfile"):
         return True
-    return settings["num_machines"] > 1 and (ask(settings, "deepspeed_multinode_launcher") or "pdsh") != STANDARD
+    return settings["num_machines"] > 1 and option_value(settings, "deepspeed_multinode_launcher") != STANDARD

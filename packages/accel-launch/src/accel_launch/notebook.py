@@ -1,10 +1,8 @@
-"""Start a function, rather than a script, on several processes: from a notebook, or in a test.
+"""Starts a function on several processes, from a notebook or in a test.
 
-Processes are forked, so that functions of a notebook, closures and what they hold are there without being pickled;
-where the system has no safe fork (Windows, macOS) they are spawned, and the function must be importable from a module.
-
-A forked process keeps to one CPU thread: OpenMP's threads do not survive a fork, and the next parallel loop would wait
-for them.
+On Linux processes are forked, so functions of a notebook, closures and their variables need not be pickled. Elsewhere,
+where forking is not safe, they are spawned, and the function must be importable from a module. A forked process uses a
+single CPU thread: OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from .tpu_function import is_on_tpu, run_on_tpu
 
 DEFAULT_PORT = "29500"
 
-_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+_END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 
-# What the options of a rendezvous are called as arguments; the others have the names of their flags.
+# Arguments whose names differ from the flags that errors mention.
 _ARGUMENTS = {
     "--main_process_ip": "master_addr",
     "--main_process_port": "use_port",
@@ -41,7 +39,7 @@ _ARGUMENTS = {
     "--monitor_interval": "monitor_interval",
 }
 
-# Packages that are known to initialise CUDA when they are imported.
+# Packages that initialise CUDA when they are imported.
 _INITIALISE_CUDA = ("bitsandbytes", "cupy", "pycuda.autoinit", "cudf", "tensorflow")
 
 
@@ -64,30 +62,29 @@ def notebook_launcher(
 ) -> None:
     """Run a training function on several processes from a notebook or an interactive session.
 
-    The configuration file is not read: what counts is given here. Interrupting the cell ends all processes.
+    The configuration file is not read. Interrupting the cell ends all processes.
 
     Args:
-        function: what each process calls. Create the Accelerator, and put things on a GPU, inside it.
+        function: called in each process. Create the Accelerator, and move data to a GPU, inside it.
         args: its arguments.
-        num_processes: processes on this machine. None: one for each visible GPU, or for each core of a TPU; without
-            either the function runs in this process.
+        num_processes: processes on this machine. None: one per visible GPU, or per core of a TPU; without either, the
+            function runs in this process.
         mixed_precision: no, fp16 or bf16.
         use_port: port of the machine of rank 0. On a single machine the default means any free port.
         master_addr: address of the machine of rank 0.
         node_rank: rank of this machine.
-        num_nodes: machines; the cell is run on each.
+        num_nodes: number of machines; run the cell on each.
         rdzv_backend: how machines meet: static or c10d.
-        rdzv_endpoint: HOST:PORT to meet at, instead of ``master_addr`` and ``use_port``.
+        rdzv_endpoint: HOST:PORT to meet at; overrides ``master_addr`` and ``use_port``.
         rdzv_conf: further settings of the rendezvous.
-        rdzv_id: what the machines call this job.
+        rdzv_id: id of the job, the same on all machines.
         max_restarts: how often all processes are started again after a failure.
-        monitor_interval: seconds between two looks at the processes.
-        log_line_prefix_template: what stands before each line that goes to a log file, with ${role_name},
-            ${local_rank}, ${rank}.
+        monitor_interval: seconds between two checks of the processes.
+        log_line_prefix_template: prefix of each line in a log file, with ${role_name}, ${local_rank}, ${rank}.
 
     Raises:
         ConfigurationError: an argument is not allowed, CUDA or an Accelerator is in use in this process already, or
-            this process is itself one of several.
+            this process is itself a rank.
         LaunchError: the function raised in one of the processes, or one died; the message ends with its traceback.
     """
     _check_call(function, args)
@@ -99,73 +96,67 @@ def notebook_launcher(
     precision = CoreOptions.from_mapping({"mixed_precision": mixed_precision}).mixed_precision or "no"
     environment = {"ACCELERATE_MIXED_PRECISION": precision}
     if is_on_tpu():
-        _refuse_used_state()
+        _refuse_existing_state()
         return run_on_tpu(function, args, num_processes, environment)
-    local = _count(num_processes)
+    local = _process_count(num_processes)
+    has_gpus = find_visible(os.environ).count > 0
     if local == 1 and num_nodes == 1:
-        print(f"Launching training in this process, on {'one GPU' if find_visible(os.environ).count else 'the CPU'}.")
+        print(f"Launching training in this process, on {'one GPU' if has_gpus else 'the CPU'}.")
         with patch_environment(**environment):
             function(*args)
         return
     _refuse_nested("notebook_launcher")
-    _refuse_used_state()
+    _refuse_existing_state()
     _refuse_cuda()
-    host, port = _endpoint(rdzv_endpoint, master_addr, use_port, num_nodes)
-    rendezvous = _rendezvous(
-        {
-            "machine_rank": node_rank,
-            "main_process_ip": host,
-            "main_process_port": port,
-            "rdzv_backend": rdzv_backend,
-            "rdzv_conf": _assignments(rdzv_conf),
-            "max_restarts": max_restarts,
-            "monitor_interval": monitor_interval,
-        }
-    )
+    host, port = master_addr, str(use_port)
+    if rdzv_endpoint:
+        host, _, port = rdzv_endpoint.rpartition(":")
+        host, port = (host.strip("[]"), port) if host else (port, DEFAULT_PORT)
+    elif num_nodes == 1 and port == DEFAULT_PORT:
+        port = "0"
+    if not isinstance(rdzv_conf, Mapping | None):
+        raise ConfigurationError(f'rdzv_conf={rdzv_conf!r} is not a mapping, such as {{"timeout": 600}}.')
+    values = {
+        "machine_rank": node_rank,
+        "main_process_ip": host,
+        "main_process_port": port,
+        "rdzv_backend": rdzv_backend,
+        "rdzv_conf": ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items()),
+        "max_restarts": max_restarts,
+        "monitor_interval": monitor_interval,
+    }
+    with _argument_names_in_errors():
+        rendezvous = resolve([RendezvousOptions], values, environ={}).group(RendezvousOptions)
     if not isinstance(log_line_prefix_template, str | None):
         raise ConfigurationError(
             f"log_line_prefix_template={log_line_prefix_template!r} is not text, such as '[${{rank}}]: '."
         )
-    print(f"Launching training on {local} {'GPUs' if find_visible(os.environ).count else 'CPU processes'}.")
-    _run(
-        function,
-        args,
-        local,
-        num_nodes,
-        rendezvous,
-        environment,
-        line_prefix=log_line_prefix_template,
-        run_id=rdzv_id if num_nodes > 1 else None,
-    )
+    print(f"Launching training on {local} {'GPUs' if has_gpus else 'CPU processes'}.")
+    run_id = rdzv_id if num_nodes > 1 else None
+    _run(function, args, local, num_nodes, rendezvous, environment, log_line_prefix_template, run_id)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run a function on several CPU processes, to see whether it would train on several devices.
+    """Run a function on several CPU processes, to test code for several devices.
 
     Args:
-        function: what each process calls.
+        function: called in each process.
         args: its arguments.
-        num_processes: how many processes.
+        num_processes: number of processes.
 
     Raises:
-        ConfigurationError: ``num_processes`` is below 1, or this process is itself one of several.
+        ConfigurationError: ``num_processes`` is below 1, or this process is itself a rank.
         LaunchError: the function raised in one of the processes, or one died; the message ends with its traceback.
     """
     _check_call(function, args)
-    local = _count(num_processes)
+    local = _process_count(num_processes)
     _refuse_nested("debug_launcher")
-    _run(
-        function,
-        args,
-        local,
-        1,
-        RendezvousOptions(),
-        {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"},
-    )
+    environment = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    _run(function, args, local, 1, RendezvousOptions(), environment)
 
 
-class Rank:
-    """What one process of a launched function runs; it can be pickled where the function can.
+class FunctionRank:
+    """What each process runs. Can be pickled if the function can.
 
     Args:
         function: the function.
@@ -175,11 +166,11 @@ class Rank:
     def __init__(self, function: Callable[..., Any], forked: bool) -> None:
         self.function = function
         self.forked = forked
-        # What torch calls it in its log.
+        # torch logs this name.
         self.__name__ = self.__qualname__ = getattr(function, "__qualname__", repr(function))
 
     def __call__(self, *args: Any) -> None:
-        """Call the function with shared states of its own, and report how it failed."""
+        """Call the function with a process state of its own, and report a failure."""
         import torch
 
         from accel_state.context import isolated
@@ -188,24 +179,29 @@ class Rank:
 
         print_by_line()
         if self.forked:
-            # What the launching process left to its collector (sockets of a kernel, stores of a former launch) has
-            # threads that do not # exist here: to collect it would crash.
+            # Garbage of the launching process (sockets of a kernel, stores of a former launch) belongs to threads that
+            # do not exist here; collecting it would crash.
             gc.freeze()
             torch.set_num_threads(1)
         try:
             with isolated():
-                _FORKS.begin_function()
+                _FORKED_RANKS.begin_function()
                 self.function(*args)
-            _leave_process_group()
-            if _FORKS.was_interrupted:
-                _end_silently()
+            _destroy_process_group()
+            if _FORKED_RANKS.was_interrupted:
+                # The function handled the interrupt: torch would keep this rank until the others end.
+                _flush()
+                os._exit(0)
         except KeyboardInterrupt:
-            _end_by_interrupt()
+            # torch would take the exception for success, and wait for a result. The default action ends the process.
+            _flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
         except BaseException as error:
             code = error.code if isinstance(error, SystemExit) else 1
             if code in (None, 0):
-                # torch knows sys.exit(0), and waits for ever for the result of a function that ends with sys.exit().
-                _leave_process_group()
+                # torch waits for ever for the result of a function that ends with sys.exit().
+                _destroy_process_group()
                 return
             if error.__traceback__ is not None:
                 error.__traceback__ = error.__traceback__.tb_next
@@ -213,80 +209,64 @@ class Rank:
             raise
 
 
-def _end_silently() -> None:
-    """End a rank whose function coped with an interrupt: torch would keep it until it hears of the others; the launcher
-    waits for it.
-    """
+def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
 
 
-def _end_by_interrupt() -> None:
-    """End as Python does that nobody keeps from it: torch takes the exception for a success, and waits for a result
-    that never comes.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.raise_signal(signal.SIGINT)
+class _ForkedRanks:
+    """Resets signal handling in forked ranks, before anything else runs there.
 
-
-class _Forks:
-    """Has every process that is forked while ranks are started begin with the signal handlers of a fresh one.
-
-    A fork has the launching process's handlers, and the pipe that wakes its event loop: neither is meant for it. This
-    must come before all else there: torch's handler, which it would have, makes an exception of the SIGTERM for a rank
-    that has just been forked, and what torch does first in it swallows the exception, so that the launcher would wait
-    half a minute for that rank. What comes earlier still has been held back, by the launching process, until here.
+    A fork inherits the launching process's handlers and the pipe that wakes its event loop. With torch's inherited
+    handler, a SIGTERM to a rank that has just been forked becomes an exception that torch swallows, and the launcher
+    waits half a minute for that rank. Signals that arrive earlier are blocked by the launching process until here.
     """
 
     def __init__(self) -> None:
-        self._are_ranks = self._is_registered = self._calls_function = False
+        self._starting_ranks = self._is_registered = self._in_function = False
         self.was_interrupted = False
         """Whether this rank was interrupted."""
 
     @contextlib.contextmanager
-    def are_ranks(self) -> Iterator[None]:
-        """Forks of this process are ranks meanwhile."""
+    def starting(self) -> Iterator[None]:
+        """While the context is active, forks of this process are ranks."""
         if not self._is_registered and hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._begin)
+            os.register_at_fork(after_in_child=self._reset_signals)
             self._is_registered = True
-        self._are_ranks = True
+        self._starting_ranks = True
         try:
             yield
         finally:
-            self._are_ranks = False
+            self._starting_ranks = False
 
     def begin_function(self) -> None:
-        """From here on an interrupt raises; one that came before does so now."""
-        self._calls_function = True
+        """Raise on interrupts from here on, and for one that came before."""
+        self._in_function = True
         if self.was_interrupted:
             raise KeyboardInterrupt
 
-    def _begin(self) -> None:
-        if not self._are_ranks:
+    def _reset_signals(self) -> None:
+        if not self._starting_ranks:
             return
-        self._are_ranks = False  # what the rank itself forks later may well keep its handlers
-        for number in _ENDING:
+        self._starting_ranks = False  # forks of the rank keep its handlers
+        for number in _END_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, self._interrupt)
         signal.set_wakeup_fd(-1)
         if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *_ENDING))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *_END_SIGNALS))
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.was_interrupted = True
-        if self._calls_function:  # else it could be swallowed by what comes before the function
+        if self._in_function:  # code before the function could swallow the exception
             signal.default_int_handler(number, frame)
 
 
-_FORKS = _Forks()
+_FORKED_RANKS = _ForkedRanks()
 
 
-def _leave_process_group() -> None:
-    # gloo's threads crash the interpreter when they outlive it, now and then; a function that ended has no more use for
-    # them.
+def _destroy_process_group() -> None:
+    # gloo's threads sometimes crash the interpreter if they outlive it.
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -306,13 +286,13 @@ def _run(
 ) -> None:
     from .elastic.checks import check_rendezvous
     from .elastic.report import describe
-    from .elastic.run import Job, run_job
+    from .elastic.run import ElasticJob, run_job
 
-    with _in_words_of_the_call():
+    with _argument_names_in_errors():
         check_rendezvous(rendezvous, num_nodes)
     start_method = "fork" if sys.platform.startswith("linux") else "spawn"
-    job = Job(
-        entrypoint=Rank(function, start_method == "fork"),
+    job = ElasticJob(
+        entrypoint=FunctionRank(function, start_method == "fork"),
         args=tuple(args),
         local_processes=local,
         num_machines=num_nodes,
@@ -322,9 +302,8 @@ def _run(
         run_id=run_id,
         owns_process=False,
     )
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with patch_environment(**environment), _in_words_of_the_call(), _FORKS.are_ranks():
+    _flush()
+    with patch_environment(**environment), _argument_names_in_errors(), _FORKED_RANKS.starting():
         outcome = run_job(job)
     if outcome.failure is not None:
         raise LaunchError(describe(outcome.failure, outcome.world_size))
@@ -333,10 +312,10 @@ def _run(
     if outcome.exit_code > 128:
         raise SystemExit(outcome.exit_code)
     if outcome.exit_code:
-        raise LaunchError("the function succeeded on this machine and failed on another; its output there says why.")
+        raise LaunchError("the function succeeded on this machine and failed on another; see the output there.")
 
 
-def _count(num_processes: int | None) -> int:
+def _process_count(num_processes: int | None) -> int:
     if num_processes is None:
         return max(1, find_visible(os.environ).count)
     _check_integers(num_processes=(num_processes, 1))
@@ -344,10 +323,10 @@ def _count(num_processes: int | None) -> int:
 
 
 def _check_call(function: object, args: object) -> None:
-    """Refuse here what would fail in every process, after they have all been started."""
+    """Refuse here what would fail in every process."""
     if not callable(function):
         raise ConfigurationError(
-            f"function={function!r} is not a function. Give its name, without calling it: launcher(train, args)."
+            f"function={function!r} is not a function. Pass it without calling it: launcher(train, args)."
         )
     if isinstance(args, str | bytes | Mapping) or not isinstance(args, Iterable):
         raise ConfigurationError(
@@ -356,33 +335,15 @@ def _check_call(function: object, args: object) -> None:
 
 
 def _check_integers(**given: tuple[object, int]) -> None:
-    """Check numbers, each given as its value and the least that is allowed."""
-    for name, (value, least) in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{name}={value!r} is not an integer of at least {least}.")
-
-
-def _assignments(rdzv_conf: Mapping[str, Any] | None) -> str:
-    if not isinstance(rdzv_conf, Mapping | None):
-        raise ConfigurationError(f'rdzv_conf={rdzv_conf!r} is not a mapping, such as {{"timeout": 600}}.')
-    return ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items())
-
-
-def _endpoint(rdzv_endpoint: str, master_addr: str, use_port: str | int, num_nodes: int) -> tuple[str, str]:
-    if rdzv_endpoint:
-        host, _, port = rdzv_endpoint.rpartition(":")
-        return (host.strip("[]") or port), (port if host else DEFAULT_PORT)
-    return master_addr, "0" if num_nodes == 1 and str(use_port) == DEFAULT_PORT else str(use_port)
-
-
-def _rendezvous(values: Mapping[str, Any]) -> RendezvousOptions:
-    with _in_words_of_the_call():
-        return resolve([RendezvousOptions], values, environ={}).group(RendezvousOptions)
+    """Check arguments, each given as its value and its minimum."""
+    for name, (value, minimum) in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigurationError(f"{name}={value!r} is not an integer of at least {minimum}.")
 
 
 @contextlib.contextmanager
-def _in_words_of_the_call() -> Iterator[None]:
-    """What errors call an option of ``accel launch`` has another name as an argument of the function that was called."""
+def _argument_names_in_errors() -> Iterator[None]:
+    """Replace flags of ``accel launch`` in errors by the arguments of the called function."""
     try:
         yield
     except ConfigurationError as error:
@@ -396,20 +357,18 @@ def _refuse_nested(name: str) -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         raise ConfigurationError(
-            f"{name} is called in a process that already is rank {distributed.get_rank()} of "
-            f"{distributed.get_world_size()}. "
-            "Call it in a process that belongs to no process group, or call the function itself."
+            f"{name} is called in a process that is rank {distributed.get_rank()} of {distributed.get_world_size()}. "
+            "Call it in a process without a process group, or call the function itself."
         )
 
 
-def _refuse_used_state() -> None:
+def _refuse_existing_state() -> None:
     from accel_state.context import current
 
     if current().process:
         raise ConfigurationError(
-            "an Accelerator (or PartialState) exists already in this session, for a single process. Create it only "
-            "inside the function "
-            "that is launched, and restart the session before launching again."
+            "an Accelerator (or PartialState) for a single process exists already in this session. Create it only "
+            "inside the launched function, and restart the session before launching again."
         )
 
 
@@ -419,18 +378,18 @@ def _refuse_cuda() -> None:
         return
     raise ConfigurationError(
         "CUDA is initialised in this session already, so processes forked from it could not use it. "
-        f"{_culprits(vars(sys.modules['__main__']))} Restart the session, and use the GPU only inside the function "
-        "that is launched."
+        f"{_cuda_users(vars(sys.modules['__main__']))} Restart the session, and use the GPU only inside the launched "
+        "function."
     )
 
 
-def _culprits(namespace: Mapping[str, Any]) -> str:
-    """Who may have initialised CUDA: what of the session lives on a GPU, and packages that do it when imported."""
+def _cuda_users(namespace: Mapping[str, Any]) -> str:
+    """What may have initialised CUDA: variables of the session on a GPU, and imported packages."""
     on_gpu = [name for name, value in namespace.items() if not name.startswith("_") and _is_on_gpu(value)]
     packages = are_libraries_initialized(*_INITIALISE_CUDA)
-    found = [f"On a GPU: {', '.join(on_gpu)}."] if on_gpu else []
-    found += [f"Imported packages that initialise CUDA: {', '.join(packages)}."] if packages else []
-    return " ".join(found) or "Some call, such as torch.cuda.get_device_name() or .to('cuda'), did it."
+    causes = [f"On a GPU: {', '.join(on_gpu)}."] if on_gpu else []
+    causes += [f"Imported packages that initialise CUDA: {', '.join(packages)}."] if packages else []
+    return " ".join(causes) or "A call such as torch.cuda.get_device_name() or .to('cuda') did it."
 
 
 def _is_on_gpu(value: Any) -> bool:

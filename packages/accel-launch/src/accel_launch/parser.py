@@ -1,4 +1,4 @@
-"""The command line of ``accel launch``: options, then the script, then everything else belongs to the script."""
+"""The command line of ``accel launch``: options, the script, and the script's arguments."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from accel_state.options import Option, load_groups
 from .suggestions import suggest
 
 EPILOG = """\
-Settings: the command line wins over environment variables, these over the configuration file, this over the defaults.
-A yes-or-no option is given alone (--cpu), or as --cpu=false to undo what a variable or the file says.
+Settings: the command line overrides environment variables, these the configuration file, and this the defaults.
+Flags without a value (--cpu) can be switched off: --cpu=false overrides a variable or the file.
 
-How many processes: --num_processes; left out, one for each visible GPU, or a single one where there is no GPU or --cpu is given.
-CPU threads: with several processes OMP_NUM_THREADS is set to physical cores / processes of this machine, unless it is set already.
-Port: with one machine any free port is used, so several launches on one host do not meet.
+Processes: --num_processes counts those of all machines. Default: one per visible GPU, or one per machine on the CPU.
+CPU threads: with several processes, OMP_NUM_THREADS is set to physical cores / local processes, if it is not set.
+Port: on a single machine, any free port is used, so several launches can run at the same time.
 
-The exit code is that of the script; of several processes, that of the one that failed first. 2 means that the command line is wrong.
+Exit code: that of the script, or of the process that failed first; 2 for an error in the command line.
 """
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line, taken apart.
+    """A parsed command line.
 
     Attributes:
-        options: text by option name, only of what was given; a list of texts where an option may be given several
-            times.
-        script: the script, module or executable; None with ``--help``.
-        script_args: its arguments, untouched.
+        options: text by option name, for the options given; a list of texts for options that can be repeated.
+        script: the script, module or executable.
+        script_args: its arguments, unchanged.
     """
 
     options: dict[str, Any]
@@ -41,20 +40,20 @@ class CommandLine:
 
 
 class ConfigParser(argparse.ArgumentParser):
-    """A parser whose complaints are errors of ours, shown as one line."""
+    """A parser that raises ConfigurationError, which is shown as one line."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}. `{self.prog} --help` lists the options.")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser, made from the declarations of the options."""
+    """The parser of ``accel launch``, made from the option groups."""
     parser = ConfigParser(
         prog="accel launch",
-        usage="accel launch [options] script [arguments of the script]",
+        usage="accel launch [options] script [script arguments]",
         epilog=EPILOG,
         allow_abbrev=False,
-        description="Start a script on one or many processes, on one or many machines.",
+        description="Start a script on one or many processes and machines.",
         formatter_class=_HelpFormatter,
     )
     for group in load_groups():
@@ -63,62 +62,56 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the main spelling of a flag and its short one; those with dashes work too and would only double the list."""
+    """Shows flags with underscores and short flags; the spellings with dashes would double the list."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        shown = [
-            flag
-            for flag in action.option_strings
-            if not (flag.startswith("--") and flag.replace("-", "_") != "__" + flag[2:])
-        ]
+        shown = [flag for flag in action.option_strings if not flag.startswith("--") or "-" not in flag[2:]]
         if action.nargs in (0, "?"):
             return ", ".join(shown or action.option_strings)
         return f"{', '.join(shown)} {self._format_args(action, str(action.metavar))}"
 
 
 def parse(argv: Sequence[str]) -> CommandLine:
-    """Take a command line apart. ``--help`` prints the help and leaves with SystemExit(0).
+    """Parse a command line. ``--help`` prints the help and raises SystemExit(0).
 
     Raises:
         ConfigurationError: an unknown option, an option without its value, or no script.
     """
-    options = _by_flag()
-    end = _find_script(argv, options)
-    parser = build_parser()
-    # Only what stands before the script is parsed: the script's own arguments may look like ours, and even hold a `--`.
-    given = vars(parser.parse_args([word for word in argv[:end] if word != "--"]))
+    end = _find_script(argv)
+    # The script's own arguments are not parsed: they may look like options of the launcher, or contain `--`.
+    given = vars(build_parser().parse_args([word for word in argv[:end] if word != "--"]))
     if end >= len(argv):
-        raise ConfigurationError("no script is given. Usage: accel launch [options] script [arguments of the script].")
-    return CommandLine(_texts(given), argv[end], list(argv[end + 1 :]))
+        raise ConfigurationError("no script is given. Usage: accel launch [options] script [script arguments].")
+    return CommandLine(_unwrap_lists(given), argv[end], list(argv[end + 1 :]))
 
 
 def parse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """The options of a command that takes no script, by name; ``parser`` may have positional arguments of its own.
+    """Parse the options of a command that takes no script, by name.
 
     Raises:
         ConfigurationError: an unknown option, or an option without its value.
     """
-    known = [flag for action in parser._actions for flag in action.option_strings]
+    known = sorted(parser._option_string_actions)
     for word in argv:
         flag = word.partition("=")[0]
         if flag.startswith("--") and flag not in known:
-            raise ConfigurationError(
-                f"{flag} is not an option.{suggest(flag, sorted(known))} `{parser.prog} --help` lists the options."
-            )
-    return _texts(vars(parser.parse_args(list(argv))))
+            raise _unknown_option(flag, known, parser.prog)
+    return _unwrap_lists(vars(parser.parse_args(list(argv))))
 
 
-def _texts(given: Mapping[str, Any]) -> dict[str, Any]:
-    # One text of an option that may come several times can be the whole list, written in JSON.
+def _unknown_option(flag: str, known: Sequence[str], program: str) -> ConfigurationError:
+    return ConfigurationError(f"{flag} is not an option.{suggest(flag, known)} `{program} --help` lists the options.")
+
+
+def _unwrap_lists(given: Mapping[str, Any]) -> dict[str, Any]:
+    # A repeatable option that is given once may hold the complete list, as JSON.
     return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in given.items()}
 
 
-def _by_flag() -> dict[str, Option]:
-    return {flag: opt for group in load_groups() for opt in group.options() for flag in (*opt.flags, *opt.undo_flags)}
-
-
-def _find_script(argv: Sequence[str], options: dict[str, Option]) -> int:
-    """The index of the first word that is neither an option nor an option's value."""
+def _find_script(argv: Sequence[str]) -> int:
+    """The index of the first word that is neither an option nor the value of one."""
+    declared = [opt for group in load_groups() for opt in group.options()]
+    options = {flag: opt for opt in declared for flag in (*opt.flags, *opt.undo_flags)}
     index = 0
     while index < len(argv):
         word = argv[index]
@@ -139,9 +132,7 @@ def _takes_next(word: str, options: dict[str, Option], is_last: bool) -> bool:
         # A short option may have its value attached: -t3.
         if not word.startswith("--") and word[:2] in options and not options[word[:2]].is_flag:
             return False
-        raise ConfigurationError(
-            f"{flag} is not an option.{suggest(flag, sorted(options))} `accel launch --help` lists the options."
-        )
+        raise _unknown_option(flag, sorted(options), "accel launch")
     if sign or options[flag].is_flag or flag in options[flag].undo_flags:
         return False
     if is_last:

@@ -10,23 +10,24 @@ from collections.abc import Callable
 _IN_USE = (errno.EADDRINUSE, errno.EACCES)
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
-_PATIENCE_SECONDS = 5.0
+_SECONDS_BEFORE_NOTE = 5.0
 
 
 def is_free(port: int, host: str = "") -> bool:
     """Whether a server could listen on the port now.
 
     Args:
+        port: the port.
         host: address of this machine to listen on; empty means all of them.
 
     Raises:
-        OSError: ``host`` cannot be resolved, or is no address of this machine.
+        OSError: ``host`` cannot be resolved, or is not an address of this machine.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     with socket.socket(family, kind, protocol) as server:
-        # As servers do: a port in TIME_WAIT after a run that just ended is free.
+        # Servers set this: a port in TIME_WAIT after a run that just ended is free.
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             server.bind(address)
@@ -38,7 +39,7 @@ def is_free(port: int, host: str = "") -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Whether an address, or a host's name, is this machine's."""
+    """Whether a host name or address belongs to this machine."""
     try:
         return is_free(0, host)
     except OSError:
@@ -46,14 +47,13 @@ def is_local(host: str) -> bool:
 
 
 def wait_for_server(host: str, port: int, seconds: float, note: Callable[[str], None]) -> bool:
-    """Wait until somebody listens on the port.
+    """Wait up to ``seconds`` until a server listens on the port; return whether one does.
 
     Args:
+        host: address of the server.
+        port: its port.
         seconds: how long to wait.
-        note: told, once, that this takes a while.
-
-    Returns:
-        Whether somebody does.
+        note: called once with a message if this takes a while.
     """
     begin = time.monotonic()
     noted = False
@@ -63,7 +63,7 @@ def wait_for_server(host: str, port: int, seconds: float, note: Callable[[str], 
                 return True
         except OSError:
             time.sleep(_RETRY_SECONDS)
-        if waited > _PATIENCE_SECONDS and not noted:
+        if waited > _SECONDS_BEFORE_NOTE and not noted:
             noted = True
             note(f"waiting for the machine of rank 0 at {host}:{port} (up to {seconds:g} s)")
     return False

@@ -1,4 +1,4 @@
-"""A function, rather than a script, on the cores of a TPU: from a notebook of Colab or Kaggle, or of a TPU host."""
+"""Runs a function on the cores of a TPU, from a notebook of Colab or Kaggle, or of a TPU host."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ from typing import Any
 from accel_state.env import patch_environment, read_str
 from accel_state.errors import require
 
-_SIGNS = ("TPU_NAME", "COLAB_TPU_ADDR", "TPU_ACCELERATOR_TYPE")
+_TPU_VARIABLES = ("TPU_NAME", "COLAB_TPU_ADDR", "TPU_ACCELERATOR_TYPE")
 
 
 def is_on_tpu() -> bool:
     """Whether this session has a TPU, and torch_xla to use it with."""
-    told = read_str("PJRT_DEVICE") == "TPU" or any(read_str(name) for name in _SIGNS)
-    return told and importlib.util.find_spec("torch_xla") is not None
+    has_tpu = read_str("PJRT_DEVICE") == "TPU" or any(read_str(name) for name in _TPU_VARIABLES)
+    return has_tpu and importlib.util.find_spec("torch_xla") is not None
 
 
 def run_on_tpu(
     function: Callable[..., Any], args: Sequence[Any], num_processes: int | None, environment: Mapping[str, str]
 ) -> None:
-    """Call the function on every core, in processes forked from this one: a model among ``args`` is in memory once.
+    """Call the function on one core, or on all of them (``num_processes=None``), in forks of this process.
 
-    Args:
-        num_processes: 1, or as many as there are cores; None for all of them.
+    Forks share memory with this process, so a model among ``args`` is in memory once.
     """
     launcher = require(
         "torch_xla.distributed.xla_multiprocessing", purpose="starting processes on a TPU", install="torch_xla[tpu]"
     )
     print(f"Launching training on {num_processes or 'all'} TPU cores.", flush=True)
     with patch_environment(**{"PJRT_DEVICE": "TPU", "FORK_LAUNCHED": "1", **environment}):
-        launcher.spawn(_OnCore(function), args=tuple(args), nprocs=num_processes, start_method="fork")
+        launcher.spawn(_CoreFunction(function), args=tuple(args), nprocs=num_processes, start_method="fork")
 
 
-class _OnCore:
-    """What every process calls: torch_xla passes the core's number first, which the function does not expect."""
+class _CoreFunction:
+    """Drops the core's number, which torch_xla passes as the first argument."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -1,1 +1,1 @@
-"""Accelerators that can be counted without importing torch, one file for each maker."""
+"""Accelerators that can be counted without importing torch, one file per vendor."""

@@ -8,10 +8,10 @@ from .base import AcceleratorKind
 
 
 class Amd(AcceleratorKind):
-    """Counts the nodes of the kernel driver's topology that have SIMD units (the others are CPUs).
+    """Counts the nodes with SIMD units in the kernel driver's topology; nodes without are CPUs.
 
     Args:
-        topology: the driver's folder in sysfs.
+        topology: the driver's directory in sysfs.
     """
 
     visible_variables = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -21,13 +21,13 @@ class Amd(AcceleratorKind):
 
     def count_installed(self) -> int:
         """Nodes whose ``simd_count`` is not 0."""
-        return sum(1 for properties in self._topology.glob("*/properties") if _has_simd(properties))
+        return sum(_has_simd(properties) for properties in self._topology.glob("*/properties"))
 
 
 def _has_simd(properties: Path) -> bool:
     try:
         words = properties.read_text().split()
     except OSError:
-        # A container may list GPUs that it is not allowed to use.
+        # A container may list GPUs that it must not use.
         return False
     return dict(zip(words[::2], words[1::2], strict=False)).get("simd_count", "0") != "0"

@@ -13,10 +13,10 @@ _NVIDIA_SMI_SECONDS = 20
 
 
 class Nvidia(AcceleratorKind):
-    """Counts device nodes, which a container only has for its own GPUs; asks ``nvidia-smi`` where there are none.
+    """Counts device nodes, of which a container has only its own GPUs' ones, or else asks ``nvidia-smi``.
 
     Args:
-        dev: folder of the device nodes.
+        dev: directory of the device nodes.
     """
 
     visible_variables = ("CUDA_VISIBLE_DEVICES",)
@@ -25,7 +25,7 @@ class Nvidia(AcceleratorKind):
         self._dev = dev
 
     def count_installed(self) -> int:
-        """Device nodes /dev/nvidia0, /dev/nvidia1, ...; else the GPUs that nvidia-smi lists (WSL, or no node made yet)."""
+        """Device nodes /dev/nvidia0, /dev/nvidia1, ...; without any (WSL, for example), the GPUs of nvidia-smi."""
         nodes = sum(1 for node in self._dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", node.name))
         return nodes or self._ask_nvidia_smi()
 
@@ -35,11 +35,9 @@ class Nvidia(AcceleratorKind):
             return 0
         try:
             listing = subprocess.run(
-                [program, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False
+                [program, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True
             )
-        except (OSError, subprocess.TimeoutExpired):
-            # A driver that does not answer has no GPU to give.
+        except (OSError, subprocess.SubprocessError):
+            # A driver that does not respond has no usable GPU.
             return 0
-        return (
-            sum(1 for line in listing.stdout.splitlines() if line.startswith("GPU ")) if listing.returncode == 0 else 0
-        )
+        return sum(1 for line in listing.stdout.splitlines() if line.startswith("GPU "))

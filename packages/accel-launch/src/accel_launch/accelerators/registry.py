@@ -15,32 +15,25 @@ ACCELERATORS: Registry[type[AcceleratorKind]] = Registry(
 
 
 @dataclass(frozen=True)
-class Visible:
-    """The accelerators that a process would see.
-
-    Attributes:
-        count: how many.
-        variable: the variable that chooses among them.
-    """
+class VisibleDevices:
+    """The accelerators that a process would see: their number, and the variable that selects among them."""
 
     count: int
     variable: str | None
 
 
-def find_visible(environ: Mapping[str, str]) -> Visible:
-    """The first kind of which a process with these variables sees any device; a count of 0 where there is none."""
+def find_visible(environ: Mapping[str, str]) -> VisibleDevices:
+    """The devices of the first vendor of which a process with these variables sees any; a count of 0 if none."""
     for name in ACCELERATORS:
         kind = ACCELERATORS.load(name)()
         count = kind.count_visible(environ)
         if count:
-            return Visible(count, kind.visible_variables[0])
-    return Visible(0, None)
+            return VisibleDevices(count, kind.visible_variables[0])
+    return VisibleDevices(0, None)
 
 
 def find_installed() -> tuple[int, tuple[str, ...]]:
-    """The devices that the machine has of the first kind that it has any of, whatever hides them, and the variables
-    that can.
-    """
+    """The number of devices of the first vendor of which the machine has any, and the variables that can hide them."""
     for name in ACCELERATORS:
         kind = ACCELERATORS.load(name)()
         if count := kind.count_installed():

@@ -1,4 +1,4 @@
-"""Command lines of Google's ``gcloud`` that run something on the machines of a TPU pod."""
+"""Runs shell commands on the machines of a TPU pod with Google's ``gcloud``."""
 
 from __future__ import annotations
 
@@ -12,36 +12,34 @@ from accel_state.errors import ConfigurationError
 def ssh_commands(
     name: str | None, zone: str | None, command: str, machines: Sequence[str] = (), alpha: bool = False
 ) -> list[list[str]]:
-    """The commands that run one line of shell on every machine of a pod.
+    """The gcloud commands that run a shell command on every machine of a pod.
 
     Args:
-        name: of the TPU.
-        zone: it is in.
-        command: the line.
-        machines: names of single virtual machines, to reach these instead of all workers of the TPU.
+        name: name of the TPU.
+        zone: its zone.
+        command: the shell command.
+        machines: names of virtual machines to use instead of all workers of the TPU.
         alpha: use ``gcloud alpha``.
 
     Raises:
         ConfigurationError: name or zone is missing.
     """
-    needed = {"--tpu_zone": zone} if machines else {"--tpu_name": name, "--tpu_zone": zone}
-    missing = [flag for flag, value in needed.items() if not value]
+    required = {"--tpu_zone": zone} if machines else {"--tpu_name": name, "--tpu_zone": zone}
+    missing = [flag for flag, value in required.items() if not value]
     if missing:
         raise ConfigurationError(
             f"{' and '.join(missing)} must be given, on the command line or in the configuration file (tpu_name, "
             "tpu_zone)."
         )
     gcloud = ["gcloud", *(["alpha"] if alpha else []), "compute"]
+    options = ["--zone", str(zone), "--command", command]
     if machines:
-        return [[*gcloud, "ssh", machine, "--zone", str(zone), "--command", command] for machine in machines]
-    return [[*gcloud, "tpus", "tpu-vm", "ssh", str(name), "--zone", str(zone), "--command", command, "--worker", "all"]]
+        return [[*gcloud, "ssh", machine, *options] for machine in machines]
+    return [[*gcloud, "tpus", "tpu-vm", "ssh", str(name), *options, "--worker", "all"]]
 
 
 def run_all(commands: Sequence[Sequence[str]]) -> int:
-    """Run the commands at the same time and wait for them.
-
-    Returns:
-        The first exit code that is not 0, else 0.
+    """Run commands in parallel, and return the first exit code other than 0, else 0.
 
     Raises:
         ConfigurationError: gcloud is not installed.

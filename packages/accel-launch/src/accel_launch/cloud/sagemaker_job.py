@@ -1,35 +1,36 @@
-"""A SageMaker training job in plain values, the same for both generations of the SDK."""
+"""A SageMaker training job in plain values, for versions 2 and 3 of the SDK."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accel_state.errors import ConfigurationError
 
-from ..plan import Plan
+from ..hostfile import read_lines
+from ..launch_plan import LaunchPlan
 
-# What the SDK itself asks AWS with; they are no business of the container, which has a role.
+# Credentials of the SDK; the container has a role of its own.
 _CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_DEFAULT_REGION")
 
 
 @dataclass(frozen=True)
-class CloudJob:
-    """What the SDK is given.
+class SageMakerJob:
+    """Arguments for the SDK.
 
     Attributes:
         entry_point: name of the script in ``source_dir``.
-        source_dir: folder that is sent, with its requirements.txt.
+        source_dir: directory to upload, with its requirements.txt.
         hyperparameters: arguments of the script, by name.
         environment: variables of the container.
-        data_parallel: whether each machine starts a process for each of its GPUs.
+        data_parallel: whether each machine starts one process per GPU.
         inputs: S3 addresses, by channel.
         metrics: regular expressions, by name.
-        further: settings of the SDK that are passed on.
+        sdk_options: further settings of the SDK.
     """
 
     entry_point: str
@@ -44,19 +45,19 @@ class CloudJob:
     environment: Mapping[str, str] = field(default_factory=dict)
     data_parallel: bool = False
     inputs: Mapping[str, str] = field(default_factory=dict)
-    metrics: Sequence[Mapping[str, str]] = ()
-    further: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    sdk_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def describe_job(plan: Plan) -> CloudJob:
+def describe_job(plan: LaunchPlan) -> SageMakerJob:
     """The job that the settings ask for.
 
     Raises:
-        ConfigurationError: the target is not a script, a setting is missing, or an argument of the script has no name
-            or no value.
+        ConfigurationError: the entrypoint is not a script, a setting is missing, or an argument of the script has no
+            name or no value.
     """
     settings = plan.settings
-    if plan.target.kind != "script":
+    if plan.entrypoint.kind != "script":
         raise ConfigurationError(
             "SageMaker runs a Python script: leave -m and --no_python out, and give the path of a .py file."
         )
@@ -65,14 +66,16 @@ def describe_job(plan: Plan) -> CloudJob:
             raise ConfigurationError(
                 f"a SageMaker job needs {name}: give --{name}, or set it in the configuration file."
             )
-    script = Path(plan.target.name)
-    environment = {name: value for name, value in plan.environment.items() if name not in _CREDENTIALS}
-    data_parallel = settings["distributed_type"] == "DATA_PARALLEL"
     if settings["distributed_type"] == "MODEL_PARALLEL":
         raise ConfigurationError(
             f"{settings.where('distributed_type')} is not supported on SageMaker. Allowed: NO, DATA_PARALLEL."
         )
-    return CloudJob(
+    data_parallel = settings["distributed_type"] == "DATA_PARALLEL"
+    environment = {name: value for name, value in plan.environment.items() if name not in _CREDENTIALS}
+    environment["ACCELERATE_USE_SAGEMAKER"] = "true"
+    environment["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] = "DATA_PARALLEL" if data_parallel else "NO"
+    script = Path(plan.entrypoint.name)
+    return SageMakerJob(
         entry_point=script.name,
         source_dir=str(script.parent),
         instance_type=settings["ec2_instance_type"],
@@ -81,41 +84,38 @@ def describe_job(plan: Plan) -> CloudJob:
         base_job_name=settings["base_job_name"],
         image_uri=settings["image_uri"],
         versions={name: settings[name] for name in ("transformers_version", "pytorch_version", "py_version")},
-        hyperparameters=to_hyperparameters(plan.target.args),
-        environment={**environment, **_sagemaker_variables(data_parallel)},
+        hyperparameters=to_hyperparameters(plan.entrypoint.args),
+        environment=environment,
         data_parallel=data_parallel,
-        inputs={row["name"]: row["value"] for row in _read_table(settings["sagemaker_inputs_file"])},
-        metrics=[
-            {"Name": row["name"], "Regex": row["value"]} for row in _read_table(settings["sagemaker_metrics_file"])
-        ],
-        further=dict(settings["sagemaker_additional_args"] or {}),
+        inputs=_read_table(settings["sagemaker_inputs_file"]),
+        metrics=_read_table(settings["sagemaker_metrics_file"]),
+        sdk_options=dict(settings["sagemaker_additional_args"] or {}),
     )
 
 
-def credentials(plan: Plan) -> dict[str, str]:
-    """Variables that the SDK finds its credentials and its region by."""
+def credentials(plan: LaunchPlan) -> dict[str, str]:
+    """Environment variables with the credentials and the region of the SDK."""
     settings = plan.settings
-    given = {
+    if bool(settings["aws_access_key_id"]) != bool(settings["aws_secret_access_key"]):
+        raise ConfigurationError(
+            "--aws_access_key_id and --aws_secret_access_key belong together: give both, or use a profile."
+        )
+    values = {
         "AWS_PROFILE": settings["aws_profile"],
         "AWS_ACCESS_KEY_ID": settings["aws_access_key_id"],
         "AWS_SECRET_ACCESS_KEY": settings["aws_secret_access_key"],
         "AWS_DEFAULT_REGION": settings["aws_region"],
     }
-    if bool(given["AWS_ACCESS_KEY_ID"]) != bool(given["AWS_SECRET_ACCESS_KEY"]):
-        raise ConfigurationError(
-            "--aws_access_key_id and --aws_secret_access_key belong together: give both, or use a profile."
-        )
-    return {name: value for name, value in given.items() if value}
+    return {name: value for name, value in values.items() if value}
 
 
 def to_hyperparameters(args: Sequence[str]) -> dict[str, Any]:
-    """Arguments of a script as SageMaker takes them: names with values; it knows neither flags alone nor positional
-    arguments.
+    """Script arguments as SageMaker passes them: name-value pairs, without flags and positional arguments.
 
     Raises:
-        ConfigurationError: an argument is not of the form ``--name value`` or ``--name=value``, or comes twice.
+        ConfigurationError: an argument is not of the form ``--name value`` or ``--name=value``, or is repeated.
     """
-    found: dict[str, Any] = {}
+    hyperparameters: dict[str, Any] = {}
     words = iter(args)
     for word in words:
         name, sign, value = word.partition("=")
@@ -126,14 +126,14 @@ def to_hyperparameters(args: Sequence[str]) -> dict[str, Any]:
             )
         if text is None or (not sign and text.startswith("-") and not _is_number(text)):
             raise ConfigurationError(
-                f"argument {name} of the script has no value. SageMaker knows no flags: declare a bool, and give "
-                f"`{name} True`."
+                f"argument {name} of the script has no value. SageMaker does not support flags: declare a bool, and "
+                f"give `{name} True`."
             )
         key = name.lstrip("-")
-        if key in found:
-            raise ConfigurationError(f"argument {name} of the script comes twice. SageMaker passes each name once.")
-        found[key] = _typed(text)
-    return found
+        if key in hyperparameters:
+            raise ConfigurationError(f"argument {name} of the script is repeated. SageMaker passes each name once.")
+        hyperparameters[key] = _typed(text)
+    return hyperparameters
 
 
 def _typed(text: str) -> Any:
@@ -151,29 +151,14 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"-?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text) is not None
 
 
-def _sagemaker_variables(data_parallel: bool) -> dict[str, str]:
-    return {
-        "ACCELERATE_USE_SAGEMAKER": "true",
-        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL" if data_parallel else "NO",
-    }
-
-
-def _read_table(path: str | None) -> Iterator[Mapping[str, str]]:
-    """The rows of a tab-separated file below its heading, as name and value."""
-    if path is None:
-        return
-    try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"{path!r} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}."
-        ) from None
-    for number, line in enumerate(lines[1:], 2):
-        cells = line.split("\t")
+def _read_table(path: str | None) -> dict[str, str]:
+    """Values by name, from the rows of a tab-separated file below its header."""
+    table: dict[str, str] = {}
+    for number, line in enumerate(read_lines(Path(path), repr(path))[1:] if path else (), 2):
         if not line.strip():
             continue
-        if len(cells) != 2 or not all(cell.strip() for cell in cells):
-            raise ConfigurationError(
-                f"{path}, line {number}: {line!r} is not a name and a value with a tab between them."
-            )
-        yield {"name": cells[0].strip(), "value": os.path.expandvars(cells[1].strip())}
+        cells = [cell.strip() for cell in line.split("\t")]
+        if len(cells) != 2 or not all(cells):
+            raise ConfigurationError(f"{path}, line {number}: {line!r} is not a name and a value separated by a tab.")
+        table[cells[0]] = os.path.expandvars(cells[1])
+    return table

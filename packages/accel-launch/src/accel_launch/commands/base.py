@@ -1,4 +1,4 @@
-"""What a subcommand is."""
+"""The interface of a subcommand."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand of ``accel``. Its module must import nothing heavy: ``accel --help`` loads it for the summary.
+    """A subcommand of ``accel``. ``accel --help`` imports its module, so the module must import nothing heavy.
 
     Attributes:
         summary: one line for ``accel --help``.
-        run: takes the arguments after the command's name, returns the exit code. A ConfigurationError that it raises is
-            shown as one line.
+        run: takes the arguments after the command's name, and returns the exit code. A ConfigurationError that it
+            raises is shown as one line.
     """
 
     summary: str

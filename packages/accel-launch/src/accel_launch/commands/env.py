@@ -1,4 +1,4 @@
-"""``accel env``: what a bug report needs."""
+"""``accel env``: information for a bug report."""
 
 from __future__ import annotations
 
@@ -21,17 +21,8 @@ from ..parser import ConfigParser, parse_options
 from .base import Command
 
 _GIB = 1024**3
-_LIBRARIES = (
-    "numpy",
-    "safetensors",
-    "transformers",
-    "deepspeed",
-    "bitsandbytes",
-    "torchao",
-    "transformer-engine",
-    "megatron-core",
-    "torch-xla",
-)
+_LIBRARIES = ("numpy", "safetensors", "transformers", "deepspeed", "bitsandbytes")
+_LIBRARIES += ("torchao", "transformer-engine", "megatron-core", "torch-xla")
 _VARIABLES = re.compile(
     r"(ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|NCCL|CCL|TORCH|OMP|SLURM|OMPI_COMM|PMI)_|.*_VISIBLE_DEVICES$"
 )
@@ -42,14 +33,11 @@ def run(argv: list[str]) -> int:
     """Run ``accel env``.
 
     Raises:
-        ConfigurationError: the command line is wrong.
+        ConfigurationError: an option is not known.
     """
-    parser = ConfigParser(
-        prog="accel env",
-        description="Print what a bug report needs: versions, devices, configuration.",
-        allow_abbrev=False,
-    )
-    text = "The configuration file to show. Left out, the default one."
+    description = "Print versions, devices and configuration for a bug report."
+    parser = ConfigParser(prog="accel env", description=description, allow_abbrev=False)
+    text = "Configuration file to show. Default: the one that accel launch reads."
     parser.add_argument("--config_file", "--config-file", metavar="FILE", default=argparse.SUPPRESS, help=text)
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="Print JSON.")
     options = parse_options(argv, parser)
@@ -60,23 +48,22 @@ def run(argv: list[str]) -> int:
 
 def machine() -> dict[str, Any]:
     """Versions and devices, without torch."""
-    import psutil  # `accel --help` loads this module for its summary
+    import psutil  # `accel --help` imports this module
 
-    installed = {name: version for name in (*_ours(), *_LIBRARIES) if (version := _version(name)) is not None}
-    visible = find_visible(all_variables())
+    versions = {name: _version(name) for name in (*_accel_distributions(), *_LIBRARIES)}
     return {
-        **{f"{name} version": version for name, version in installed.items()},
+        **{f"{name} version": version for name, version in versions.items() if version is not None},
         "Platform": platform.platform(),
         "Python version": platform.python_version(),
         "Python executable": sys.executable,
         "CPUs": f"{psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads",
         "System RAM": f"{psutil.virtual_memory().total / _GIB:.2f} GB",
-        "Visible GPUs": visible.count,
+        "Visible GPUs": find_visible(all_variables()).count,
     }
 
 
 def torch_facts() -> dict[str, Any]:
-    """What only torch knows; that it is missing, or cannot be imported, is a fact too."""
+    """Version and device of torch, or why it cannot be imported."""
     try:
         import torch
 
@@ -88,26 +75,23 @@ def torch_facts() -> dict[str, Any]:
 
 
 def configuration(path: str | None) -> dict[str, Any]:
-    """The configuration file as it stands, with what is wrong with it, and the variables that the launcher reads."""
-    named = path if path is not None else read_str("ACCELERATE_CONFIG_FILE")
-    found = expand(named) if named is not None else find_default()
-    facts: dict[str, Any] = {"Configuration file": str(found) if found is not None else "none"}
-    if found is not None:
+    """The configuration file, its errors, and the environment variables of launchers and libraries."""
+    given = path if path is not None else read_str("ACCELERATE_CONFIG_FILE")
+    file = expand(given) if given is not None else find_default()
+    facts: dict[str, Any] = {"Configuration file": str(file) if file is not None else "none"}
+    if file is not None:
         try:
-            facts["Configuration"] = {
-                key: entry.value for key, entry in ConfigFile.read(found).entries.items() if "." not in key
-            }
-            read_config(found)
+            entries = ConfigFile.read(file).entries
+            facts["Configuration"] = {key: entry.value for key, entry in entries.items() if "." not in key}
+            read_config(file)
         except ConfigurationError as error:
             facts["Configuration error"] = str(error)
-    names = sorted(name for name in all_variables() if _VARIABLES.match(name))
-    return {
-        **facts,
-        "Environment": {name: "(hidden)" if _SECRET.search(name) else all_variables()[name] for name in names},
-    }
+    variables = {name: value for name, value in sorted(all_variables().items()) if _VARIABLES.match(name)}
+    facts["Environment"] = {name: "(hidden)" if _SECRET.search(name) else value for name, value in variables.items()}
+    return facts
 
 
-def _ours() -> list[str]:
+def _accel_distributions() -> list[str]:
     names = {str(dist.metadata["Name"]).lower() for dist in metadata.distributions() if dist.metadata["Name"]}
     return sorted(name for name in names if name == "accel" or name.startswith("accel-"))
 
@@ -120,7 +104,7 @@ def _version(name: str) -> str | None:
 
 
 def _as_text(facts: dict[str, Any]) -> str:
-    lines = ["Copy the text below into your bug report", ""]
+    lines = ["Paste this into your bug report:", ""]
     for name, value in facts.items():
         if isinstance(value, dict):
             lines.append(f"- {name}:{'' if value else ' none'}")
@@ -130,4 +114,4 @@ def _as_text(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-COMMAND = Command("print what a bug report needs: versions, devices, configuration", run)
+COMMAND = Command("print versions, devices and configuration for a bug report", run)

@@ -10,17 +10,17 @@ from accel_state.options import Resolution, check_deepspeed_file
 from ..config.read import load_settings
 from ..dry_run import render
 from ..elastic.worker import RELAY_VARIABLE
+from ..launch_plan import LaunchPlan, make_plan
 from ..launchers.registry import choose_launcher
 from ..parser import parse
-from ..plan import Plan, make_plan
 from .base import Command
 
 
 def run(argv: list[str]) -> int:
-    """Start what the command line asks for, wait for it, and return its exit code.
+    """Start the script, wait for it, and return its exit code.
 
     Raises:
-        ConfigurationError: the command line, a variable or the configuration file is wrong.
+        ConfigurationError: an error in the command line, in a variable or in the configuration file.
     """
     command_line = parse(argv)
     settings = load_settings(command_line.options)
@@ -29,17 +29,17 @@ def run(argv: list[str]) -> int:
     show_notes(plan, settings)
     launcher = choose_launcher(plan)
     if settings["dry_run"]:
-        print(render(launcher.starts(plan), as_json=settings["json"]))
+        print(render(launcher.commands(plan), as_json=settings["json"]))
         return 0
     return launcher.run(plan)
 
 
-def show_notes(plan: Plan, settings: Resolution) -> None:
-    """Print what was decided for the user to stderr, unless he asked for quiet, or another launcher has said it
-    already.
-    """
-    for note in () if plan.quiet or read_str(RELAY_VARIABLE) else (*settings.notes(), *plan.notes):
+def show_notes(plan: LaunchPlan, settings: Resolution) -> None:
+    """Print the notes to stderr, unless --quiet is set or the launcher that started this one has printed them."""
+    if plan.quiet or read_str(RELAY_VARIABLE):
+        return
+    for note in (*settings.notes(), *plan.notes):
         print(f"accel launch: {note}", file=sys.stderr, flush=True)
 
 
-COMMAND = Command("start a script on one or many processes, on one or many machines", run)
+COMMAND = Command("start a script on one or many processes and machines", run)

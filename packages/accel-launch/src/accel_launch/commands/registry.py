@@ -1,6 +1,4 @@
-"""Every subcommand; other packages add theirs through the entry point group ``accel.commands`` (a :class:`Command`
-object).
-"""
+"""Every subcommand; other packages add theirs through the entry point group ``accel.commands``."""
 
 from __future__ import annotations
 

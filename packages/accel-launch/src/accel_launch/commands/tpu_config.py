@@ -1,4 +1,4 @@
-"""``accel tpu-config``: run commands on every machine of a TPU pod."""
+"""``accel tpu-config``: runs commands on every machine of a TPU pod."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from accel_state.errors import ConfigurationError
 
 from ..cloud.gcloud import run_all, ssh_commands
 from ..config.read import load_settings
+from ..hostfile import read_lines
 from ..parser import ConfigParser
 from .base import Command
 
@@ -19,14 +20,13 @@ def run(argv: list[str]) -> int:
     """Run the commands of the command line and of the configuration file.
 
     Raises:
-        ConfigurationError: there is no command, or no name or zone of a TPU.
+        ConfigurationError: no command is given, or name or zone of the TPU are missing.
     """
     arguments = build_parser().parse_args(argv)
     names = ("config_file", "tpu_name", "tpu_zone", "vm")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     settings = load_settings(given)
-    commands = _commands(arguments, settings["command"], settings["command_file"])
-    line = "; ".join(commands)
+    line = "; ".join(_commands(arguments, settings["command"], settings["command_file"]))
     calls = ssh_commands(settings["tpu_name"], settings["tpu_zone"], line, settings["vm"], arguments.use_alpha)
     if arguments.debug:
         for call in calls:
@@ -34,64 +34,45 @@ def run(argv: list[str]) -> int:
         return 0
     code = run_all(calls)
     if not code:
-        print("The commands have run on every machine of the pod.")
+        print("The commands succeeded on every machine of the pod.")
     return code
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser."""
-    parser = ConfigParser(
-        prog="accel tpu-config", description="Run commands on every machine of a TPU pod, over gcloud."
-    )
-    pod = parser.add_argument_group("pod", "Left out, the configuration file says it.")
+    parser = ConfigParser(prog="accel tpu-config", description="Run commands on all machines of a TPU pod with gcloud.")
+    pod = parser.add_argument_group("pod", "Defaults come from the configuration file.")
     pod.add_argument("--config_file", "--config-file", metavar="FILE", help="configuration file to read")
     pod.add_argument("--tpu_name", "--tpu-name", metavar="NAME", help="name of the TPU")
-    pod.add_argument("--tpu_zone", "--tpu-zone", metavar="ZONE", help="zone that it is in")
-    pod.add_argument(
-        "--vm",
-        action="append",
-        metavar="NAME",
-        help="name of a single machine, instead of all; may be given several times",
-    )
-    what = parser.add_argument_group("commands")
-    what.add_argument("--use_alpha", "--use-alpha", action="store_true", help="use `gcloud alpha`")
-    what.add_argument("--command_file", "--command-file", metavar="FILE", help="file with commands, one on a line")
-    what.add_argument(
-        "--command", action="append", nargs="+", metavar="COMMAND", help="a command; may be given several times"
-    )
-    what.add_argument(
-        "--install_accel",
-        "--install-accel",
-        "--install_accelerate",
-        "--install-accelerate",
-        action="store_true",
-        help="install accel first",
-    )
-    what.add_argument(
-        "--accel_version",
-        "--accel-version",
-        "--accelerate_version",
-        "--accelerate-version",
-        default=None,
-        metavar="VERSION",
-        help="version to install",
-    )
-    what.add_argument("--debug", action="store_true", help="print what would be run, and run nothing")
+    pod.add_argument("--tpu_zone", "--tpu-zone", metavar="ZONE", help="zone of the TPU")
+    text = "name of one machine to use instead of all; may be repeated"
+    pod.add_argument("--vm", action="append", metavar="NAME", help=text)
+    group = parser.add_argument_group("commands")
+    group.add_argument("--use_alpha", "--use-alpha", action="store_true", help="use `gcloud alpha`")
+    group.add_argument("--command_file", "--command-file", metavar="FILE", help="file with one command on each line")
+    text = "a command; may be repeated"
+    group.add_argument("--command", action="append", nargs="+", metavar="COMMAND", help=text)
+    flags = ("--install_accel", "--install-accel", "--install_accelerate", "--install-accelerate")
+    group.add_argument(*flags, action="store_true", help="install accel before the commands")
+    flags = ("--accel_version", "--accel-version", "--accelerate_version", "--accelerate-version")
+    group.add_argument(*flags, metavar="VERSION", help="version of accel to install")
+    group.add_argument("--debug", action="store_true", help="print the gcloud commands without running them")
     return parser
 
 
 def _commands(arguments: argparse.Namespace, configured: Sequence[str], configured_file: str | None) -> list[str]:
-    """What to run, in order: cd, the installation, then the commands."""
+    """The shell commands in order: cd, the installation, those of the file, those of the command line."""
     typed = [" ".join(words) for words in arguments.command or ()]
     file = arguments.command_file or (None if typed else configured_file)
-    found = [*(_read(file) if file else ()), *(typed or ([] if file else configured))]
+    commands = _read(file) if file else []
+    commands += typed or ([] if file else configured)
     install = [_install(arguments.accel_version)] if arguments.install_accel else []
-    if not found and not install:
+    if not commands and not install:
         raise ConfigurationError(
-            "no command is given. Give --command, --command_file or --install_accel, or `commands` in the "
+            "no command is given. Give --command, --command_file or --install_accel, or set `commands` in the "
             "configuration file."
         )
-    return ["cd /usr/share", *install, *found]
+    return ["cd /usr/share", *install, *commands]
 
 
 def _install(version: str | None) -> str:
@@ -99,12 +80,7 @@ def _install(version: str | None) -> str:
 
 
 def _read(file: str) -> list[str]:
-    try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"--command_file {file!r} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}."
-        ) from None
+    lines = read_lines(Path(file), f"--command_file {file!r}")
     return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 

@@ -1,1 +1,1 @@
-"""Configuration files: reading, writing, updating, and keeping their comments."""
+"""Configuration files: reading, writing, updating and converting."""

@@ -1,4 +1,4 @@
-"""Writing configuration files: whole or not at all, and readable by Hugging Face Accelerate too."""
+"""Writes configuration files atomically; Hugging Face Accelerate can read them too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accel_state.options.config_file import expand
 from ..accelerators.registry import find_visible
 from .read import read_config
 
-# What every file holds, whatever it is for; other tools that read this format ask for some of them.
+# Keys of every file; other tools that read this format require some of them.
 BASE = (
     "compute_environment",
     "debug",
@@ -48,14 +48,14 @@ def declared() -> Mapping[str, Option]:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | Literal[False]:
-    """Write a configuration file for this machine: all its GPUs, or its CPU where there is none.
+    """Write a configuration file for all GPUs of this machine, or for its CPU.
 
     Args:
         mixed_precision: no, fp16, bf16 or fp8.
-        save_location: the file (.yaml, .yml or .json); left out, the default one.
+        save_location: the file (.yaml, .yml or .json); by default the file that ``accel launch`` reads.
 
     Returns:
-        The file, or False where it exists already: it is left as it is, and a message says so.
+        The file, or False if it exists already: it is not changed, and a message says so.
 
     Raises:
         ConfigurationError: ``mixed_precision`` is not allowed, or the file cannot be written.
@@ -64,7 +64,7 @@ def write_basic_config(
     values = basic_values(mixed_precision)
     if os.path.exists(path):
         print(
-            f"{path} exists already and is left as it is. Run `accel config update`, or give another save_location.",
+            f"{path} exists already and was not changed. Run `accel config update`, or give another save_location.",
             file=sys.stderr,
         )
         return False
@@ -73,7 +73,7 @@ def write_basic_config(
 
 
 def basic_values(mixed_precision: str) -> dict[str, Any]:
-    """Values, by option, for this machine.
+    """Values for this machine, by option.
 
     Raises:
         ConfigurationError: ``mixed_precision`` is not allowed.
@@ -90,45 +90,49 @@ def basic_values(mixed_precision: str) -> dict[str, Any]:
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's content from values by option; what is None is left out."""
+    """The content of a file from values by option; None is left out."""
     options, content = declared(), dict[str, Any]()
     for name, value in values.items():
         key = options[name].key
         if name == "gradient_accumulation_steps" and values.get("distributed_type") == "DEEPSPEED":
-            # Where other tools that read this format look for it.
+            # Other tools that read this format look for it in the DeepSpeed section.
             key = options[name].other_keys[0]
         if value is not None and key is not None:
             section, _, inner = key.rpartition(".")
-            place = content.setdefault(section, {}) if section else content
-            place[inner] = list(value) if isinstance(value, tuple) else value
+            mapping = content.setdefault(section, {}) if section else content
+            mapping[inner] = list(value) if isinstance(value, tuple) else value
     return content
 
 
 def write_file(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a configuration file: under another name first, then renamed, so that at no time half a file is there.
+    """Write a configuration file atomically.
 
     Raises:
-        ConfigurationError: the file cannot be written, or would not be a readable one; what was there before is
-            untouched.
+        ConfigurationError: the content is not a valid configuration, or cannot be written; an existing file is
+            unchanged.
     """
     write_text(path, to_text(path, content))
 
 
 def write_text(path: Path, text: str) -> None:
-    """The same with a text that has been made already, with comments, say.
+    """Write the text of a configuration file atomically.
 
     Raises:
         ConfigurationError: see :func:`write_file`.
     """
-    # A link stays a link.
-    path = Path(os.path.realpath(path))
+    path = Path(os.path.realpath(path))  # a link stays a link
     temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(temporary, text, path)
+        mode = path.stat().st_mode & 0o777 if os.path.exists(path) else 0o666
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         read_config(temporary)
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        _sync_directory(path.parent)
     except OSError as error:
         raise ConfigurationError(
             f"{path} cannot be written: {error.strerror}. Give another file with --config_file."
@@ -138,34 +142,34 @@ def write_text(path: Path, text: str) -> None:
             temporary.unlink()
 
 
-def to_text(path: Path, content: Mapping[str, Any]) -> str:
-    """JSON for a file that is called so, else YAML; keys in alphabetical order.
+def check_file_name(path: Path) -> None:
+    """Check the suffix of a configuration file.
 
     Raises:
-        ConfigurationError: the file is called neither.
+        ConfigurationError: it is not .yaml, .yml or .json.
     """
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise ConfigurationError(f"{path}: the name of a configuration file ends in .yaml, .yml or .json.")
+
+
+def to_text(path: Path, content: Mapping[str, Any]) -> str:
+    """JSON or YAML, depending on the file's suffix, with sorted keys.
+
+    Raises:
+        ConfigurationError: the suffix is neither.
+    """
+    check_file_name(path)
     if path.suffix == ".json":
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
-    if path.suffix not in (".yaml", ".yml"):
-        raise ConfigurationError(f"{path}: a configuration file ends in .yaml, .yml or .json.")
-    import yaml  # `accel --help` loads this module
+    import yaml  # `accel --help` imports this module
 
     return str(yaml.safe_dump(dict(content), sort_keys=True, allow_unicode=True))
 
 
-def _write_whole(temporary: Path, text: str, target: Path) -> None:
-    mode = target.stat().st_mode & 0o777 if os.path.exists(target) else 0o666
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself last; some systems have no such thing for folders."""
+def _sync_directory(directory: Path) -> None:
+    """Make the rename durable, on systems that can."""
     with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

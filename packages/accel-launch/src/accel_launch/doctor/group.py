@@ -1,4 +1,4 @@
-"""Starts the processes that check a machine, or a cluster, together, and tells what they found."""
+"""Starts processes that check a machine, or a cluster, together, and collects their results."""
 
 from __future__ import annotations
 
@@ -9,26 +9,24 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..interpreter import python_command
-from .protocol import FINDINGS_MARK, STAGE_MARK, TIMEOUT_VARIABLE
-from .result import Finding, fail, ok
+from .protocol import RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE
+from .result import CheckResult, fail, ok
 
 _MODULE = "accel_launch.doctor.ranks"
 _SHOWN_LINES = 12
 
 
-def check_group(options: Sequence[str], environ: Mapping[str, str], seconds: float) -> Iterator[Finding]:
-    """What processes started by ``accel launch OPTIONS`` find.
+def check_group(options: Sequence[str], environ: Mapping[str, str], seconds: float) -> Iterator[CheckResult]:
+    """The results of processes that ``accel launch OPTIONS`` starts.
 
     Args:
-        options: words of the command line.
+        options: options of the launcher.
         environ: variables of the launcher.
-        seconds: how long they may take.
+        seconds: time limit.
     """
-    command = python_command("-m", "accel_launch", "launch", "--quiet", *options, "-m", _MODULE)
-    variables = {**environ, TIMEOUT_VARIABLE: str(max(int(seconds), 1))}
     process = subprocess.Popen(
-        command,
-        env=variables,
+        python_command("-m", "accel_launch", "launch", "--quiet", *options, "-m", _MODULE),
+        env={**environ, TIMEOUT_VARIABLE: str(max(int(seconds), 1))},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -39,28 +37,24 @@ def check_group(options: Sequence[str], environ: Mapping[str, str], seconds: flo
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         output, errors = _end(process)
-        yield fail("processes", f"did not end within {seconds:g} s: {_stages(output)}", _advice(options))
+        yield fail("processes", f"not finished after {seconds:g} s: {_stages(output)}", _advice(options))
         return
     except BaseException:
         _end(process)
         raise
-    found = [line.removeprefix(FINDINGS_MARK) for line in output.split("\n") if line.startswith(FINDINGS_MARK)]
-    if not found:
-        said = "\n        ".join(["", *errors.strip().splitlines()[-_SHOWN_LINES:]])
-        yield fail(
-            "processes", f"failed with exit code {process.returncode}: {_stages(output)}{said}", _advice(options)
-        )
+    reports = [line.removeprefix(RESULTS_MARK) for line in output.split("\n") if line.startswith(RESULTS_MARK)]
+    if not reports:
+        quoted = "\n        ".join(["", *errors.strip().splitlines()[-_SHOWN_LINES:]])
+        text = f"failed with exit code {process.returncode}: {_stages(output)}{quoted}"
+        yield fail("processes", text, _advice(options))
         return
-    yield from (Finding(**fields) for fields in json.loads(found[0]))
+    yield from (CheckResult(**fields) for fields in json.loads(reports[0]))
     if process.returncode:
         last = (errors.strip().splitlines() or [""])[-1]
-        yield fail(
-            "processes",
-            f"ended with exit code {process.returncode} after all checks: {last}",
-            "Run `accel launch --debug` on a small script.",
-        )
+        text = f"exited with code {process.returncode} after all checks: {last}"
+        yield fail("processes", text, "Run `accel launch --debug` with a small script.")
     else:
-        yield ok("processes", "started, and ended in order")
+        yield ok("processes", "started and exited cleanly")
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -73,24 +67,22 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def _stages(output: str) -> str:
-    """How far each rank came."""
-    last: dict[str, str] = {}
-    for line in output.split("\n"):  # splitlines() would also end lines at the marks
+    """The last stage of each rank."""
+    last: dict[int, str] = {}
+    for line in output.split("\n"):  # splitlines() would also split at the marks
         if line.startswith(STAGE_MARK):
             rank, _, stage = line.removeprefix(STAGE_MARK).partition(" ")
-            last[rank] = stage
-    if not last:
-        return "no process came as far as to say anything"
-    return ", ".join(f"rank {rank}: {stage}" for rank, stage in sorted(last.items(), key=lambda item: int(item[0])))
+            last[int(rank)] = stage
+    return ", ".join(f"rank {rank}: {stage}" for rank, stage in sorted(last.items())) or "no process has started"
 
 
 def _advice(options: Sequence[str]) -> str:
-    if any("num_machines" in word for word in options):
+    if any("num_machines" in option for option in options):
         return (
-            "Is the doctor running on every machine, with the same --main_process_ip and --main_process_port, and "
-            "can each reach them?"
+            "Run the doctor on every machine with the same --main_process_ip and --main_process_port, and check that "
+            "each machine can reach them."
         )
     return (
-        "What the processes said is above. GLOO_SOCKET_IFNAME=lo keeps them on this machine; `accel launch "
+        "See the output of the processes above. GLOO_SOCKET_IFNAME=lo restricts them to this machine; `accel launch "
         "--debug` shows the agent's log."
     )

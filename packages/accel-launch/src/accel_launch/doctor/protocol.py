@@ -1,7 +1,7 @@
-"""What the doctor and its processes say to each other: lines of their output that begin with these."""
+"""Prefixes of the lines through which ranks report to the doctor, and the variable that limits their time."""
 
 from __future__ import annotations
 
-FINDINGS_MARK = "\x1eaccel-doctor-findings "
+RESULTS_MARK = "\x1eaccel-doctor-results "
 STAGE_MARK = "\x1eaccel-doctor-stage "
 TIMEOUT_VARIABLE = "ACCEL_DOCTOR_SECONDS"

@@ -1,7 +1,6 @@
-"""What every process of ``accel doctor`` runs: the checks that need several of them. Started by the launcher, as a
-module.
+"""The checks of ``accel doctor`` that need several processes; the launcher runs this module in each of them.
 
-Rank 0 of each machine prints what was found, as one marked line for the doctor that started it.
+Local rank 0 of each machine prints the results as one marked line for the doctor that started it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import socket
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +21,8 @@ from accel_state import PartialState
 from accel_state.env import read_int
 
 from .machine import CHECKS, versions
-from .protocol import FINDINGS_MARK, STAGE_MARK, TIMEOUT_VARIABLE
-from .result import Finding, fail, ok, run_check, warn
+from .protocol import RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE
+from .result import CheckResult, fail, ok, run_check, warn
 
 MIB = 2**20
 _SIZES = (1, 1000, 300_001)
@@ -33,43 +32,47 @@ _PINGS = 5
 _SKEW_WARNING_SECONDS = 1.0
 _SKEW_FAILURE_SECONDS = 60.0
 _NETWORK_ADVICE = (
-    "Let the machines reach one another on all ports of the interface that they share, and name it: GLOO_SOCKET_IFNAME "
-    "(NCCL_SOCKET_IFNAME for GPUs)."
+    "Allow traffic between the machines on all ports, and set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for GPUs) to "
+    "their common network interface."
 )
 
 
 def main() -> None:
-    """Meet, check, and tell what was found."""
+    """Initialise the process group, run the checks, and print the results."""
     seconds = read_int(TIMEOUT_VARIABLE) or 30
     _stage("starting")
     state = PartialState(timeout=timedelta(seconds=seconds))
-    _stage("met the others")
-    findings = [finding for subject, check in _checks(state) for finding in run_check(subject, check)]
-    everywhere: list[Any] = [None] * state.num_processes
-    if state.num_processes > 1:
-        dist.all_gather_object(everywhere, [asdict(finding) for finding in findings])
-    else:
-        everywhere = [[asdict(finding) for finding in findings]]
+    _stage("process group initialised")
+    results = [asdict(result) for subject, check in _checks(state) for result in run_check(subject, check)]
+    by_rank = _gather(state, results)
     _stage("done")
     if state.is_local_main_process:
-        print(FINDINGS_MARK + json.dumps(_merge(everywhere)), flush=True)
+        print(RESULTS_MARK + json.dumps(_merge(by_rank)), flush=True)
     state.destroy_process_group()
+
+
+def _gather(state: PartialState, value: Any) -> list[Any]:
+    """The values of all ranks."""
+    values = [value] * state.num_processes
+    if state.num_processes > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def _checks(state: PartialState) -> Iterator[tuple[str, Any]]:
     yield "machine", lambda: _machine(state)
-    yield "meeting", lambda: _meeting(state)
+    yield "process group", lambda: _process_group(state)
     yield "versions", lambda: _same_versions(state)
     yield "all-reduce", lambda: _all_reduce(state)
     yield "point to point", lambda: _point_to_point(state)
     yield "clocks", lambda: _clocks(state)
 
 
-def _merge(everywhere: list[list[dict[str, str]]]) -> list[dict[str, str]]:
-    """Rank 0's findings, then what only others found to be wrong."""
-    merged = list(everywhere[0])
-    for findings in everywhere[1:]:
-        merged += [finding for finding in findings if finding["state"] != "ok" and finding not in merged]
+def _merge(by_rank: list[list[dict[str, str]]]) -> list[dict[str, str]]:
+    """Rank 0's results, then warnings and failures of other ranks."""
+    merged = list(by_rank[0])
+    for results in by_rank[1:]:
+        merged += [result for result in results if result["state"] != "ok" and result not in merged]
     return merged
 
 
@@ -77,79 +80,66 @@ def _stage(name: str) -> None:
     print(f"{STAGE_MARK}{read_int('RANK') or 0} {name}", flush=True)
 
 
-def _machine(state: PartialState) -> Iterator[Finding]:
-    """The checks of this machine, where it is not the one that prints them all anyway."""
-    _stage("checks of its machine")
+def _machine(state: PartialState) -> Iterator[CheckResult]:
+    """The checks of this machine, on each machine other than rank 0's, whose doctor has run them."""
+    _stage("checking its machine")
     if not state.is_local_main_process or state.is_main_process:
         return
     host = socket.gethostname()
     for subject, check in CHECKS:
-        for finding in run_check(subject, check):
-            # A launcher did set the variables of a rank here.
-            if finding.state != "ok" and finding.subject != "variables":
-                yield Finding(f"{finding.subject}", finding.state, f"on {host}: {finding.text}", finding.advice)
+        for result in run_check(subject, check):
+            # The variables of a rank are set here, by the launcher.
+            if result.state != "ok" and result.subject != "variables":
+                yield replace(result, text=f"on {host}: {result.text}")
 
 
-def _meeting(state: PartialState) -> Iterator[Finding]:
-    hosts: list[Any] = [socket.gethostname()]
-    if state.num_processes > 1:
-        hosts = [None] * state.num_processes
-        dist.all_gather_object(hosts, socket.gethostname())
+def _process_group(state: PartialState) -> Iterator[CheckResult]:
+    hosts = ", ".join(dict.fromkeys(_gather(state, socket.gethostname())))
     if state.is_main_process:
-        names = list(dict.fromkeys(hosts))
-        yield ok(
-            "meeting",
-            f"{state.num_processes} process(es) on {', '.join(names)} over {state.backend or 'no backend'}, "
-            f"{state.device.type}",
-        )
+        backend = state.backend or "no backend"
+        yield ok("process group", f"{state.num_processes} process(es) on {hosts}, {backend}, {state.device.type}")
 
 
-def _same_versions(state: PartialState) -> Iterator[Finding]:
-    """One torch that differs from the others' makes collectives hang or tensors differ."""
+def _same_versions(state: PartialState) -> Iterator[CheckResult]:
+    """Different versions of torch make collectives hang, or results differ."""
     _stage("comparing versions")
-    if state.num_processes == 1:
-        return
-    everywhere: list[Any] = [None] * state.num_processes
-    dist.all_gather_object(everywhere, (socket.gethostname(), versions()))
-    for name in everywhere[0][1] if state.is_main_process else ():
-        found = {found[name]: host for host, found in everywhere}
-        if len(found) > 1:
-            text = "; ".join(f"{name} {version or 'missing'} on {host}" for version, host in found.items())
-            yield fail("versions", text, f"Install the same {name} on all machines.")
+    by_rank = _gather(state, (socket.gethostname(), versions()))
+    for name in versions() if state.is_main_process else ():
+        hosts = {installed[name]: host for host, installed in by_rank}
+        if len(hosts) > 1:
+            text = "; ".join(f"{name} {version or 'missing'} on {host}" for version, host in hosts.items())
+            yield fail("versions", text, f"Install the same version of {name} on all machines.")
 
 
-def _all_reduce(state: PartialState) -> Iterator[Finding]:
-    """Sums of integers, which are exact in any order."""
+def _all_reduce(state: PartialState) -> Iterator[CheckResult]:
+    """Sums of small integers, which are exact in any order."""
     _stage("all-reduce")
     if state.num_processes == 1:
-        yield ok("all-reduce", "one process: nothing to reduce")
+        yield ok("all-reduce", "skipped: a single process")
         return
     wrong = [size for size in _SIZES if not _reduces(state, size)]
     if wrong:
-        yield fail(
-            "all-reduce",
-            f"wrong sums for {wrong} elements on rank {state.process_index}",
-            "See the log of the collective library: NCCL_DEBUG=INFO.",
-        )
+        text = f"wrong sums for {wrong} elements on rank {state.process_index}"
+        yield fail("all-reduce", text, "Read the log of the collective library: NCCL_DEBUG=INFO.")
         return
     data = torch.zeros(_BANDWIDTH_BYTES // 4, device=state.device)
     seconds = _median_seconds(state, lambda: dist.all_reduce(data))
-    # What each process sends in a ring: twice its share of all but one.
-    moved = 2 * (state.num_processes - 1) / state.num_processes * _BANDWIDTH_BYTES
+    # Bytes that each process sends in a ring all-reduce.
+    sent = 2 * (state.num_processes - 1) / state.num_processes * _BANDWIDTH_BYTES
     if state.is_main_process:
-        yield ok("all-reduce", f"right; {moved / seconds / MIB:.0f} MiB/s a process for {_BANDWIDTH_BYTES // MIB} MiB")
+        size = _BANDWIDTH_BYTES // MIB
+        yield ok("all-reduce", f"correct; {sent / seconds / MIB:.0f} MiB/s per process for {size} MiB")
 
 
 def _reduces(state: PartialState, size: int) -> bool:
-    value = (torch.arange(size, device=state.device) % 97 + state.process_index).to(torch.float32)
-    expected = (torch.arange(size, device=state.device) % 97).to(torch.float32) * state.num_processes + sum(
-        range(state.num_processes)
-    )
+    base = (torch.arange(size, device=state.device) % 97).to(torch.float32)
+    value = base + state.process_index
+    expected = base * state.num_processes + sum(range(state.num_processes))
     dist.all_reduce(value)
     return torch.equal(value, expected)
 
 
-def _point_to_point(state: PartialState) -> Iterator[Finding]:
+def _point_to_point(state: PartialState) -> Iterator[CheckResult]:
     """Each process sends to the next one in a ring."""
     _stage("point to point")
     if state.num_processes == 1:
@@ -168,11 +158,9 @@ def _point_to_point(state: PartialState) -> Iterator[Finding]:
 
     seconds = _median_seconds(state, exchange)
     if not bool((received == (rank - 1) % world).all()):
-        yield fail(
-            "point to point", f"what rank {(rank - 1) % world} sent arrived changed at rank {rank}", _NETWORK_ADVICE
-        )
+        yield fail("point to point", f"rank {rank} received wrong data from rank {(rank - 1) % world}", _NETWORK_ADVICE)
     elif state.is_main_process:
-        yield ok("point to point", f"right; {_BANDWIDTH_BYTES / seconds / MIB:.0f} MiB/s each way round a ring")
+        yield ok("point to point", f"correct; {_BANDWIDTH_BYTES / seconds / MIB:.0f} MiB/s per direction in a ring")
 
 
 def _median_seconds(state: PartialState, action: Any) -> float:
@@ -181,15 +169,13 @@ def _median_seconds(state: PartialState, action: Any) -> float:
         begin = time.perf_counter()
         action()
         if state.device.type != "cpu":
-            torch.accelerator.synchronize() if hasattr(torch, "accelerator") else None
+            torch.accelerator.synchronize()
         times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])  # the first one makes connections
+    return statistics.median(times[1:])  # the first run includes connecting
 
 
-def _clocks(state: PartialState) -> Iterator[Finding]:
-    """How far the clock of each other machine is from rank 0's, by messages there and back, the fastest of which says
-    it best.
-    """
+def _clocks(state: PartialState) -> Iterator[CheckResult]:
+    """The difference between the clocks of other ranks and rank 0's, from the fastest of several round trips."""
     _stage("comparing clocks")
     worst = 0.0
     for other in range(1, state.num_processes):
@@ -198,10 +184,8 @@ def _clocks(state: PartialState) -> Iterator[Finding]:
             worst = skew
     if not state.is_main_process or state.num_processes == 1:
         return
-    text, advice = (
-        f"{abs(worst) * 1000:.1f} ms apart at most",
-        "Have all machines follow one time server: apt install chrony.",
-    )
+    text = f"at most {abs(worst) * 1000:.1f} ms apart"
+    advice = "Synchronise all machines with a time server: apt install chrony."
     if abs(worst) > _SKEW_FAILURE_SECONDS:
         yield fail("clocks", text, advice)
     elif abs(worst) > _SKEW_WARNING_SECONDS:
@@ -211,7 +195,7 @@ def _clocks(state: PartialState) -> Iterator[Finding]:
 
 
 def _skew(state: PartialState, other: int) -> float:
-    """Seconds that the clock of another rank is ahead, on rank 0; 0 elsewhere."""
+    """Seconds by which the clock of another rank is ahead; 0 except on rank 0."""
     stamp = torch.zeros(1, dtype=torch.float64, device=state.device)
     best, skew = float("inf"), 0.0
     for _ in range(_PINGS if state.process_index in (0, other) else 0):

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of the verdict.
+class CheckResult:
+    """One line of the output.
 
     Attributes:
-        subject: what was looked at, in a word or two.
-        state: "ok", "warn" (works, but something should be known) or "fail".
-        text: what was found.
-        advice: what to do; every finding that failed has it.
+        subject: what was checked, in one or two words.
+        state: "ok", "warn" or "fail".
+        text: the result.
+        advice: what to do; never empty for a failure.
     """
 
     subject: str
@@ -24,40 +24,39 @@ class Finding:
 
     @property
     def failed(self) -> bool:
-        """Whether something does not work."""
+        """Whether the check failed."""
         return self.state == "fail"
 
     def line(self) -> str:
-        """For the screen."""
+        """The result as text."""
         advice = f"\n        -> {self.advice}" if self.advice else ""
         return f"{self.state:<5} {self.subject:<14} {self.text}{advice}"
 
 
-Check = Callable[[], Iterator[Finding]]
-"""Looks at one thing."""
+Check = Callable[[], Iterator[CheckResult]]
+"""Yields the results of one check."""
 
 
-def run_check(subject: str, check: Check) -> Iterator[Finding]:
-    """The findings of a check. One that raises is itself a finding: the others must still be heard."""
+def run_check(subject: str, check: Check) -> Iterator[CheckResult]:
+    """The results of a check; an exception becomes a result too, so that the remaining checks run."""
     try:
         yield from check()
     except Exception as error:
-        text = f"the check itself failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        yield Finding(
-            subject, "fail", text, "Report this line, please: a check must not fail, whatever the machine is like."
-        )
+        reason = str(error).splitlines()[0] if str(error) else ""
+        text = f"the check raised {type(error).__name__}: {reason}"
+        yield fail(subject, text, "This is a bug in accel-launch: please report this line.")
 
 
-def ok(subject: str, text: str) -> Finding:
-    """Nothing is wrong."""
-    return Finding(subject, "ok", text)
+def ok(subject: str, text: str) -> CheckResult:
+    """A check that passed."""
+    return CheckResult(subject, "ok", text)
 
 
-def warn(subject: str, text: str, advice: str) -> Finding:
-    """Works, but something should be known."""
-    return Finding(subject, "warn", text, advice)
+def warn(subject: str, text: str, advice: str) -> CheckResult:
+    """A check that passed, with something the user should know."""
+    return CheckResult(subject, "warn", text, advice)
 
 
-def fail(subject: str, text: str, advice: str) -> Finding:
-    """Does not work."""
-    return Finding(subject, "fail", text, advice)
+def fail(subject: str, text: str, advice: str) -> CheckResult:
+    """A check that failed."""
+    return CheckResult(subject, "fail", text, advice)

@@ -1,3 +1,1 @@
-"""Several processes over torch's elastic agent. Importing run, agent, rendezvous or signals imports torch; the others
-do not.
-"""
+"""Several processes on torch's elastic agent. checks, preemption, report and worker import no torch."""

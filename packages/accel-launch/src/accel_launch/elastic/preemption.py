@@ -1,4 +1,4 @@
-"""Ranks that save their training when told to end: what they say of it, and the time they are given. Imports no torch."""
+"""Ranks that save on a signal: their notes, and the time they are given. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ from accel_state.preemption import Note, read_note
 
 _POLL_SECONDS = 0.05
 
+FORWARDED = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+"""Signals that are meant for the ranks; the launcher forwards them."""
 
-def notes(folders: Mapping[int, Path]) -> list[Note]:
-    """What the ranks of this machine said, as far as they said anything.
+
+def notes(directories: Mapping[int, Path]) -> list[Note]:
+    """The notes that ranks of this machine have left.
 
     Args:
-        folders: where each local rank of the current start reports to.
+        directories: report directory by local rank.
     """
-    return [note for note in map(read_note, folders.values()) if note is not None]
+    return [note for note in map(read_note, directories.values()) if note is not None]
 
 
-def grace_seconds(folders: Mapping[int, Path], number: int) -> float:
+def grace_seconds(directories: Mapping[int, Path], number: int) -> float:
     """How long ranks may take to end after this signal; 0 if none of them saves on it."""
-    return max((note.grace_seconds for note in notes(folders) if number in note.signals), default=0.0)
+    return max((note.grace_seconds for note in notes(directories) if number in note.signals), default=0.0)
 
 
-def saved_by_all(folders: Mapping[int, Path]) -> Note | None:
-    """What the ranks saved, if all of them did; None otherwise."""
-    found = notes(folders)
-    return found[0] if found and len(found) == len(folders) and all(note.saved is not None for note in found) else None
+def saved_by_all(directories: Mapping[int, Path]) -> Note | None:
+    """The note of a rank if all ranks have saved on a signal, else None."""
+    saved = [note for note in notes(directories) if note.saved is not None]
+    return saved[0] if saved and len(saved) == len(directories) else None
 
 
-def let_save(folders: Mapping[int, Path], number: int) -> None:
-    """Hand a signal on to the ranks that save on it, and wait until they have ended or their time is over."""
-    waiting = [note.pid for note in notes(folders) if number in note.signals]
-    deadline = time.monotonic() + grace_seconds(folders, number)
+def save_and_wait(directories: Mapping[int, Path], number: int) -> None:
+    """Forward a signal to the ranks that save on it, and wait until they have ended or their grace period is over."""
+    waiting = [note.pid for note in notes(directories) if number in note.signals]
+    deadline = time.monotonic() + grace_seconds(directories, number)
     send(waiting, number)
     while (waiting := [pid for pid in waiting if _runs(pid)]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
 
 
 def send(pids: Iterable[int], number: int) -> int:
-    """Send a signal to processes, and return how many there were."""
+    """Send a signal to processes, and return how many of them existed."""
     count = 0
     for pid in pids:
         try:
@@ -64,14 +67,6 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def tell(note: Note, what_now: str = "The same command goes on from there.") -> None:
-    """Say on the screen that the training was saved."""
-    print(
-        f"accel launch: told to end, the processes saved the training to {note.saved}. {what_now}",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-FORWARDED = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
-"""Signals that mean what the ranks make of them; the launcher only hands them on."""
+def report_saved(note: Note, next_step: str = "Run the same command again to continue.") -> None:
+    """Print that the training was saved on a signal."""
+    print(f"accel launch: the training was saved to {note.saved} on a signal. {next_step}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Where the processes of a plan meet, in torch's terms."""
+"""The rendezvous of a launch, in terms of torch."""
 
 from __future__ import annotations
 
@@ -13,62 +13,58 @@ from accel_state.options import RendezvousOptions
 
 from ..ports import is_local, wait_for_server
 from .checks import DEFAULT_PORT, LOOPBACK
-from .static_rendezvous import RoundsRendezvous
+from .static_rendezvous import StaticRendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 900
 
 
 def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str | None = None) -> RendezvousParameters:
-    """The rendezvous of a launch.
-
-    On one machine nothing has to meet: without an asked-for port the agent takes a free one, with nothing in between
-    that could take it.
-    """
-    host = options.main_process_ip or LOOPBACK
-    if num_machines == 1:
-        return _parameters("static", host, options.main_process_port or 0, uuid.uuid4().hex, 1, options)
-    # Machines must agree on the id.
-    return _parameters(
-        options.rdzv_backend, host, options.main_process_port or DEFAULT_PORT, run_id or "none", num_machines, options
+    """The parameters of a rendezvous. On one machine the port is 0 by default, so that the agent takes a free one."""
+    host, alone = options.main_process_ip or LOOPBACK, num_machines == 1
+    port = options.main_process_port or (0 if alone else DEFAULT_PORT)
+    return RendezvousParameters(
+        backend="static" if alone else options.rdzv_backend,
+        endpoint=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        run_id=uuid.uuid4().hex if alone else run_id or "none",  # several machines need the same id
+        min_nodes=num_machines,
+        max_nodes=num_machines,
+        local_addr=LOOPBACK if alone else None,
+        **{"timeout": DEFAULT_TIMEOUT_SECONDS, **parse_settings(options.rdzv_conf)},
     )
 
 
-def await_main_machine(options: RendezvousOptions, parameters: RendezvousParameters) -> None:
-    """Wait until the machine that holds the store listens, where that is another one.
+def wait_for_main_machine(options: RendezvousOptions, parameters: RendezvousParameters) -> None:
+    """Wait until the machine that holds the store listens, if it is another one.
 
-    torch would wait too, but in one long call that no signal interrupts, and with a page of C++ frames at its end.
+    torch would wait in one long call that no signal interrupts.
 
     Raises:
-        ConfigurationError: it does not listen within the time-out of the rendezvous.
+        ConfigurationError: it does not listen within the timeout of the rendezvous.
     """
     if parameters.max_nodes == 1:
         return
     host, port = _split(parameters.endpoint)
-    elsewhere = options.machine_rank > 0 if parameters.backend == "static" else not is_local(host)
+    remote = options.machine_rank > 0 if parameters.backend == "static" else not is_local(host)
     seconds = _timeout_seconds(parameters)
-    if elsewhere and not wait_for_server(
+    if remote and not wait_for_server(
         host, port, seconds, lambda text: print(f"accel launch: {text}", file=sys.stderr, flush=True)
     ):
-        raise ConfigurationError(not_met(parameters, f"nobody listens there, for {seconds:g} s"))
+        raise ConfigurationError(not_met(parameters, f"no server listened there for {seconds:g} s"))
 
 
 def not_met(parameters: RendezvousParameters, reason: str) -> str:
-    """The message for machines that did not find one another."""
+    """The message for a rendezvous that failed."""
     return (
-        f"the {parameters.max_nodes} machines did not meet at {parameters.endpoint}: {reason}. Is the launcher "
-        "started on every machine, "
-        "with the same --main_process_ip and --main_process_port, and can this machine reach that port?"
+        f"the {parameters.max_nodes} machines did not meet at {parameters.endpoint}: {reason}. Check that the launcher "
+        "runs on every machine with the same --main_process_ip and --main_process_port, and that this machine can "
+        "reach that port."
     )
 
 
 def make_handler(options: RendezvousOptions, parameters: RendezvousParameters, *, forks: bool) -> RendezvousHandler:
-    """What brings the machines together.
-
-    Args:
-        forks: whether the processes of this machine are forked from this one.
-    """
+    """The rendezvous handler; ``forks`` tells whether ranks are forks of this process."""
     if parameters.backend == "static":
-        return RoundsRendezvous(
+        return StaticRendezvous(
             *_split(parameters.endpoint),
             rank=options.machine_rank,
             world_size=parameters.max_nodes,
@@ -92,25 +88,12 @@ def _timeout_seconds(parameters: RendezvousParameters) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ConfigurationError(f"--rdzv_conf timeout={text}: not a number of seconds, as in timeout=600.") from None
-
-
-def _parameters(
-    backend: str, host: str, port: int, run_id: str, num_machines: int, options: RendezvousOptions
-) -> RendezvousParameters:
-    return RendezvousParameters(
-        backend=backend,
-        endpoint=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-        run_id=run_id,
-        min_nodes=num_machines,
-        max_nodes=num_machines,
-        local_addr=LOOPBACK if num_machines == 1 else None,
-        **{"timeout": DEFAULT_TIMEOUT_SECONDS, **parse_settings(options.rdzv_conf)},
-    )
+        raise ConfigurationError(
+            f"--rdzv_conf timeout={text} must be a number of seconds, such as timeout=600."
+        ) from None
 
 
 def parse_settings(text: str) -> Mapping[str, str]:
     """``timeout=600,join_timeout=300`` as a mapping."""
-    return {
-        key.strip(): value.strip() for key, _, value in (entry.partition("=") for entry in text.split(",") if entry)
-    }
+    entries = (entry.partition("=") for entry in text.split(",") if entry)
+    return {key.strip(): value.strip() for key, _, value in entries}

@@ -1,4 +1,4 @@
-"""Says which rank failed first, and with what. Imports no torch."""
+"""Finds and describes the rank that failed first. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 FILE_NAME = "failure.json"
 
-# What collectives say when another rank has gone.
+# Errors of collectives after another rank has ended.
 _LOST_CONNECTION = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|DistBackendError|DistNetworkError|gloo|nccl|socket", re.IGNORECASE
 )
 
 _HINTS = {
-    "SIGKILL": "Nothing but the system or a person sends it; mostly the system was out of memory (see `dmesg`).",
-    "SIGSEGV": "It crashed in native code. PYTHONFAULTHANDLER=1 in the environment shows where.",
-    "SIGBUS": "Often /dev/shm is full (data loader workers share batches there): enlarge it, or use fewer workers.",
-    "SIGABRT": "Native code gave up; what it printed is above. PYTHONFAULTHANDLER=1 in the environment shows where.",
+    "SIGKILL": "Usually the system ran out of memory (see `dmesg`), or a user or scheduler killed it.",
+    "SIGSEGV": "It crashed in native code; set PYTHONFAULTHANDLER=1 to see where.",
+    "SIGBUS": "Often /dev/shm is full, which data loader workers use for batches: enlarge it, or use fewer workers.",
+    "SIGABRT": "Native code aborted; see its output above, or set PYTHONFAULTHANDLER=1 to see where.",
 }
 
 
@@ -30,9 +30,12 @@ class RankFailure:
     """How a rank ended.
 
     Attributes:
-        exit_code: as a shell shows it; 128 + N for a death by signal N.
+        rank: global rank.
+        local_rank: rank on its machine.
+        pid: process id.
+        exit_code: as a shell shows it: 128 + N if signal N ended it.
         signal: name of the signal that ended it, or empty.
-        time_ns: when, by the rank's own report; None where it left none (killed, or not Python).
+        time_ns: when, by the rank's own report; None if it left none (killed, or not Python).
         traceback: text, or empty.
         host: where it ran; empty for this machine.
     """
@@ -47,18 +50,13 @@ class RankFailure:
     host: str = ""
 
 
-def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, folder: Path) -> RankFailure:
-    """Put together what the launcher saw of a rank and what the rank itself reported in its folder.
-
-    Args:
-        exit_code: as Python's subprocess gives it: -N for a death by signal N.
-    """
-    report = _read_report(folder / FILE_NAME, pid)
+def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, directory: Path) -> RankFailure:
+    """Combine a rank's exit code (-N for signal N) with the report that it left in its directory."""
+    report = _read_report(directory / FILE_NAME, pid)
     if report is None:
-        return RankFailure(
-            rank, local_rank, pid, shell_exit_code(exit_code), signal_name(-exit_code) if exit_code < 0 else ""
-        )
-    # A report names what the script ended with. That it then also crashed while shutting down is of no interest.
+        signal_text = signal_name(-exit_code) if exit_code < 0 else ""
+        return RankFailure(rank, local_rank, pid, shell_exit_code(exit_code), signal_text)
+    # The report says how the script ended; a crash of the process during shutdown afterwards does not matter.
     return RankFailure(
         rank,
         local_rank,
@@ -69,11 +67,10 @@ def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, folder: P
     )
 
 
-def without_crashes_at_the_end(failures: Iterable[RankFailure]) -> list[RankFailure]:
-    """The failures, less each death by a signal of a process that had reported before what its script ended with.
+def without_shutdown_crashes(failures: Iterable[RankFailure]) -> list[RankFailure]:
+    """The failures, except deaths by a signal of processes that had reported the end of their script before.
 
-    A script that ends with its process group open can crash while Python shuts down (a thread of the group asks for the
-    interpreter).
+    A script that leaves its process group open can crash while Python shuts down.
     """
     failures = list(failures)
     reported = {(failure.host, failure.pid) for failure in failures if failure.time_ns is not None}
@@ -83,41 +80,36 @@ def without_crashes_at_the_end(failures: Iterable[RankFailure]) -> list[RankFail
 
 
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
-    """The failure that the others follow from.
+    """The failure that caused the others.
 
-    An error of Python's own comes first, by its time: a rank that it ends can make the others crash in their
-    collectives. Then come ranks that were killed or crashed, and then errors that tell of a lost connection, which
-    follow from either. Ranks that the launcher itself ended with SIGTERM come last.
+    In this order: Python exceptions by time, because they can crash other ranks in their collectives; ranks that were
+    killed or crashed; lost connections, which follow from either; ranks that the launcher ended with SIGTERM.
     """
 
     def order(failure: RankFailure) -> tuple[int, int]:
-        if failure.time_ns is not None:
-            own = failure.traceback and not _LOST_CONNECTION.search(failure.traceback.rstrip().rpartition("\n")[2])
-            return (0 if own else 2), failure.time_ns
-        return (3 if failure.signal == "SIGTERM" else 1), failure.rank
+        if failure.time_ns is None:
+            return (3 if failure.signal == "SIGTERM" else 1), failure.rank
+        last_line = failure.traceback.rstrip().rpartition("\n")[2]
+        is_cause = failure.traceback and not _LOST_CONNECTION.search(last_line)
+        return (0 if is_cause else 2), failure.time_ns
 
     return min(failures, key=order)
 
 
 def describe(failure: RankFailure, world_size: int) -> str:
-    """The message for the screen: the rank with host and exit code, then its traceback, which ends the text."""
+    """Rank, host and exit code; a traceback, if there is one, ends the text."""
     where = f"local rank {failure.local_rank} on {failure.host or socket.gethostname()}, pid {failure.pid}"
-    subject = f"rank {failure.rank} of {world_size}"
+    subject = f"accel launch: rank {failure.rank} of {world_size}"
     if failure.traceback:
-        return (
-            f"accel launch: {subject} failed first ({where}), exit code "
-            f"{failure.exit_code}:\n{failure.traceback.rstrip()}"
-        )
+        return f"{subject} failed first ({where}), exit code {failure.exit_code}:\n{failure.traceback.rstrip()}"
     if failure.signal:
         hint = _HINTS.get(failure.signal, "")
-        return (
-            f"accel launch: {subject} was ended by {failure.signal} ({where}), exit code {failure.exit_code}. {hint}"
-        ).rstrip()
-    return f"accel launch: {subject} ended first with exit code {failure.exit_code} ({where})."
+        return f"{subject} was ended by {failure.signal} ({where}), exit code {failure.exit_code}. {hint}".rstrip()
+    return f"{subject} ended first with exit code {failure.exit_code} ({where})."
 
 
 def shell_exit_code(exit_code: int) -> int:
-    """128 + N for -N (a death by signal N), else the code itself."""
+    """128 + N for -N (ended by signal N), else the code itself."""
     return 128 - exit_code if exit_code < 0 else exit_code
 
 
@@ -134,5 +126,5 @@ def _read_report(path: Path, pid: int) -> Mapping[str, object] | None:
         report: Mapping[str, object] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    # A child that the rank forked, and that failed, reports under a pid of its own: that is not how the rank ended.
+    # A failed child that the rank forked reports with its own pid; that is not how the rank ended.
     return report if report.get("pid") == pid else None

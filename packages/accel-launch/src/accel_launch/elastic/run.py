@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine, waits for them, and tells how they ended."""
+"""Starts the ranks of this machine, waits for them, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ from accel_state.options import RendezvousOptions
 from accel_state.preemption import Note
 
 from ..external_launcher import announce
-from .agent import Agent, LogFolders, parse_tee, quiet_torch_logs
-from .preemption import saved_by_all, tell
-from .rendezvous import await_main_machine, make_handler, make_parameters, not_met
+from .agent import Agent, LogDirectories, parse_tee, quiet_torch_logs
+from .preemption import report_saved, saved_by_all
+from .rendezvous import make_handler, make_parameters, not_met, wait_for_main_machine
 from .report import RankFailure, first_failure, read_failure
 from .signals import SignalWatch, end_groups
-from .static_rendezvous import RoundsRendezvous
+from .static_rendezvous import StaticRendezvous
 
 
 @dataclass(frozen=True)
-class Job:
+class ElasticJob:
     """What the agent of this machine starts.
 
     Attributes:
         entrypoint: an executable, or a function that each rank calls.
         args: its arguments.
         local_processes: ranks on this machine.
-        start_method: how a function's processes are made: "fork" or "spawn".
-        line_prefix: template of what stands before each line of ``--tee``; None for role and local rank.
-        run_id: what the machines of one job call it; None for the default.
+        num_machines: machines.
+        rendezvous: how they meet.
+        debug: whether the agent's log is shown.
+        start_method: how processes of a function are created: "fork" or "spawn".
+        line_prefix: template of the prefix of each line of ``--tee``; None for role and local rank.
+        run_id: id of the job, the same on all machines; None for the default.
         owns_process: see :class:`SignalWatch`.
     """
 
@@ -62,60 +65,59 @@ class Outcome:
 
     Attributes:
         exit_code: as a shell shows it.
-        failure: the rank that failed first, if one did.
         world_size: ranks over all machines.
-        results: what the function returned, by rank; empty for executables.
+        failure: the rank that failed first, or None.
     """
 
     exit_code: int
     world_size: int = 0
     failure: RankFailure | None = None
-    results: dict[int, Any] | None = None
 
 
-def run_job(job: Job) -> Outcome:
+def run_job(job: ElasticJob) -> Outcome:
     """Start the ranks of this machine and wait for them.
 
     Raises:
-        ConfigurationError: the rendezvous failed, for a reason that the user can mend.
+        ConfigurationError: the rendezvous failed.
     """
     try:
         return _run_watched(job)
     except SignalException as error:
-        # Before there was anything to end, or after everything had ended.
+        # Received before any rank was started, or after all had ended.
         return Outcome(128 + error.sigval)
 
 
-def _run_watched(job: Job) -> Outcome:
-    parameters = make_parameters(job.rendezvous, job.num_machines, job.run_id)
+def _run_watched(job: ElasticJob) -> Outcome:
+    options = job.rendezvous
+    parameters = make_parameters(options, job.num_machines, job.run_id)
     show_logs = job.debug or "LOGLEVEL" in os.environ
     with (
         contextlib.nullcontext() if show_logs else quiet_torch_logs(),
         SignalWatch(job.owns_process) as watch,
-        _log_folder(job.rendezvous.log_dir) as folder,
+        _log_directory(options.log_dir) as directory,
     ):
-        logs = LogFolders(folder, parse_tee(job.rendezvous.tee), _restart_note(job.rendezvous.max_restarts))
+        logs = LogDirectories(directory, parse_tee(options.tee), _restart_note(options.max_restarts))
         try:
-            await_main_machine(job.rendezvous, parameters)
+            wait_for_main_machine(options, parameters)
             forks = callable(job.entrypoint) and job.start_method == "fork"
             spec = WorkerSpec(
-                role=job.rendezvous.role,
+                role=options.role,
                 local_world_size=job.local_processes,
                 entrypoint=job.entrypoint,
                 args=tuple(job.args),
-                rdzv_handler=make_handler(job.rendezvous, parameters, forks=forks),
-                max_restarts=job.rendezvous.max_restarts,
-                monitor_interval=job.rendezvous.monitor_interval,
+                rdzv_handler=make_handler(options, parameters, forks=forks),
+                max_restarts=options.max_restarts,
+                monitor_interval=options.monitor_interval,
                 local_addr=parameters.local_addr,
             )
             return _run_agent(Agent(spec, logs, watch, job.start_method, job.line_prefix), logs)
         except SignalException as error:
             return _preempted(logs) or Outcome(128 + error.sigval)
         except (RendezvousError, DistError, TimeoutError) as error:
-            raise ConfigurationError(_rendezvous_message(parameters, bool(logs.folders), error)) from None
+            raise ConfigurationError(_rendezvous_message(parameters, bool(logs.by_rank), error)) from None
 
 
-def _run_agent(agent: Agent, logs: LogFolders) -> Outcome:
+def _run_agent(agent: Agent, logs: LogDirectories) -> Outcome:
     handler = agent.get_worker_group().spec.rdzv_handler
     try:
         result = _result(agent)
@@ -125,8 +127,8 @@ def _run_agent(agent: Agent, logs: LogFolders) -> Outcome:
     except BaseException:
         agent.post_failure()
         end_groups(agent.pids())
-        if isinstance(handler, RoundsRendezvous):
-            handler.shutdown()  # torch's would call into a store that may be gone
+        if isinstance(handler, StaticRendezvous):
+            handler.shutdown()  # torch's handlers would call into a store that may be gone
         raise
     handler.shutdown()
     return _outcome(agent, result, logs)
@@ -138,7 +140,7 @@ def _result(agent: Agent) -> RunResult:
     except RendezvousClosedError:
         if agent.last_failure is None:
             raise
-        # They were to be started again, but another machine has ended meanwhile.
+        # A restart was due, but another machine has ended.
         return agent.last_failure
     if result is None:
         raise ConfigurationError(
@@ -147,65 +149,65 @@ def _result(agent: Agent) -> RunResult:
     return result
 
 
-def _outcome(agent: Agent, result: RunResult, logs: LogFolders) -> Outcome:
+def _outcome(agent: Agent, result: RunResult, logs: LogDirectories) -> Outcome:
     world_size = int(agent.get_worker_group().workers[0].world_size)
-    if result.is_failed():
-        preempted = _preempted(logs, world_size)
-        if preempted is not None:
-            return preempted
-    if agent.failed_elsewhere:
-        machines = ", ".join(str(rank) for rank in agent.failed_elsewhere)
-        what = "were ended" if result.is_failed() else "succeeded"
+    preempted = _preempted(logs, world_size) if result.is_failed() else None
+    if preempted is not None:
+        return preempted
+    if agent.failed_machines:
+        machines = ", ".join(map(str, agent.failed_machines))
+        verb = "were ended" if result.is_failed() else "succeeded"
         print(
-            f"accel launch: the processes of this machine {what}; those of machine rank {machines} failed.",
+            f"accel launch: the processes of this machine {verb}; those of machine rank {machines} failed.",
             file=sys.stderr,
         )
         return Outcome(1, world_size)
     if result.is_failed():
         first = first_failure(_failures(agent, result, logs))
         return Outcome(first.exit_code, world_size, first)
-    return Outcome(0, world_size, results=dict(result.return_values))
+    return Outcome(0, world_size)
 
 
-def _preempted(logs: LogFolders, world_size: int = 0) -> Outcome | None:
-    """The outcome of ranks that saved the training because they were told to end; None if they did not."""
-    note = saved_by_all(logs.folders)
+def _preempted(logs: LogDirectories, world_size: int = 0) -> Outcome | None:
+    """The outcome of ranks that saved on a signal; None if not all did."""
+    note = saved_by_all(logs.by_rank)
     if note is None:
         return None
-    tell(note)
+    report_saved(note)
     return Outcome(note.exit_code, world_size)
 
 
-def _failures(agent: Agent, result: RunResult, logs: LogFolders) -> Iterator[RankFailure]:
-    """Ranks that torch saw fail, and those that reported a failure while torch was looking at another."""
+def _failures(agent: Agent, result: RunResult, logs: LogDirectories) -> Iterator[RankFailure]:
+    """Ranks that torch saw fail, and ranks that reported a failure at the same time."""
     for worker in agent.get_worker_group().workers:
         seen = result.failures.get(worker.global_rank)
         exit_code = seen.exitcode if seen is not None else 0
         pid = seen.pid if seen is not None else worker.id
-        failure = read_failure(worker.global_rank, worker.local_rank, pid, exit_code, logs.folders[worker.local_rank])
+        directory = logs.by_rank[worker.local_rank]
+        failure = read_failure(worker.global_rank, worker.local_rank, pid, exit_code, directory)
         if failure.exit_code:
             yield failure
 
 
 def report(outcome: Outcome) -> None:
-    """Print what failed to stderr, if anything did."""
+    """Print the failure to stderr, if there is one."""
     if outcome.failure is not None:
         announce(outcome.failure, outcome.world_size)
 
 
 def _restart_note(max_restarts: int) -> Callable[[int, Note | None], None]:
     def note(restart: int, saved: Note | None) -> None:
-        again = f"tarting all processes again (restart {restart} of {max_restarts})"
+        text = f"tarting all processes again (restart {restart} of {max_restarts})"
         if saved is not None:
-            tell(saved, f"S{again}")
+            report_saved(saved, f"S{text}")
             return
-        print(f"accel launch: a process failed or machines changed; s{again}", file=sys.stderr)
+        print(f"accel launch: a process failed or machines changed; s{text}", file=sys.stderr)
 
     return note
 
 
 def _rendezvous_message(parameters: RendezvousParameters, started: bool, error: Exception) -> str:
-    # C++ puts a stack behind the first line.
+    # Errors of C++ have a stack trace after the first line.
     reason = str(error).split("\n", 1)[0]
     if started:
         return (
@@ -216,13 +218,13 @@ def _rendezvous_message(parameters: RendezvousParameters, started: bool, error: 
 
 
 @contextlib.contextmanager
-def _log_folder(asked: str | None) -> Iterator[str]:
-    """The folder for logs and reports; a temporary one is removed at the end."""
-    if asked is not None:
-        yield asked
+def _log_directory(path: str | None) -> Iterator[str]:
+    """The directory for logs and reports; by default a temporary one."""
+    if path is not None:
+        yield path
         return
-    folder = tempfile.mkdtemp(prefix="accel_launch_")
+    directory = tempfile.mkdtemp(prefix="accel_launch_")
     try:
-        yield folder
+        yield directory
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)

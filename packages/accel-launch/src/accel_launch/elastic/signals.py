@@ -1,9 +1,8 @@
-"""Signals to the launcher reach the ranks, and end the launcher in any case.
+"""Forwards signals from the launcher to the ranks, and ends the launcher in any case.
 
-torch's agent turns a signal into an exception in the main thread. That is not enough: while the main thread is inside a
-call to the rendezvous store the exception waits for it, for minutes, and a second signal interrupts the clean-up after
-the first, which leaves orphans. Here the first signal alone raises; a thread that hears of signals at once watches what
-becomes of it.
+torch's agent turns a signal into an exception in the main thread. That is not enough: a call into the rendezvous store
+delays the exception for minutes, and a second signal interrupts the clean-up after the first and leaves orphans. Here
+only the first signal raises, and a thread that is told of signals at once enforces the end.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing import api as torch_processes
 
+from .._torch_compat import signal_handler
 from .preemption import FORWARDED, send
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
@@ -29,14 +28,12 @@ GRACE_SECONDS = 35.0
 STUCK_SECONDS = 5.0
 """How long the launcher itself may take to end once no rank is left."""
 
-# Both are counted in looks: a machine that stood still for a while has not given anybody that time.
+# Both are counted in looks: time during which this machine was suspended does not count.
 _LOOK_SECONDS = 0.1
-# What torch's agent installs whenever it starts processes.
-_TORCHS_HANDLER = "_terminate_process_handler"
 
 
 class SignalWatch:
-    """A context in which signals are handled as the module says; the former handlers are back afterwards.
+    """A context that handles signals as the module describes, and restores the former handlers.
 
     Outside the main thread, where Python allows no handlers, it does nothing.
 
@@ -45,18 +42,18 @@ class SignalWatch:
     """
 
     def __init__(self, owns_process: bool = True) -> None:
-        # Windows wakes nobody through a pipe; torch's own handling is all there is.
+        # Windows has no wakeup pipe; torch's own handling has to suffice there.
         self._owns_process = owns_process and sys.platform != "win32"
         self._active = threading.current_thread() is threading.main_thread()
         self.received: signal.Signals | None = None
         self.forwarded: signal.Signals | None = None
-        """The latest signal that was handed on to the ranks."""
+        """The latest signal that was forwarded to the ranks."""
         self.ranks: Callable[[], Iterable[int]] = tuple
-        """Tells the processes that signals are handed on to."""
+        """Returns the process ids to forward signals to."""
         self.grace: Callable[[int], float] = lambda number: 0.0
-        """Tells how long ranks may take to end after a signal, beyond what is usual."""
+        """Returns how many seconds ranks may take to end after a signal, if more than usual."""
         self.farewell: Callable[[], float] = lambda: 0.0
-        """Tells how long the launcher may take to tell other machines that its ranks have ended."""
+        """Returns how many seconds the launcher may take to tell other machines that its ranks have ended."""
         self._postponed = False
         self._waiting: list[int] = []
         self._ended = threading.Event()
@@ -66,18 +63,13 @@ class SignalWatch:
             self._former = {number: signal.getsignal(number) for number in (*SIGNALS, *FORWARDED)}
             self.install()
         if self._active and self._owns_process:
-            self._start_watching()
+            self._reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            self._former_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, name="accel-launch-signals", daemon=True).start()
         return self
 
-    def _start_watching(self) -> None:
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._former_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, name="accel-launch-signals", daemon=True).start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if not self._active:
             return
@@ -88,44 +80,36 @@ class SignalWatch:
             signal.set_wakeup_fd(self._former_fd)
             os.close(self._writer)
         while self._waiting:
-            # To whoever had it before.
-            signal.raise_signal(self._waiting.pop(0))
+            signal.raise_signal(self._waiting.pop(0))  # for the former handlers
 
     def install(self) -> None:
-        """Take the handlers; torch's agent sets its own whenever it starts processes, so it is called again after that."""
+        """Set the handlers; repeated after torch's agent has started processes, which sets its own."""
         for number in (*SIGNALS, *FORWARDED) if self._active else ():
-            # What is ignored on purpose stays so: nohup ignores SIGHUP, and a shell SIGINT for what it starts in the
-            # background.
-            signal.signal(
-                number, signal.SIG_IGN if self._former[number] is signal.SIG_IGN else self._handler_of(number)
-            )
+            # nohup ignores SIGHUP, and a shell SIGINT for background jobs: that must stay.
+            ignored = self._former[number] is signal.SIG_IGN
+            signal.signal(number, signal.SIG_IGN if ignored else self._handler_of(number))
 
     def _handler_of(self, number: int) -> Callable[[int, FrameType | None], None]:
         return self._forward if number in FORWARDED else self._handle
 
     @contextlib.contextmanager
     def starting_ranks(self, forks: bool = False) -> Iterator[None]:
-        """Keep signals until all ranks are known: one that raised before would leave behind those that run already.
-
-        The handler that torch's agent installs raises at once; here it installs this one.
+        """Postpone signals until all ranks are known: an exception in between would leave behind the first ranks.
 
         Args:
-            forks: whether ranks are forks of this process. A signal to one of them is then held back, in it too, until
-                it has handlers of its own: with this process's it would keep the signal, and do nothing.
+            forks: whether ranks are forks of this process. Signals are then blocked in them too, until they have
+                handlers of their own: this process's would swallow them.
         """
-        torchs = getattr(torch_processes, _TORCHS_HANDLER, None)
         self._postponed = True
-        setattr(torch_processes, _TORCHS_HANDLER, self._handle)
         try:
-            with _held_back() if forks else contextlib.nullcontext():
+            with signal_handler(self._handle), _blocked_signals() if forks else contextlib.nullcontext():
                 yield
         finally:
             self._postponed = False
-            setattr(torch_processes, _TORCHS_HANDLER, torchs)
             self.install()
         while self._waiting:
             number = self._waiting.pop(0)
-            if self._former[number] is not signal.SIG_IGN:  # torch's agent takes what was ignored, too
+            if self._former[number] is not signal.SIG_IGN:  # torch's agent also handles ignored signals
                 self._handler_of(number)(number, None)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
@@ -144,45 +128,40 @@ class SignalWatch:
             raise SignalException(f"received {self.received.name}", self.received)
 
     def _watch(self) -> None:
+        """Read signal numbers from the wakeup pipe until it is closed."""
         first: int | None = None
-        while number := self._next_signal():
+        while data := os.read(self._reader, 1):
+            number = data[0]
             if number not in SIGNALS:
-                continue  # SIGCHLD and the like come through the same pipe
+                continue  # other signals, such as SIGCHLD, arrive here too
             if first is None:
                 first = number
                 threading.Thread(target=self._enforce, args=(number,), daemon=True).start()
             else:
-                self._leave_now(first)
-
-    def _next_signal(self) -> int | None:
-        data = os.read(self._reader, 1)
-        if not data:
-            os.close(self._reader)
-            return None
-        return data[0]
+                _exit_now(first)
+        os.close(self._reader)
 
     def _enforce(self, number: int) -> None:
-        """Leave when the main thread does not get to it."""
+        """End the launcher if the main thread does not."""
         import psutil
 
         farewell = self.farewell()
-        left, alone = max(GRACE_SECONDS, self.grace(number) + STUCK_SECONDS) + farewell, 0.0
+        remaining, alone = max(GRACE_SECONDS, self.grace(number) + STUCK_SECONDS) + farewell, 0.0
         while not self._ended.wait(_LOOK_SECONDS):
-            left -= _LOOK_SECONDS
+            remaining -= _LOOK_SECONDS
             alone = 0.0 if psutil.Process().children() else alone + _LOOK_SECONDS
-            if left < 0 or alone > STUCK_SECONDS + farewell:
-                self._leave_now(number)
+            if remaining < 0 or alone > STUCK_SECONDS + farewell:
+                _exit_now(number)
 
-    def _leave_now(self, number: int) -> None:
-        kill_descendants()
-        os._exit(128 + number)
+
+def _exit_now(number: int) -> None:
+    kill_descendants()
+    os._exit(128 + number)
 
 
 @contextlib.contextmanager
-def _held_back() -> Iterator[None]:
-    """Signals to this thread, and to what it forks, wait until the context is left, and in a fork until it asks for
-    them.
-    """
+def _blocked_signals() -> Iterator[None]:
+    """Block signals in this thread, and in its forks until they unblock them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -194,8 +173,8 @@ def _held_back() -> Iterator[None]:
 
 
 def kill_descendants() -> None:
-    """Kill every process that this one started, and what those started."""
-    import psutil  # only a signal needs it, and it takes a launch two hundredths of its time
+    """Kill all child processes, and theirs."""
+    import psutil  # needed after a signal only; importing it takes 2% of a launch
 
     for process in psutil.Process().children(recursive=True):
         try:
@@ -205,10 +184,10 @@ def kill_descendants() -> None:
 
 
 def end_groups(pids: list[int]) -> None:
-    """End what ranks left running in their process groups (each rank leads one): servers, workers that outlived them."""
+    """End what ranks left running in their process groups, which each rank leads: servers, orphaned workers."""
     for pid in pids if sys.platform != "win32" else ():
         try:
             os.killpg(pid, signal.SIGTERM)
         except (ProcessLookupError, PermissionError):
-            # Nothing of the group is left, or its number belongs to somebody else by now.
+            # The group is empty, or its number is in use by another user's process.
             continue

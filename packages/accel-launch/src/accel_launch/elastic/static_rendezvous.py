@@ -1,11 +1,9 @@
-"""The rendezvous of machines whose ranks are given: they start their processes together, and again whenever one of them
-asks for it.
+"""The rendezvous of machines with given ranks, which start and restart their processes together.
 
 Each start is a round. The machine of rank 0 holds a store with the number of the latest round. A machine whose
-processes failed asks for the next round, the others see it when they look at their own processes, and all arrive there
-before anything starts. The store of the processes is a new one in each round: what they left in a former one leads to
-processes that are gone. torch's own static rendezvous has no rounds: each machine starts again alone, and the processes
-meet the others' former ones.
+processes failed requests the next round; the others notice when they monitor their own processes, and all arrive before
+anything starts. Each round has a new store for the processes: the former one leads to processes that have ended. In
+torch's own static rendezvous each machine restarts alone, and its processes find the former ones of other machines.
 """
 
 from __future__ import annotations
@@ -19,27 +17,27 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
 
-from .exit_barrier import Ends
-from .tcp_store import CALL_TIMEOUT, Server, serve
+from .exit_barrier import ExitBarrier
+from .tcp_store import CALL_TIMEOUT, StoreServer, serve
 
 _POLL_SECONDS = 0.05
-_PATIENCE_SECONDS = 5.0
+_SECONDS_BEFORE_NOTE = 5.0
 _ROUND = "round"
 
 
-class RoundsRendezvous(RendezvousHandler):
+class StaticRendezvous(RendezvousHandler):
     """Rounds of a fixed number of machines.
 
     Args:
         host: address of the machine of rank 0.
-        port: port of its store, which the processes use too in the first round; 0 for any free one, on a single
-            machine.
-        rank: of this machine.
-        world_size: machines.
-        run_id: what they call this run.
-        timeout_seconds: how long they wait for one another.
+        port: port of its store, which the processes also use in the first round; 0, on a single machine, for any free
+            port.
+        rank: rank of this machine.
+        world_size: number of machines.
+        run_id: id of the run.
+        timeout_seconds: how long machines wait for one another.
         max_restarts: rounds after the first.
-        forks: whether the processes of this machine are forked from this one.
+        forks: whether the processes of this machine are forks of this one.
     """
 
     def __init__(
@@ -58,30 +56,31 @@ class RoundsRendezvous(RendezvousHandler):
         self._rank, self._world_size = rank, world_size
         self._timeout_seconds, self._max_restarts = timeout_seconds, max_restarts
         self._token = uuid.uuid4().hex
-        self._control: Server | None = None
-        self._served: Server | None = None
-        self._store: Store | None = None
+        self._control: StoreServer | None = None
+        self._rank_server: StoreServer | None = None
+        self.store: Store | None = None
+        """The store of the machines; None before they have met, and on a single machine."""
         self.round = -1
         """The round that this machine is in; 0 is the first."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Go to the latest round, asking for one if this machine is in it already, and wait there for all others.
+        """Join the latest round, or request a new one if this machine is in it already; wait for all other machines.
 
         Raises:
-            RendezvousTimeoutError: they did not come in time.
+            RendezvousTimeoutError: they did not arrive in time.
             RendezvousClosedError: one of them has ended, or no further round is allowed.
-            RendezvousStateError: another launcher goes by the rank of this machine.
+            RendezvousStateError: another launcher uses the rank of this machine.
         """
         if self._world_size == 1:
             self.round += 1
             return self._info(HashStore(), self._serve_ranks())
-        if self._store is None:
-            self._store = self._connect()
+        if self.store is None:
+            self.store = self._connect()
         while True:
-            self.round = self._arrive(self._store)
-            port = self._start(self._store)
+            self.round = self._arrive(self.store)
+            port = self._wait_for_start(self.store)
             if port:
-                return self._info(PrefixStore(str(self.round), self._store), port)
+                return self._info(PrefixStore(str(self.round), self.store), port)
 
     def _info(self, store: Store, port: int) -> RendezvousInfo:
         return RendezvousInfo(store, self._rank, self._world_size, RendezvousStoreInfo(self._host, port))
@@ -97,81 +96,74 @@ class RoundsRendezvous(RendezvousHandler):
         return PrefixStore(f"accel/{self._run_id}", store)
 
     def _serve_ranks(self) -> int:
-        """The port of a store for the processes of this round; the former one is given up."""
+        """Start the store for the processes of this round, close the former one, and return the port."""
         if self.round == 0 and self._control is not None:
             return self._control.port
-        former, self._served = self._served, serve(self._port if self.round == 0 else 0, forks=self._forks)
+        former, self._rank_server = self._rank_server, serve(self._port if self.round == 0 else 0, forks=self._forks)
         if former is not None:
             former.close()
-        return self._served.port
+        return self._rank_server.port
 
     def _arrive(self, store: Store) -> int:
         """Arrive at the latest round, and return its number."""
-        latest = _latest(store)
-        occupied = self.round < 0 and store.check([self._place(latest)])
-        again = occupied and store.check([f"{latest}/port"])
-        if latest == self.round or again:
+        latest = _latest_round(store)
+        occupied = self.round < 0 and store.check([self._arrival_key(latest)])
+        started = occupied and store.check([f"{latest}/port"])
+        if latest == self.round or started:
             latest = int(store.compare_set(_ROUND, str(latest), str(latest + 1)))
         elif occupied:
-            # The round has not begun: a launcher that was ended, and started again, takes its place.
-            store.set(self._place(latest), self._token)
+            # The round has not started: this launcher replaces one that was ended.
+            store.set(self._arrival_key(latest), self._token)
         if latest > self._max_restarts:
-            reason = "its processes were started by a former launcher" if again else "they would be started"
+            reason = "a former launcher started its processes, so this is a restart" if started else "this is a restart"
             raise RendezvousClosedError(
-                f"machine rank {self._rank}: {reason} again, and --max_restarts {self._max_restarts} does not allow it"
+                f"machine rank {self._rank}: {reason}, which --max_restarts {self._max_restarts} does not allow"
             )
-        store.compare_set(self._place(latest), "", self._token)
-        self._check_place(store, latest)
+        store.compare_set(self._arrival_key(latest), "", self._token)
+        self._check_owner(store, latest)
         return latest
 
-    def _check_place(self, store: Store, number: int) -> None:
-        if store.get(self._place(number)) != self._token.encode():
+    def _check_owner(self, store: Store, number: int) -> None:
+        if store.get(self._arrival_key(number)) != self._token.encode():
             raise RendezvousStateError(
-                f"another launcher was started with --machine_rank {self._rank}: each machine needs a rank of its own"
+                f"another launcher was started with --machine_rank {self._rank}: each machine needs a different rank"
             )
 
-    def _place(self, number: int, rank: int | None = None) -> str:
+    def _arrival_key(self, number: int, rank: int | None = None) -> str:
         return f"{number}/arrived/{self._rank if rank is None else rank}"
 
-    def _start(self, store: Store) -> int:
-        """The port of the processes' store, as soon as all machines have arrived; 0 where a later round was asked for
-        meanwhile.
-        """
+    def _wait_for_start(self, store: Store) -> int:
+        """Wait until all machines have arrived; return the port of the processes' store, or 0 if a new round began."""
         key, begin, noted = f"{self.round}/port", time.monotonic(), False
-        places = [self._place(self.round, rank) for rank in range(self._world_size)]
+        arrivals = [self._arrival_key(self.round, rank) for rank in range(self._world_size)]
         while True:
-            if self._rank == 0 and store.check(places):
+            if self._rank == 0 and store.check(arrivals):
                 store.set(key, str(self._serve_ranks()))
-            self._check_place(store, self.round)
+            self._check_owner(store, self.round)
             if store.check([key]):
                 return int(store.get(key))
-            if _latest(store) > self.round:
+            if _latest_round(store) > self.round:
                 return 0
-            Ends(store, self._rank, self._world_size).raise_if_any()
+            ExitBarrier(store, self._rank, self._world_size).raise_if_ended()
             waited = time.monotonic() - begin
             if waited > self._timeout_seconds:
-                raise RendezvousTimeoutError(f"{self._missing(store)} did not come within {self._timeout_seconds:g} s")
-            if waited > _PATIENCE_SECONDS and not noted:
-                noted = True
-                print(
-                    f"accel launch: waiting for {self._missing(store)} (up to {self._timeout_seconds:g} s)",
-                    file=sys.stderr,
-                    flush=True,
+                raise RendezvousTimeoutError(
+                    f"{self._missing(store)} did not arrive within {self._timeout_seconds:g} s"
                 )
+            if waited > _SECONDS_BEFORE_NOTE and not noted:
+                noted = True
+                text = f"waiting for {self._missing(store)} (up to {self._timeout_seconds:g} s)"
+                print(f"accel launch: {text}", file=sys.stderr, flush=True)
             time.sleep(_POLL_SECONDS)
 
     def _missing(self, store: Store) -> str:
-        ranks = [str(rank) for rank in range(self._world_size) if not store.check([self._place(self.round, rank)])]
-        return f"machine rank {', '.join(ranks or ['0'])}"
-
-    @property
-    def ends(self) -> Store | None:
-        """Where machines post how they ended; None before they have met, and on a single one."""
-        return self._store
+        arrivals = {rank: self._arrival_key(self.round, rank) for rank in range(self._world_size)}
+        missing = [str(rank) for rank, key in arrivals.items() if not store.check([key])]
+        return f"machine rank {', '.join(missing or ['0'])}"
 
     def num_nodes_waiting(self) -> int:
-        """1 if a round was asked for that this machine is not in, else 0."""
-        return int(self._store is not None and _latest(self._store) > self.round)
+        """1 if a round was requested that this machine is not in, else 0."""
+        return int(self.store is not None and _latest_round(self.store) > self.round)
 
     def get_backend(self) -> str:
         """The name of torch's counterpart."""
@@ -179,30 +171,29 @@ class RoundsRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The processes find their store served; rank 0 of them serves none."""
+        """True: the agent, not rank 0, serves the store of the processes."""
         return True
 
     def get_run_id(self) -> str:
-        """What the machines call this run."""
+        """The id of the run."""
         return self._run_id
 
     def is_closed(self) -> bool:
         """Whether a machine has ended."""
-        return self._store is not None and Ends(self._store, self._rank, self._world_size).is_any()
+        return self.store is not None and ExitBarrier(self.store, self._rank, self._world_size).any_ended()
 
     def set_closed(self) -> None:
-        """Nothing: a machine that ends posts how it ended."""
+        """Does nothing: machines close the rendezvous through the exit barrier."""
 
     def shutdown(self) -> bool:
-        """Let go of the stores."""
-        self._store = None
-        for server in (self._served, self._control):
+        """Close the stores."""
+        self.store = None
+        for server in (self._rank_server, self._control):
             if server is not None:
                 server.close()
-        self._served = self._control = None
+        self._rank_server = self._control = None
         return True
 
 
-def _latest(store: Store) -> int:
-    """The number of the latest round that was asked for."""
+def _latest_round(store: Store) -> int:
     return int(store.compare_set(_ROUND, "", "0"))

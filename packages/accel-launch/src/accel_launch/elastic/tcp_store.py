@@ -1,4 +1,4 @@
-"""Servers of the stores through which agents, and ranks, find one another."""
+"""Servers of the stores that agents and ranks use to find each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 from datetime import timedelta
-from typing import Protocol
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
@@ -19,23 +18,11 @@ CALL_TIMEOUT = timedelta(seconds=60)
 """How long one call into a store may take."""
 
 
-class Server(Protocol):
-    """A store that others can reach."""
-
-    port: int
-
-    def client(self) -> TCPStore:
-        """The store, for this process."""
-
-    def close(self) -> None:
-        """Let go of the store; whoever uses it loses the connection."""
-
-
-class LocalServer:
+class ThreadStoreServer:
     """A server in a thread of this process.
 
     Args:
-        port: what it listens on; 0 for any free port.
+        port: port to listen on; 0 for any free port.
     """
 
     def __init__(self, port: int) -> None:
@@ -51,22 +38,22 @@ class LocalServer:
         return self._store
 
     def close(self) -> None:
-        """End the thread, once nobody in this process holds the store."""
+        """Drop the store; the thread ends with the last reference to it."""
         self._store = None
 
 
-class ForkedServer:
+class ForkedStoreServer:
     """A server in a process of its own, which ends with this one.
 
-    A process that forks its ranks must not have the server's thread: a rank forked while that thread holds a lock (of
-    the system's name service, say) would wait for it for ever.
+    A process that forks ranks must not have the server's thread: a rank that is forked while the thread holds a lock
+    (of the name service, say) waits for it for ever.
 
     Args:
-        port: what it listens on; 0 for any free port.
+        port: port to listen on; 0 for any free port.
     """
 
     def __init__(self, port: int) -> None:
-        # Bound here, so that a port in use is an error here, and what connects before the other process is ready waits.
+        # Bound here: a port in use fails here, and clients that connect before the server is ready wait.
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         with socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=socket.SOMAXCONN) as listener:
@@ -84,7 +71,7 @@ class ForkedServer:
             signal.set_wakeup_fd(-1)
             for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
-            # Ctrl-C goes to every process of the terminal, and ranks that end in order still need the store.
+            # Ctrl-C reaches every process of the terminal, but ranks need the store to end in order.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             store = TCPStore(
                 LOOPBACK,
@@ -109,24 +96,27 @@ class ForkedServer:
         if not pid:
             return
         os.close(self._writer)
-        # Closing the pipe alone does not do it: forked ranks hold it too, as long as they run.
+        # Closing the pipe is not enough: forked ranks hold it too while they run.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
 
 
-def serve(port: int, *, forks: bool) -> Server:
+StoreServer = ThreadStoreServer | ForkedStoreServer
+
+
+def serve(port: int, *, forks: bool) -> StoreServer:
     """Start a server.
 
     Args:
-        port: what it listens on; 0 for any free port.
+        port: port to listen on; 0 for any free port.
         forks: whether this process forks ranks afterwards.
 
     Raises:
         RendezvousConnectionError: the port is in use.
     """
     try:
-        return ForkedServer(port) if forks else LocalServer(port)
+        return ForkedStoreServer(port) if forks else ThreadStoreServer(port)
     except (OSError, RuntimeError) as error:
         raise RendezvousConnectionError(f"a store cannot listen on port {port}: {error}") from error

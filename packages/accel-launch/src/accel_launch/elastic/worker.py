@@ -1,8 +1,8 @@
-"""Runs one rank's script as Python itself would, and leaves a report if it fails.
+"""Runs one rank's script as Python would, and reports a failure to the launcher.
 
-Started by path, as ``python worker.py MODE LAUNCHER_PID TARGET ARGUMENT...``, in whatever environment the script has:
-so it uses the standard library alone. The report (failure.json beside torch's error file) lets the launcher say which
-rank failed first, and show its traceback last, whether or not the script knows of any launcher.
+Started by path, as ``python worker.py MODE LAUNCHER_PID TARGET ARGUMENT...``, in the script's environment, so it uses
+the standard library only. The report, failure.json next to torch's error file, tells the launcher which rank failed
+first, and with which traceback.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ from collections.abc import Sequence
 from types import ModuleType, TracebackType
 
 RELAY_VARIABLE = "ACCEL_LAUNCH_RELAY"
-"""Set by a launcher that gathers what failed from the stderr of all ranks; see :mod:`accel_launch.external_launcher`.
-"""
+"""Set by a launcher that reads failures from the stderr of the ranks; see :mod:`accel_launch.external_launcher`."""
 
 FAILURE_MARK = "\x1eaccel-launch-failure "
-"""Begins the line on stderr that tells that launcher of a failure."""
+"""Prefix of a line on stderr that reports a failure to that launcher."""
 
-LONGEST_TRACEBACK = 2600
+MAX_TRACEBACK = 2600
 
 ENCODED = "encoded"
-"""Stands for the launcher's pid where the arguments come as one word: a shell on the way would take empty ones and
-quotes apart.
-"""
+"""Stands for the launcher's pid if the arguments are encoded in one word, to protect them from shells on the way."""
 
 
 def main() -> None:
@@ -38,8 +35,7 @@ def main() -> None:
     if mode == "executable":
         execute(target, args)
     print_by_line()
-    # Python put the folder of this file first, where python script.py has the script's folder and python -m the current
-    # one.
+    # The first entry is this file's directory; Python has the script's there, or with -m the current directory.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if mode == "module" else os.path.dirname(os.path.realpath(target))
     try:
@@ -63,8 +59,8 @@ def decode(word: str) -> list[str]:
     import base64
     import json
 
-    words: list[str] = json.loads(base64.urlsafe_b64decode(word))
-    return words
+    args: list[str] = json.loads(base64.urlsafe_b64decode(word))
+    return args
 
 
 def encode(args: Sequence[str]) -> str:
@@ -72,22 +68,19 @@ def encode(args: Sequence[str]) -> str:
     import base64
     import json
 
-    # Padded with spaces, which JSON allows, rather than with = signs.
+    # Padded with spaces, which JSON allows, instead of = signs.
     text = json.dumps(list(args))
     return base64.urlsafe_b64encode((text + " " * (-len(text) % 3)).encode()).decode()
 
 
 def print_by_line() -> None:
-    """Hand over what the script prints at the end of each line, also through a pipe.
-
-    In blocks it would come long after the fact; unbuffered, a line is several writes, and those of two ranks mix.
-    """
+    """Flush stdout after each line: blocks would arrive late, and unbuffered writes of two ranks mix within a line."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def die_with_launcher(launcher_pid: int) -> None:
-    """Ask the kernel for a SIGTERM when the launcher dies in a way that it cannot pass on (kill -9, out of memory)."""
+    """Have the kernel send SIGTERM when the launcher dies without forwarding a signal (SIGKILL, out of memory)."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -100,10 +93,10 @@ def die_with_launcher(launcher_pid: int) -> None:
 
 
 def execute(target: str, args: list[str]) -> None:
-    """Become an executable that is not Python."""
+    """Become an executable."""
     import signal
 
-    # Python ignores these for itself; what is not Python expects to be ended by them.
+    # Python ignores these; other programs expect to be ended by them.
     for name in ("SIGPIPE", "SIGXFSZ"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -115,12 +108,11 @@ def execute(target: str, args: list[str]) -> None:
 
 
 def run_script(path: str) -> None:
-    """Run a file as ``python file`` does: in the module ``__main__``, so that what it defines can be pickled and found
-    by spawn.
-    """
+    """Run a file like ``python file``: in the module ``__main__``, where pickle and spawn find its definitions."""
     import runpy
+    import zipfile
 
-    if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and is_zip(path)):
+    if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and zipfile.is_zipfile(path)):
         sys.path[0] = path
         runpy.run_path(path, run_name="__main__")
         return
@@ -130,7 +122,7 @@ def run_script(path: str) -> None:
     path = os.path.abspath(path)
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
-    # A module of its own: this one's functions are still needed when the script has ended.
+    # A new module: the functions of this one are needed after the script has ended.
     main_module = ModuleType("__main__")
     main_module.__dict__.update(
         __file__=path,
@@ -144,66 +136,45 @@ def run_script(path: str) -> None:
 
 
 def run_module(name: str) -> None:
-    """Run a module as ``python -m name`` does."""
+    """Run a module like ``python -m name``."""
     import runpy
 
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def is_zip(path: str) -> bool:
-    """Whether Python would run the file as an archive with a ``__main__.py``."""
-    import zipfile
-
-    return zipfile.is_zipfile(path)
-
-
 def strip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first frame on."""
+    """The traceback from the script's first frame on; None for a syntax error in the script."""
     own = (OWN_FILE, "runpy.py", "<frozen runpy>")
-    frame = traceback
-    while frame is not None and frame.tb_frame.f_code.co_filename.endswith(own):
-        frame = frame.tb_next
-    # Without any frame of the script (a syntax error in it), the traceback says all it can by itself.
-    return frame
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.endswith(own):
+        traceback = traceback.tb_next
+    return traceback
 
 
 def write_report(error: BaseException, exit_code: int, *, with_traceback: bool) -> None:
-    """Tell the launcher: in failure.json beside torch's error file, or on stderr where the ranks share no files with
-    it.
-    """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        write_file(
-            os.path.join(os.path.dirname(error_file), "failure.json"),
-            describe_failure(error, exit_code, with_traceback),
-        )
-    elif RELAYED:
-        report = describe_failure(error, exit_code, with_traceback)
-        places = {
-            "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
-            "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-        }
-        write_line({**report, **places})
-
-
-def describe_failure(error: BaseException, exit_code: int, with_traceback: bool) -> dict[str, object]:
-    """What the launcher is told of a failure."""
+    """Report to the launcher: in failure.json next to torch's error file, or on stderr if no files are shared."""
     import time
     import traceback
 
-    return {
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file and not RELAYED:
+        return
+    lines = traceback.format_exception(type(error), error, error.__traceback__) if with_traceback else []
+    report: dict[str, object] = {
         "time_ns": time.time_ns(),
         "rank": int(os.environ.get("RANK", "0")),
         "pid": os.getpid(),
         "exit_code": exit_code & 0xFF,
-        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        if with_traceback
-        else "",
+        "traceback": "".join(lines),
     }
+    if error_file:
+        write_file(os.path.join(os.path.dirname(error_file), "failure.json"), report)
+        return
+    local_rank, world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    write_line({**report, "local_rank": local_rank, "world_size": world_size})
 
 
 def write_file(path: str, report: dict[str, object]) -> None:
-    """Write a report under a temporary name first, since the launcher may read at any time."""
+    """Write a report atomically: the launcher may read it at any time."""
     import json
 
     try:
@@ -211,41 +182,36 @@ def write_file(path: str, report: dict[str, object]) -> None:
             json.dump(report, file)
         os.replace(path + ".tmp", path)
     except OSError as problem:
-        # A full or vanished disk must not hide the error that is being reported.
-        print(f"accel launch: no report could be written to {path}: {problem}", file=sys.stderr)
+        # A full disk must not hide the error that is being reported.
+        print(f"accel launch: the failure report {path} cannot be written: {problem}", file=sys.stderr)
 
 
 def write_line(report: dict[str, object]) -> None:
-    """Write a report as one marked line, for a launcher that reads the stderr of all ranks."""
+    """Write a report to stderr as one marked line."""
     import json
     import socket
 
-    # A pipe keeps a line together only up to 4096 bytes; an error's end says more than its beginning.
+    # Writes to a pipe are atomic up to 4096 bytes; the end of a traceback says more than its beginning.
     text = str(report["traceback"])
-    shortened = (
-        text
-        if len(text) <= LONGEST_TRACEBACK
-        else "Traceback (its beginning is left out):\n  ..." + text[-LONGEST_TRACEBACK:]
-    )
-    line = FAILURE_MARK + json.dumps({"host": socket.gethostname(), **report, "traceback": shortened}) + "\n"
+    if len(text) > MAX_TRACEBACK:
+        text = "Traceback (its beginning is left out):\n  ..." + text[-MAX_TRACEBACK:]
+    line = FAILURE_MARK + json.dumps({"host": socket.gethostname(), **report, "traceback": text}) + "\n"
     sys.stderr.flush()
     os.write(2, line.encode())
 
 
 def introduce_traceback() -> None:
-    """Say whose traceback follows, where no launcher will: each rank was started by somebody else's (mpirun, srun)."""
+    """Print the rank before its traceback, if no launcher of this package will (ranks of plain mpirun or srun)."""
     if os.environ.get("TORCHELASTIC_ERROR_FILE") or RELAYED or "RANK" not in os.environ:
         return
     import socket
 
-    place = f"local rank {os.environ.get('LOCAL_RANK', '0')} on {socket.gethostname()}, pid {os.getpid()}"
-    print(
-        f"accel launch: rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '1')} failed ({place}):",
-        file=sys.stderr,
-    )
+    where = f"local rank {os.environ.get('LOCAL_RANK', '0')} on {socket.gethostname()}, pid {os.getpid()}"
+    rank, world_size = os.environ["RANK"], os.environ.get("WORLD_SIZE", "1")
+    print(f"accel launch: rank {rank} of {world_size} failed ({where}):", file=sys.stderr)
 
 
-# Taken out of the environment: what the script starts is not what the launcher waits for.
+# Removed from the environment: processes that the script starts are not ranks.
 RELAYED = bool(__name__ == "__main__" and os.environ.pop(RELAY_VARIABLE, ""))
 
 OWN_FILE = os.path.abspath(__file__)

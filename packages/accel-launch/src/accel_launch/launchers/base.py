@@ -1,4 +1,4 @@
-"""What a launcher is."""
+"""The interface of a launcher."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from dataclasses import dataclass, field
 
 from accel_state.errors import ConfigurationError
 
-from ..plan import Plan
+from ..launch_plan import LaunchPlan
 
 
 @dataclass(frozen=True)
-class Start:
-    """A command that is run on a machine.
+class MachineCommand:
+    """A command that runs on a machine.
 
     Attributes:
-        machine: which one, in words.
-        command: its words.
+        machine: description of the machine.
+        command: the command.
         environment: variables on top of those of the machine.
-        ranks: what each process that the command stands for has in its environment beside these; none where the command
-            itself starts the ranks.
-        notes: what else happens, in words.
+        ranks: further variables of each process; empty if the command itself starts the ranks.
+        notes: further information for the user.
     """
 
     machine: str
@@ -35,24 +34,21 @@ class Launcher(ABC):
     """Starts the processes of a plan on this machine."""
 
     @abstractmethod
-    def accepts(self, plan: Plan) -> bool:
-        """Whether this launcher is the one for the plan."""
+    def accepts(self, plan: LaunchPlan) -> bool:
+        """Whether this launcher starts the plan."""
 
     @abstractmethod
-    def run(self, plan: Plan) -> int:
+    def run(self, plan: LaunchPlan) -> int:
         """Start the processes, wait for them, and return the exit code as a shell would show it.
 
         Raises:
-            ConfigurationError: nothing was started, for a reason that the user can mend.
+            ConfigurationError: the processes cannot be started.
         """
 
-    def starts(self, plan: Plan) -> Sequence[Start]:
-        """What :meth:`run` would run, machine by machine. Nothing is started, and nothing is written.
+    def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
+        """The commands that :meth:`run` would run, by machine. Starts and writes nothing.
 
         Raises:
-            ConfigurationError: as for :meth:`run`, as far as it can be known without starting anything; or the launcher
-                cannot tell.
+            ConfigurationError: as for :meth:`run`, or the launcher does not support --dry_run.
         """
-        raise ConfigurationError(
-            f"{type(self).__name__} cannot say what it would start: --dry_run is for launchers that can."
-        )
+        raise ConfigurationError(f"{type(self).__name__} does not support --dry_run. Leave the option out.")

@@ -1,39 +1,38 @@
-"""Several processes, over torch's elastic agent."""
+"""Several processes, supervised by torch's elastic agent."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from accel_state.env import patch_environment
 from accel_state.errors import require
 
 from ..elastic.checks import DEFAULT_PORT, LOOPBACK, check_rendezvous
 from ..interpreter import python_command
-from ..launch_mode import Kind
-from ..plan import Plan
-from .argv import launch_words
-from .base import Launcher, Start
-
-_WORKER = Path(__file__).parent.parent / "elastic" / "worker.py"
+from ..launch_mode import LaunchMode
+from ..launch_plan import LaunchPlan
+from .argv import launch_argv
+from .base import Launcher, MachineCommand
+from .rank import WORKER
 
 
 class ElasticLauncher(Launcher):
-    """Starts this machine's processes, and stays until the last one has ended."""
+    """Starts this machine's processes, and waits until the last one has ended."""
 
-    def accepts(self, plan: Plan) -> bool:
-        """More than one process in all, or one that is started again when it fails, or whose output is kept in files."""
-        return plan.kind is Kind.LOCAL and plan.is_watched
+    def accepts(self, plan: LaunchPlan) -> bool:
+        """Whether there are several processes in total, restarts, or log files."""
+        return plan.mode is LaunchMode.LOCAL and plan.needs_agent
 
-    def run(self, plan: Plan) -> int:
+    def run(self, plan: LaunchPlan) -> int:
         """Start the processes and wait for them."""
         check_rendezvous(plan.rendezvous, plan.num_machines)
         require("torch", purpose="starting more than one process", install="torch")
-        from ..elastic.run import Job, report, run_job
+        from ..elastic.run import ElasticJob, report, run_job
 
         command = worker_command(plan)
-        job = Job(
+        job = ElasticJob(
             entrypoint=command[0],
             args=command[1:],
             local_processes=plan.local_processes,
@@ -47,33 +46,24 @@ class ElasticLauncher(Launcher):
         report(outcome)
         return outcome.exit_code
 
-    def starts(self, plan: Plan) -> Sequence[Start]:
-        """The ranks of every machine; those of the others are started by the launcher there."""
-        return [_starts_of(plan, machine) for machine in range(plan.num_machines)]
+    def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
+        """The ranks of every machine; each machine has a launcher of its own."""
+        command = plan.entrypoint.command(python_command())
+        machines = []
+        for machine in range(plan.num_machines):
+            here = plan.num_machines == 1 or machine == plan.rendezvous.machine_rank
+            name = "this machine"
+            if plan.num_machines > 1:
+                name = f"machine {machine} of {plan.num_machines}{', this one' if here else ''}"
+            ranks = [_variables(plan, machine, local) for local in range(plan.local_processes)]
+            machines.append(MachineCommand(name, command, plan.environment, ranks, _notes(plan, machine, here)))
+        return machines
 
 
-def _starts_of(plan: Plan, machine: int) -> Start:
-    here = plan.num_machines == 1 or machine == plan.rendezvous.machine_rank
-    name = (
-        "this machine"
-        if plan.num_machines == 1
-        else f"machine {machine} of {plan.num_machines}{', this one' if here else ''}"
-    )
-    ranks = [_variables(plan, machine, local) for local in range(plan.local_processes)]
-    return Start(
-        name, plan.target.command(python_command()), plan.environment, ranks, tuple(_notes(plan, machine, here))
-    )
-
-
-def _variables(plan: Plan, machine: int, local: int) -> dict[str, str]:
-    """What torch's agent gives to a rank, as far as it is known before the machines have met."""
+def _variables(plan: LaunchPlan, machine: int, local: int) -> dict[str, str]:
+    """The variables that torch's agent sets for a rank, as far as they are known before the rendezvous."""
     options = plan.rendezvous
-    known = plan.num_machines > 1 or options.main_process_port
-    address = {
-        "MASTER_ADDR": options.main_process_ip or LOOPBACK,
-        "MASTER_PORT": str(options.main_process_port or DEFAULT_PORT),
-    }
-    return {
+    variables = {
         "RANK": str(machine * plan.local_processes + local),
         "WORLD_SIZE": str(plan.num_processes),
         "LOCAL_RANK": str(local),
@@ -81,34 +71,33 @@ def _variables(plan: Plan, machine: int, local: int) -> dict[str, str]:
         "GROUP_RANK": str(machine),
         "GROUP_WORLD_SIZE": str(plan.num_machines),
         "ROLE_NAME": options.role,
-        **(address if known and options.rdzv_backend == "static" else {}),
     }
+    if options.rdzv_backend == "static" and (plan.num_machines > 1 or options.main_process_port):
+        variables["MASTER_ADDR"] = options.main_process_ip or LOOPBACK
+        variables["MASTER_PORT"] = str(options.main_process_port or DEFAULT_PORT)
+    return variables
 
 
-def _notes(plan: Plan, machine: int, here: bool) -> list[str]:
+def _notes(plan: LaunchPlan, machine: int, here: bool) -> list[str]:
     options, notes = plan.rendezvous, []
     if plan.num_machines == 1 and not options.main_process_port:
         notes.append("MASTER_ADDR and MASTER_PORT: this machine, and a port that is free when the processes start")
     elif options.rdzv_backend != "static":
-        notes.append(
-            f"the machines meet at {options.main_process_ip}:{options.main_process_port or DEFAULT_PORT}, which "
-            "decides their ranks"
-        )
+        address = f"{options.main_process_ip}:{options.main_process_port or DEFAULT_PORT}"
+        notes.append(f"the rendezvous at {address} assigns the ranks of the machines")
     if not here:
-        rank = {"machine_rank": machine} if options.rdzv_backend == "static" and plan.place.rank is None else {}
-        notes.append(
-            "started there by: " + shlex.join(["accel", *launch_words(plan, without=("machine_rank",), **rank)])
-        )
+        assigned = options.rdzv_backend == "static" and plan.context.process is None
+        rank = {"machine_rank": machine} if assigned else {}
+        command = shlex.join(["accel", *launch_argv(plan, without=("machine_rank",), **rank)])
+        notes.append(f"started there by: {command}")
     if options.max_restarts:
-        notes.append(f"all processes are started again up to {options.max_restarts} times when one of them fails")
+        notes.append(f"if a process fails, all are restarted, up to {options.max_restarts} times")
     return notes
 
 
-def worker_command(plan: Plan) -> list[str]:
+def worker_command(plan: LaunchPlan) -> list[str]:
     """The command of every rank."""
-    import os
-
-    target = plan.target
-    words = [*python_command(), str(_WORKER), target.kind, str(os.getpid()), target.name, *target.args]
-    # The agent replaces $-names in the words (torchrun's ${local_rank}); what the user wrote goes through as it is.
-    return [word.replace("$", "$$") for word in words]
+    entrypoint = plan.entrypoint
+    worker = [str(WORKER), entrypoint.kind, str(os.getpid()), entrypoint.name, *entrypoint.args]
+    # The agent substitutes $-names (torchrun's ${local_rank}); doubling them passes the user's text unchanged.
+    return [word.replace("$", "$$") for word in (*python_command(), *worker)]

@@ -1,7 +1,7 @@
-"""One rank of a job whose ranks somebody else starts: the process becomes the script.
+"""One rank of a job whose ranks another program starts: the process becomes the script.
 
-Two ways lead here: ``srun accel launch script.py`` with several tasks on a node (``mpirun -n 4 accel launch
-script.py``), and the command that :mod:`accel_launch.launchers.mpirun` gives to mpirun: ``python -m
+There are two ways to get here: ``srun accel launch script.py`` with several tasks per node (or ``mpirun -n 4 accel
+launch script.py``), and the command that :mod:`accel_launch.launchers.mpirun` passes to mpirun, ``python -m
 accel_launch.launchers.rank script script.py``.
 """
 
@@ -17,63 +17,63 @@ from pathlib import Path
 from accel_state.environments.base import Environment
 from accel_state.errors import ConfigurationError
 
+from ..elastic.checks import DEFAULT_PORT
 from ..elastic.report import shell_exit_code, signal_name
 from ..elastic.worker import RELAY_VARIABLE, write_line
-from ..entrypoint import Target
+from ..entrypoint import Entrypoint
 from ..interpreter import python_command
-from ..launch_mode import Kind
-from ..plan import Plan
-from .base import Launcher, Start
+from ..launch_mode import LaunchMode
+from ..launch_plan import LaunchPlan
+from .base import Launcher, MachineCommand
 from .single import become
 
 WORKER = Path(__file__).parent.parent / "elastic" / "worker.py"
-DEFAULT_PORT = 29500
 
 
 class RankLauncher(Launcher):
-    """Becomes the script, with the variables of torchrun made from those of whoever started this process."""
+    """Becomes the script, with torchrun's variables derived from those of the program that started this process."""
 
-    def accepts(self, plan: Plan) -> bool:
-        """This process is one of the ranks."""
-        return plan.kind is Kind.RANK
+    def accepts(self, plan: LaunchPlan) -> bool:
+        """Whether this process is one of the ranks."""
+        return plan.mode is LaunchMode.RANK
 
-    def run(self, plan: Plan) -> int:
+    def run(self, plan: LaunchPlan) -> int:
         """Become the script."""
-        start = self.starts(plan)[0]
-        return become(worker_command(plan.target), {**plan.full_environment(), **start.ranks[0]})
+        start = self.commands(plan)[0]
+        command = worker_command(plan.entrypoint, os.getppid())
+        return become(command, {**plan.full_environment(), **start.ranks[0]})
 
-    def starts(self, plan: Plan) -> Sequence[Start]:
-        """This rank alone: what the others become depends on what their starter told them."""
-        rank = plan.place.rank
+    def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
+        """The command of this rank; other ranks depend on their own environment."""
+        rank = plan.context.process
         assert rank is not None
         variables = torchrun_variables(rank, plan.rendezvous.main_process_ip, plan.rendezvous.main_process_port)
         machine = f"this process, rank {rank.rank} of {rank.world_size} of {rank.name}"
-        return [Start(machine, plan.target.command(python_command("-u")), plan.environment, [variables])]
+        command = plan.entrypoint.command(python_command("-u"))
+        return [MachineCommand(machine, command, plan.environment, [variables])]
 
 
-def worker_command(target: Target, parent: int | None = None) -> list[str]:
-    """The command that runs a target as a rank, which ends when its parent (the one of this process) does."""
-    return [*python_command(), str(WORKER), target.kind, str(parent or os.getppid()), target.name, *target.args]
+def worker_command(entrypoint: Entrypoint, parent: int) -> list[str]:
+    """The command that runs an entrypoint as a rank, which ends when the process ``parent`` does."""
+    return [*python_command(), str(WORKER), entrypoint.kind, str(parent), entrypoint.name, *entrypoint.args]
 
 
 def torchrun_variables(rank: Environment, address: str | None, port: int | None) -> dict[str, str]:
     """The variables of torchrun for a rank that another program has started.
 
     Args:
-        rank: its place.
-        address: of rank 0, where that program does not tell one.
-        port: on that host, where it does not tell one.
+        rank: what that program says about the rank.
+        address: address of rank 0, used if that program sets none.
+        port: port on that host, used if that program sets none.
 
     Raises:
-        ConfigurationError: nobody tells the address.
+        ConfigurationError: the address is not known.
     """
     host = rank.main_address or address
     if host is None:
         raise ConfigurationError(
-            f"{rank.name} started {rank.world_size} ranks on {rank.num_nodes} nodes and tells none of them where rank "
-            "0 is. Give its "
-            "address "
-            "with --main_process_ip, or in MASTER_ADDR (mpirun: -x MASTER_ADDR=..., or -genv MASTER_ADDR ...)."
+            f"{rank.name} started {rank.world_size} ranks on {rank.num_nodes} nodes without the address of rank 0. "
+            "Give it with --main_process_ip, or in MASTER_ADDR (mpirun: -x MASTER_ADDR=..., or -genv MASTER_ADDR ...)."
         )
     return {
         "RANK": str(rank.rank),
@@ -87,46 +87,41 @@ def torchrun_variables(rank: Environment, address: str | None, port: int | None)
     }
 
 
-def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Become the target that is named by its kind, its name and its arguments.
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run an entrypoint, given by kind, name and arguments, as the rank that mpirun started.
 
     Raises:
         ConfigurationError: mpirun did not start this process, or its variables contradict each other.
     """
     from accel_state.environments.registry import detect
 
-    kind, name, *args = words
-    found = detect({key: value for key, value in environ.items() if key not in ("RANK", "LOCAL_RANK")})
-    if found.name == "single":
+    kind, name, *args = argv
+    rank = detect({key: value for key, value in environ.items() if key not in ("RANK", "LOCAL_RANK")})
+    if rank.name == "single":
         raise ConfigurationError(
-            f"no MPI launcher has started {name}: neither OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK nor PMI_RANK is "
-            "set."
+            f"no MPI launcher has started {name}: OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK and PMI_RANK are not set."
         )
-    variables = torchrun_variables(found, environ.get("MASTER_ADDR"), None)
-    return supervise(Target(kind, name, tuple(args)), {**environ, **variables})
+    variables = torchrun_variables(rank, environ.get("MASTER_ADDR"), None)
+    return supervise(Entrypoint(kind, name, tuple(args)), {**environ, **variables})
 
 
-def supervise(target: Target, environment: Mapping[str, str]) -> int:
-    """Run a rank in a child, so that somebody is left to tell which rank it was when a signal ends it.
+def supervise(entrypoint: Entrypoint, environment: Mapping[str, str]) -> int:
+    """Run a rank in a child process, and report to the launcher if a signal ends it.
 
     Returns:
-        The exit code, 128 + N where signal N ended it.
+        The exit code; 128 + N if signal N ended the rank.
     """
     if sys.platform == "win32":
-        return become(worker_command(target), environment)
-    launcher = os.getpid()
-    child = subprocess.Popen(worker_command(target, launcher), env=dict(environment))
+        return become(worker_command(entrypoint, os.getppid()), environment)
+    child = subprocess.Popen(worker_command(entrypoint, os.getpid()), env=dict(environment))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda received, _: child.send_signal(received))
     code = child.wait()
     if code < 0 and environment.get(RELAY_VARIABLE):
-        write_line(_ended_by_signal(environment, child.pid, -code))
+        ranks = {name.lower(): int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        failure = {"pid": child.pid, "exit_code": 128 - code, "signal": signal_name(-code), "traceback": ""}
+        write_line({**ranks, **failure})
     return shell_exit_code(code)
-
-
-def _ended_by_signal(environment: Mapping[str, str], pid: int, number: int) -> dict[str, object]:
-    places = {name.lower(): int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return {**places, "pid": pid, "exit_code": 128 + number, "signal": signal_name(number), "traceback": ""}
 
 
 if __name__ == "__main__":
@@ -134,5 +129,5 @@ if __name__ == "__main__":
 
     try:
         sys.exit(main(sys.argv[1:], os.environ))
-    except ConfigurationError as problem:
-        sys.exit(fail("accel launch", str(problem)))
+    except ConfigurationError as error:
+        sys.exit(fail("accel launch", str(error)))

@@ -1,14 +1,12 @@
-"""Every launcher; other packages add theirs through the entry point group ``accel.launchers``, and are asked before
-ours.
-"""
+"""Every launcher; other packages add theirs through the entry point group ``accel.launchers``."""
 
 from __future__ import annotations
 
 from accel_state.errors import ConfigurationError
 from accel_state.registry import Registry
 
-from ..launch_mode import Kind
-from ..plan import Plan
+from ..launch_mode import LaunchMode
+from ..launch_plan import LaunchPlan
 from .base import Launcher
 
 _BUILT_IN = {
@@ -23,28 +21,23 @@ _BUILT_IN = {
     "elastic": "accel_launch.launchers.elastic:ElasticLauncher",
 }
 
-LAUNCHERS: Registry[type[Launcher]] = Registry(
-    "launcher",
-    _BUILT_IN,
-    "accel.launchers",
-)
+LAUNCHERS: Registry[type[Launcher]] = Registry("launcher", _BUILT_IN, "accel.launchers")
 
 
-def choose_launcher(plan: Plan) -> Launcher:
-    """The first launcher that accepts the plan.
+def choose_launcher(plan: LaunchPlan) -> Launcher:
+    """The first launcher that accepts the plan; those of other packages come first.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: no launcher accepts it.
     """
-    # Between them, ours take every plan: what somebody installed beside them is meant to come first.
-    names = [name for name in LAUNCHERS if name not in _BUILT_IN]
-    # Only the module of the one that is needed is imported.
-    ours = plan.kind.value if plan.kind is not Kind.LOCAL else "elastic" if plan.is_watched else "single"
-    for name in [*names, ours]:
+    built_in = plan.mode.value
+    if plan.mode is LaunchMode.LOCAL:
+        built_in = "elastic" if plan.needs_agent else "single"
+    for name in [*(name for name in LAUNCHERS if name not in _BUILT_IN), built_in]:
         launcher = LAUNCHERS.load(name)()
         if launcher.accepts(plan):
             return launcher
     raise ConfigurationError(
-        f"no launcher takes {plan.num_processes} processes on {plan.num_machines} machines. Known: "
+        f"no launcher accepts {plan.num_processes} processes on {plan.num_machines} machines. Known: "
         f"{', '.join(LAUNCHERS)}."
     )

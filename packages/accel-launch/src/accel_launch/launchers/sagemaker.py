@@ -1,4 +1,4 @@
-"""A training job on Amazon SageMaker: through the Hugging Face estimator of SDK 2, or the ModelTrainer of SDK 3."""
+"""A training job on Amazon SageMaker: the Hugging Face estimator of SDK 2, or the ModelTrainer of SDK 3."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError, require
 
-from ..cloud.sagemaker_job import CloudJob, credentials, describe_job
-from ..launch_mode import Kind
-from ..plan import Plan
-from .base import Launcher, Start
+from ..cloud.sagemaker_job import SageMakerJob, credentials, describe_job
+from ..launch_mode import LaunchMode
+from ..launch_plan import LaunchPlan
+from .base import Launcher, MachineCommand
 
-_INSTALL = "sagemaker"
-# What the estimator of SDK 2 calls what SDK 3 has in objects of its own.
+# Names in SDK 3 of settings of the estimator of SDK 2, by the object that holds them in SDK 3.
 _COMPUTE = {
     "use_spot_instances": "enable_managed_spot_training",
     "volume_size": "volume_size_in_gb",
@@ -33,60 +32,55 @@ _NETWORKING = {
 
 
 class SageMakerLauncher(Launcher):
-    """Sends the script to SageMaker, and shows the log of the job until it ends."""
+    """Submits the script to SageMaker, and shows the log of the job until it ends."""
 
-    def accepts(self, plan: Plan) -> bool:
-        """The compute environment is SageMaker."""
-        return plan.kind is Kind.SAGEMAKER
+    def accepts(self, plan: LaunchPlan) -> bool:
+        """Whether the compute environment is SageMaker."""
+        return plan.mode is LaunchMode.SAGEMAKER
 
-    def run(self, plan: Plan) -> int:
+    def run(self, plan: LaunchPlan) -> int:
         """Start the job, and wait for it."""
         job = describe_job(plan)
-        require("sagemaker", purpose="starting a SageMaker training job", install=_INSTALL)
+        require("sagemaker", purpose="starting a SageMaker training job", install="sagemaker")
         region = plan.settings["aws_region"]
         with patch_environment(**credentials(plan)):
-            print(
-                f"Starting a SageMaker job of {job.instance_count} x {job.instance_type} in {region} ...",
-                flush=True,
-            )
+            print(f"Starting a SageMaker job of {job.instance_count} x {job.instance_type} in {region} ...", flush=True)
             model_data = submit(job, region)
         print(f"You can find your model data at: {model_data}")
         return 0
 
-    def starts(self, plan: Plan) -> Sequence[Start]:
-        """What the job's machines run."""
+    def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
+        """The command of the job's machines."""
         job = describe_job(plan)
-        words = [word for name, value in job.hyperparameters.items() for word in (f"--{name}", str(value))]
+        args = [word for name, value in job.hyperparameters.items() for word in (f"--{name}", str(value))]
         machine = f"{job.instance_count} x {job.instance_type} of SageMaker, in {plan.settings['aws_region']}"
-        what = job.image_uri or ", ".join(f"{name} {value}" for name, value in job.versions.items())
+        container = job.image_uri or ", ".join(f"{name} {value}" for name, value in job.versions.items())
         notes = [
             f"role {job.role}; jobs are called {job.base_job_name}-...",
-            f"container: {what}",
-            f"sent: the folder {job.source_dir}",
+            f"container: {container}",
+            f"uploaded: the directory {job.source_dir}",
+            *(f"input channel {name}: {address}" for name, address in job.inputs.items()),
+            *(f"{name}: {value}" for name, value in job.sdk_options.items()),
         ]
-        notes += [f"input channel {name}: {address}" for name, address in job.inputs.items()]
-        notes += [f"{name}: {value}" for name, value in job.further.items()]
-        notes += ["one process for each GPU of every machine"] if job.data_parallel else []
-        return [Start(machine, ["python", job.entry_point, *words], job.environment, notes=notes)]
+        notes += ["one process per GPU of every machine"] if job.data_parallel else []
+        return [MachineCommand(machine, ["python", job.entry_point, *args], job.environment, notes=notes)]
 
 
-def submit(job: CloudJob, region: str, session: Any = None) -> str:
-    """Start the job with the SDK that is installed, and wait for it.
+def submit(job: SageMakerJob, region: str, session: Any = None) -> str:
+    """Start the job with the installed SDK, wait for it, and return the address of the model.
 
     Args:
-        region: of AWS.
-        session: of the SDK; left out, it makes one.
-
-    Returns:
-        Where the model is.
+        job: the job.
+        region: region of AWS.
+        session: session of the SDK; by default it creates one.
     """
-    # SDK 3 is several distributions: this package is of the one that trains.
+    # SDK 3 consists of several distributions: this package belongs to the one that trains.
     if importlib.util.find_spec("sagemaker.train") is not None:
         return _submit_trainer(job, region, session)
     return _submit_estimator(job, session)
 
 
-def _submit_estimator(job: CloudJob, session: Any) -> str:
+def _submit_estimator(job: SageMakerJob, session: Any) -> str:
     from sagemaker.huggingface import HuggingFace
 
     estimator = HuggingFace(
@@ -99,35 +93,36 @@ def _submit_estimator(job: CloudJob, session: Any) -> str:
         instance_type=job.instance_type,
         hyperparameters=dict(job.hyperparameters),
         environment=dict(job.environment),
-        metric_definitions=list(job.metrics) or None,
+        metric_definitions=[{"Name": name, "Regex": regex} for name, regex in job.metrics.items()] or None,
         distribution={"smdistributed": {"dataparallel": {"enabled": True}}} if job.data_parallel else None,
         debugger_hook_config=False,
         sagemaker_session=session,
-        # With an image of one's own the versions say nothing, but the SDK asks for one of them.
+        # With a custom image the versions have no effect, but the SDK requires one of them.
         **({"py_version": job.versions["py_version"]} if job.image_uri else job.versions),
-        **job.further,
+        **job.sdk_options,
     )
     estimator.fit(inputs=dict(job.inputs) or None)
     return str(estimator.model_data)
 
 
-def _submit_trainer(job: CloudJob, region: str, session: Any) -> str:
+def _submit_trainer(job: SageMakerJob, region: str, session: Any) -> str:
     from sagemaker.train import ModelTrainer
-    from sagemaker.train.configs import Compute, InputData, Networking, SourceCode, StoppingCondition
+    from sagemaker.train.configs import Compute, InputData, MetricDefinition, Networking, SourceCode, StoppingCondition
     from sagemaker.train.distributed import Torchrun
 
-    compute, stopping, networking = (_pick(job.further, names) for names in (_COMPUTE, _STOPPING, _NETWORKING))
-    unknown = sorted(set(job.further) - {*_COMPUTE, *_STOPPING, *_NETWORKING})
+    allowed = {*_COMPUTE, *_STOPPING, *_NETWORKING}
+    unknown = sorted(set(job.sdk_options) - allowed)
     if unknown:
-        known = ", ".join(sorted({*_COMPUTE, *_STOPPING, *_NETWORKING}))
         raise ConfigurationError(
-            f"additional_args: {', '.join(unknown)} means nothing to SDK 3 of SageMaker. Allowed: {known}; or install "
-            "'sagemaker<3'."
+            f"additional_args: {', '.join(unknown)} is not supported with SDK 3 of SageMaker. Allowed: "
+            f"{', '.join(sorted(allowed))}; or install 'sagemaker<3'."
         )
+    compute, stopping, networking = (_pick(job.sdk_options, names) for names in (_COMPUTE, _STOPPING, _NETWORKING))
     requirements = "requirements.txt" if os.path.isfile(os.path.join(job.source_dir, "requirements.txt")) else None
+    inputs = [InputData(channel_name=name, data_source=address) for name, address in job.inputs.items()]
     trainer = ModelTrainer(
         sagemaker_session=session,
-        training_image=job.image_uri or _image_of(job, region),
+        training_image=job.image_uri or _default_image(job, region),
         source_code=SourceCode(source_dir=job.source_dir, entry_script=job.entry_point, requirements=requirements),
         compute=Compute(instance_type=job.instance_type, instance_count=job.instance_count, **compute),
         stopping_condition=StoppingCondition(**stopping) if stopping else None,
@@ -137,23 +132,17 @@ def _submit_trainer(job: CloudJob, region: str, session: Any) -> str:
         base_job_name=job.base_job_name,
         hyperparameters=dict(job.hyperparameters),
         environment=dict(job.environment),
-        input_data_config=[InputData(channel_name=name, data_source=address) for name, address in job.inputs.items()]
-        or None,
+        input_data_config=inputs or None,
     )
     if job.metrics:
-        trainer.with_metric_definitions(_metric_definitions(job))
+        metrics = [MetricDefinition(name=name, regex=regex) for name, regex in job.metrics.items()]
+        trainer.with_metric_definitions(metrics)
     trainer.train()
     return str(trainer._latest_training_job.model_artifacts.s3_model_artifacts)
 
 
-def _metric_definitions(job: CloudJob) -> list[Any]:
-    from sagemaker.train.configs import MetricDefinition
-
-    return [MetricDefinition(name=metric["Name"], regex=metric["Regex"]) for metric in job.metrics]
-
-
-def _image_of(job: CloudJob, region: str) -> str:
-    """The Hugging Face container of the versions that are asked for."""
+def _default_image(job: SageMakerJob, region: str) -> str:
+    """The Hugging Face container for the job's versions."""
     from sagemaker.core import image_uris
 
     return str(
@@ -169,5 +158,5 @@ def _image_of(job: CloudJob, region: str) -> str:
     )
 
 
-def _pick(further: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {new: further[old] for old, new in names.items() if old in further}
+def _pick(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {new: options[old] for old, new in names.items() if old in options}

@@ -11,22 +11,13 @@ from collections.abc import Mapping, Sequence
 from accel_state.errors import ConfigurationError
 
 from ..interpreter import python_command
-from ..launch_mode import Kind
-from ..plan import Plan
-from .base import Launcher, Start
-
-
-def restore_signals() -> None:
-    """Undo what Python ignores at its start, which an executable would inherit: writing into a closed pipe no longer
-    ended it.
-    """
-    for name in ("SIGPIPE", "SIGXFSZ"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+from ..launch_mode import LaunchMode
+from ..launch_plan import LaunchPlan
+from .base import Launcher, MachineCommand
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Replace this process. On Windows, where that is not possible, run a child and return its exit code.
+    """Replace this process. On Windows, which cannot, run a child and return its exit code.
 
     Raises:
         ConfigurationError: the command cannot be started.
@@ -35,7 +26,10 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> int:
         return subprocess.call(command, env=environment)
     sys.stdout.flush()
     sys.stderr.flush()
-    restore_signals()
+    # Python ignores these at start; an executable would inherit that, and survive writing to a closed pipe.
+    for name in ("SIGPIPE", "SIGXFSZ"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execvpe(command[0], list(command), dict(environment))
     except OSError as error:
@@ -43,17 +37,18 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 class SingleLauncher(Launcher):
-    """Replaces this process by the script, so that its exit code, its signals and its terminal are its own."""
+    """Becomes the script, so that exit code, signals and terminal are the script's own."""
 
-    def accepts(self, plan: Plan) -> bool:
-        """One process in all, which nobody has to start again, and whose output goes to the screen alone."""
-        return plan.kind is Kind.LOCAL and not plan.is_watched
+    def accepts(self, plan: LaunchPlan) -> bool:
+        """Whether there is one process in total, without restarts and log files."""
+        return plan.mode is LaunchMode.LOCAL and not plan.needs_agent
 
-    def run(self, plan: Plan) -> int:
+    def run(self, plan: LaunchPlan) -> int:
         """Become the script."""
-        return become(self.starts(plan)[0].command, plan.full_environment())
+        return become(self.commands(plan)[0].command, plan.full_environment())
 
-    def starts(self, plan: Plan) -> Sequence[Start]:
+    def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
         """The script."""
-        # Through a pipe, Python would otherwise hand over what a script prints in blocks of 8 kB, long after the fact.
-        return [Start("this machine", plan.target.command(python_command("-u")), plan.environment)]
+        # -u: Python would otherwise write to a pipe in blocks of 8 kB, late.
+        command = plan.entrypoint.command(python_command("-u"))
+        return [MachineCommand("this machine", command, plan.environment)]

@@ -1,4 +1,4 @@
-"""A batch script of SLURM, or the shell of salloc: one launcher is started on each node of the allocation."""
+"""A batch script of SLURM, or the shell of salloc: srun starts one launcher on each node of the allocation."""
 
 from __future__ import annotations
 
@@ -7,45 +7,42 @@ from collections.abc import Sequence
 
 from accel_state.errors import ConfigurationError
 
-from ..external_launcher import run_relayed
+from ..external_launcher import run_external
 from ..interpreter import python_command
 from ..launch_context import TASKS_VARIABLE
-from ..launch_mode import Kind
-from ..plan import Plan
-from .argv import launch_words
-from .base import Launcher, Start
+from ..launch_mode import LaunchMode
+from ..launch_plan import LaunchPlan
+from .argv import launch_argv
+from .base import Launcher, MachineCommand
 
 
 class SrunLauncher(Launcher):
-    """Runs this very command on every node with srun; SLURM tells each of them its rank and where to meet."""
+    """Runs this command on every node with srun; SLURM tells each launcher its rank and the main address."""
 
-    def accepts(self, plan: Plan) -> bool:
-        """The allocation has more nodes than the one this process runs on, if it runs on one of them at all."""
-        return plan.kind is Kind.SRUN
+    def accepts(self, plan: LaunchPlan) -> bool:
+        """Whether this process runs in an allocation, outside of srun, and must start launchers on its nodes."""
+        return plan.mode is LaunchMode.SRUN
 
-    def run(self, plan: Plan) -> int:
+    def run(self, plan: LaunchPlan) -> int:
         """Run srun and wait for it."""
         if shutil.which("srun") is None:
             raise ConfigurationError(
-                "this is a SLURM job on several nodes, but srun, which starts a launcher on each, is not on PATH. Add "
-                "SLURM's bin "
-                "folder to it."
+                "srun is not on PATH. It starts the launchers on the nodes of this SLURM job: add SLURM's bin "
+                "directory to PATH."
             )
-        start = self.starts(plan)[0]
-        return run_relayed(start.command, {**plan.full_environment(), **start.environment})
+        start = self.commands(plan)[0]
+        return run_external(start.command, {**plan.full_environment(), **start.environment})
 
-    def starts(self, plan: Plan) -> Sequence[Start]:
-        """The one call of srun."""
+    def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
+        """The call of srun."""
         nodes = plan.num_processes // plan.local_processes
-        hosts = plan.place.hosts[:nodes]
-        machine = f"every node of the SLURM job ({', '.join(hosts)}), by one call of srun from here"
+        machine = f"every node of the SLURM job ({', '.join(plan.context.hosts[:nodes])}), by one call of srun"
         notes = [
-            f"each launcher starts {plan.local_processes} process(es) on its node, {plan.num_processes} in all; SLURM "
-            "tells it its rank"
+            f"each launcher starts {plan.local_processes} process(es) on its node, {plan.num_processes} in total; "
+            "SLURM sets its rank"
         ]
-        # The launcher shares out the node's cores itself: left to SLURM, one task would be bound to one of them.
-        words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
-        tasks = {TASKS_VARIABLE: str(plan.place.tasks_per_node)} if plan.place.tasks_per_node else {}
-        return [
-            Start(machine, [*words, *python_command("-m", "accel_launch", *launch_words(plan))], tasks, notes=notes)
-        ]
+        # No binding: the launcher distributes the cores of its node; SLURM would bind one task to one core.
+        options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
+        command = ["srun", *options, *python_command("-m", "accel_launch", *launch_argv(plan))]
+        tasks = plan.context.tasks_per_node
+        return [MachineCommand(machine, command, {TASKS_VARIABLE: str(tasks)} if tasks else {}, notes=notes)]

@@ -1,4 +1,4 @@
-"""A TPU pod: gcloud runs the launcher on every one of its machines."""
+"""A TPU pod: gcloud runs the launcher on each of its machines."""
 
 from __future__ import annotations
 
@@ -10,64 +10,52 @@ from collections.abc import Sequence
 from accel_state.errors import ConfigurationError
 
 from ..cloud.gcloud import run_all, ssh_commands
-from ..launch_mode import Kind
-from ..plan import Plan
-from .argv import launch_words
-from .base import Launcher, Start
+from ..launch_mode import LaunchMode
+from ..launch_plan import LaunchPlan
+from .argv import launch_argv
+from .base import Launcher, MachineCommand
 
-# What this machine alone acts on.
-_OF_THE_POD = (
-    "tpu_cluster",
-    "tpu_name",
-    "tpu_zone",
-    "tpu_use_sudo",
-    "vm",
-    "env",
-    "config_file",
-    "machine_rank",
-    "command",
-    "command_file",
-)
+# Options that are not forwarded to the machines of the pod.
+_POD_OPTIONS = ("tpu", "tpu_cluster", "tpu_name", "tpu_zone", "tpu_use_sudo", "vm", "env", "command", "command_file")
+_LOCAL_OPTIONS = ("config_file", "machine_rank", "num_processes", "num_machines")
 
 
 class TpuPodLauncher(Launcher):
-    """Runs ``accel launch --tpu`` in the same folder on every machine of the pod."""
+    """Runs ``accel launch --tpu`` in the same directory on every machine of the pod."""
 
-    def accepts(self, plan: Plan) -> bool:
-        """A TPU of several hosts."""
-        return plan.kind is Kind.TPU_POD
+    def accepts(self, plan: LaunchPlan) -> bool:
+        """Whether the settings ask for a TPU with several hosts."""
+        return plan.mode is LaunchMode.TPU_POD
 
-    def run(self, plan: Plan) -> int:
+    def run(self, plan: LaunchPlan) -> int:
         """Run gcloud and wait for it."""
-        return run_all([start.command for start in self.starts(plan)])
+        return run_all([start.command for start in self.commands(plan)])
 
-    def starts(self, plan: Plan) -> Sequence[Start]:
+    def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
         """The calls of gcloud."""
         machines = plan.settings["vm"]
-        commands = ssh_commands(plan.settings["tpu_name"], plan.settings["tpu_zone"], remote_line(plan), machines)
+        commands = ssh_commands(plan.settings["tpu_name"], plan.settings["tpu_zone"], shell_command(plan), machines)
         names = machines or [f"every machine of the TPU {plan.settings['tpu_name']}"]
         notes = [
-            "script, data and accel must be there, in the same folders: accel tpu-config runs commands that install "
-            "them"
+            "script, data and accel must be installed there, in the same directories: see accel tpu-config",
         ]
-        return [Start(name, command, notes=notes) for name, command in zip(names, commands, strict=True)]
+        return [MachineCommand(name, command, notes=notes) for name, command in zip(names, commands, strict=True)]
 
 
-def remote_line(plan: Plan) -> str:
-    """The line of shell that every machine runs."""
+def shell_command(plan: LaunchPlan) -> str:
+    """The shell command that every machine runs."""
     variables = {**plan.environment, **dict(map(_assignment, plan.settings["env"]))}
-    function = {"main_training_function": plan.settings["main_training_function"]}
-    words = launch_words(
+    argv = launch_argv(
         plan,
-        without=(*_OF_THE_POD, "tpu", "num_processes", "num_machines"),
+        without=(*_POD_OPTIONS, *_LOCAL_OPTIONS),
         tpu="true",
         tpu_cluster="false",
-        **function,
+        main_training_function=plan.settings["main_training_function"],
     )
-    # As an argument of env, they survive sudo.
-    pairs = [f"{name}={value}" for name, value in variables.items()]
+    # sudo drops variables, except those that are arguments of env.
+    assignments = [f"{name}={value}" for name, value in variables.items()]
     sudo = ["sudo"] if plan.settings["tpu_use_sudo"] else []
-    return f"cd {shlex.quote(os.getcwd())} && {shlex.join([*sudo, 'env', *pairs, 'accel', *words])}"
+    return f"cd {shlex.quote(os.getcwd())} && {shlex.join([*sudo, 'env', *assignments, 'accel', *argv])}"
 
 
 def _assignment(text: str) -> tuple[str, str]:

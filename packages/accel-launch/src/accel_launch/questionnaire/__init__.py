@@ -1,1 +1,1 @@
-"""The questionnaire of ``accel config``: what is asked, in which order, and how."""
+"""The questionnaire of ``accel config``."""

@@ -1,4 +1,4 @@
-"""Which questions follow from the answers so far. The questions themselves stand in the declarations of the options."""
+"""Chooses the next question from the answers so far; the options declare the questions themselves."""
 
 from __future__ import annotations
 
@@ -15,50 +15,27 @@ from accel_state.options.run_type import CLOUD_TYPES, LOCAL_TYPES
 from ..accelerators.registry import find_visible
 from ..config.write import BASE, declared
 
-# Options by name, and whole groups, in the order of the questions.
+# Options and groups, in the order of the questions.
 LOCAL_ORDER = (
-    "distributed_type",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "same_network",
-    "rdzv_backend",
-    "debug",
-    "cpu",
-    "group:mpi",
-    "group:dynamo",
-    "group:paradigm",
-    "group:deepspeed",
-    "group:fsdp",
-    "group:parallelism",
-    "group:megatron",
-    "tpu_cluster",
-    "num_processes",
-    "gpu_ids",
-    "enable_cpu_affinity",
-    "mixed_precision",
-    "group:fp8",
-    "gradient_accumulation_steps",
-    "group:tpu",
+    *("distributed_type", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
+    *("same_network", "rdzv_backend", "debug", "cpu"),
+    *("group:mpi", "group:dynamo", "group:paradigm", "group:deepspeed", "group:fsdp"),
+    *("group:parallelism", "group:megatron", "tpu_cluster"),
+    *("num_processes", "gpu_ids", "enable_cpu_affinity", "mixed_precision"),
+    *("group:fp8", "gradient_accumulation_steps", "group:tpu"),
 )
 CLOUD_ORDER = ("group:sagemaker", "distributed_type", "group:dynamo", "num_machines", "mixed_precision", "group:fp8")
 
 Ask = Callable[[Option, Any, tuple[str, ...] | None], Any]
-"""Asks for an option: the option, what is proposed, the choices where they are fewer than the option's. Returns a
-value, or None.
-"""
+"""Asks for an option, given the option, the proposed value, and its choices if restricted; returns a value or None."""
 
 
 def ask_all(ask: Ask, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask everything that follows from the answers so far.
+    """Ask all questions, and return the answers by option.
 
     Args:
         ask: see :data:`Ask`.
-        known: values by option that are proposed, of an existing file.
-
-    Returns:
-        Answers by option.
+        known: values of an existing file, by option, which are proposed.
     """
     answers: dict[str, Any] = {}
     for opt in questions(answers):
@@ -69,9 +46,7 @@ def ask_all(ask: Ask, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def questions(answers: Mapping[str, Any]) -> Iterator[Option]:
-    """The options to ask for, one after the other: whether one comes depends on ``answers``, which the caller fills
-    meanwhile.
-    """
+    """The options to ask for; each depends on ``answers``, which the caller fills in between."""
     options = declared()
     yield options["compute_environment"]
     cloud = answers.get("compute_environment") == "AMAZON_SAGEMAKER"
@@ -106,25 +81,25 @@ def _holds(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def _value(name: str, answers: Mapping[str, Any]) -> Any:
-    """An answer, or what follows from the kind of run, or the default."""
+    """The answer, the value implied by the distributed type, or the default."""
     if name == "cpu" and answers.get("distributed_type") == "MULTI_CPU":
         return True
     return answers.get(name, declared()[name].default)
 
 
 def _choices(opt: Option, answers: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The choices that make sense; None for all."""
+    """The choices that apply; None for all."""
     if opt.name != "distributed_type":
         return None
     if answers.get("compute_environment") == "AMAZON_SAGEMAKER":
         return CLOUD_TYPES
-    # Engines are asked for one by one.
+    # Each engine has a question of its own.
     engines = [kind for name, kind in ENGINES.items() if name != "tpu"]
     return tuple(kind for kind in LOCAL_TYPES if kind not in engines)
 
 
 def propose(opt: Option, known: Mapping[str, Any], answers: Mapping[str, Any]) -> Any:
-    """What to propose: what the file has, else what fits this machine, else what is suggested, else the default."""
+    """The value to propose: that of the file, else one for this machine, else the suggested one, else the default."""
     if known.get(opt.name) is not None:
         return known[opt.name]
     count = find_visible(all_variables()).count
@@ -141,7 +116,7 @@ def propose(opt: Option, known: Mapping[str, Any], answers: Mapping[str, Any]) -
 
 
 def known_values(settings: Resolution) -> dict[str, Any]:
-    """What a file sets, as proposals: an engine is a question of its own there."""
+    """The values of a file, as proposals; an engine that is the distributed type becomes an answer of its own."""
     values = {name: setting.value for name, setting in settings.settings.items() if settings.is_set(name)}
     if values.get("distributed_type") in ENGINES.values() and values["distributed_type"] != ENGINES["tpu"]:
         values["distributed_type"] = "MULTI_CPU" if values.get("cpu") else "MULTI_GPU"
@@ -149,10 +124,10 @@ def known_values(settings: Resolution) -> dict[str, Any]:
 
 
 def complete(answers: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a whole file: the answers, what every file holds, and what the old one held that was not asked for.
+    """Values of a complete file: the answers, the keys of every file, and values of the old file not asked for.
 
     Raises:
-        ConfigurationError: answers contradict one another.
+        ConfigurationError: the answers contradict one another.
     """
     groups, asked = load_groups(), {name for name, opt in declared().items() if opt.question is not None}
     values = {name: value for name, value in answers.items() if value is not None and value != ()}
@@ -164,8 +139,8 @@ def complete(answers: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, 
     kept = {name: value for name, value in known.items() if name not in asked and _is_kept(name, settings)}
     base = {name: settings[name] for name in BASE if values["compute_environment"] == "LOCAL_MACHINE"}
     switches = {name for name in ENGINES if name in declared()} | {"use_parallelism_config"}
-    whole = {**base, **kept, **values, "distributed_type": settings["distributed_type"]}
-    return {name: value for name, value in whole.items() if name not in switches}
+    complete_values = {**base, **kept, **values, "distributed_type": settings["distributed_type"]}
+    return {name: value for name, value in complete_values.items() if name not in switches}
 
 
 def _is_kept(name: str, settings: Resolution) -> bool:

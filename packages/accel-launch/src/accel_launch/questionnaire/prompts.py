@@ -1,4 +1,4 @@
-"""How a question is put: with menus on a terminal, as plain text elsewhere."""
+"""Asks questions with menus on a terminal, and as lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_state.env import read_str
 from accel_state.errors import ConfigurationError
 from accel_state.options import Option
 
-# Written words rather than values, where the values are the words of a file.
+# How choices are shown, if not by their value in the file.
 LABELS = {
     "LOCAL_MACHINE": "This machine",
     "AMAZON_SAGEMAKER": "AWS (Amazon SageMaker)",
@@ -21,7 +21,7 @@ LABELS = {
 
 
 def is_terminal() -> bool:
-    """Whether menus work here."""
+    """Whether the terminal supports menus."""
     streams = (sys.stdin, sys.stdout)
     return all(stream is not None and stream.isatty() for stream in streams) and read_str("TERM") not in (None, "dumb")
 
@@ -33,39 +33,39 @@ def label(opt: Option, choice: str) -> str:
             return "No distributed training"
         if choice.startswith("MULTI_"):
             return "multi-" + choice.removeprefix("MULTI_")
-        # The devices of this kind are known under the name of the chip rather than of its compiler.
+        # Users know the device by the name of the chip, not of its compiler.
         return LABELS.get(choice, "TPU")
     return LABELS.get(choice, choice)
 
 
 def read_answer(opt: Option, text: str) -> Any:
-    """The value of a typed answer; empty text is no answer.
+    """The value of a typed answer; None for empty text.
 
     Raises:
-        ConfigurationError: it is not allowed; the message says what is.
+        ConfigurationError: the value is not allowed.
     """
     if "\N{REPLACEMENT CHARACTER}" in text:
-        raise ConfigurationError(f"{opt.name}: {text!r} holds bytes that are no text")
+        raise ConfigurationError(f"{opt.name}: {text!r} contains bytes that are not text")
     return opt.parse(text, opt.name) if text.strip() else None
 
 
 def _are_numbers(choices: tuple[str, ...]) -> bool:
-    """Whether a typed number is a choice itself, and not the position of one."""
+    """Whether typed numbers are choices themselves, not positions."""
     return all(choice.isdecimal() for choice in choices)
 
 
 class TextPrompts:
-    """Questions and answers as lines of text: for pipes, scripts, and terminals that can do no more."""
+    """Questions and answers as lines of text, for pipes, scripts and simple terminals."""
 
     def __init__(self, source: TextIO | None = None) -> None:
-        # Started without any input (`<&-`), Python has no stdin at all.
+        # Without an input (`<&-`), sys.stdin is None.
         self.source = source or sys.stdin or io.StringIO()
 
     def ask(self, opt: Option, proposal: Any, choices: tuple[str, ...] | None) -> Any:
         """Ask until the answer is allowed.
 
         Raises:
-            ConfigurationError: the input has ended.
+            ConfigurationError: the input ended.
         """
         shown = choices or opt.choices
         while True:
@@ -86,10 +86,8 @@ class TextPrompts:
         if choices and _are_numbers(choices):
             question += f" ({', '.join(choices)})"
         elif choices:
-            question += (
-                "".join(f"\n  [{number}] {label(opt, choice)}" for number, choice in enumerate(choices))
-                + "\nNumber or name"
-            )
+            lines = [f"\n  [{number}] {label(opt, choice)}" for number, choice in enumerate(choices)]
+            question += "".join([*lines, "\nNumber or name"])
         if opt.kind is bool:
             return f"{question} [{'YES/no' if proposal else 'yes/NO'}]: "
         return f"{question} " if proposal in (None, ()) else f"{question} [{opt.format(proposal)}]: "
@@ -107,13 +105,13 @@ class TextPrompts:
         raise ConfigurationError(f"{text!r} is not one of {', '.join(label(opt, choice) for choice in choices)}")
 
     def confirm(self, question: str) -> bool:
-        """A question of the command's own; the end of the input is a no."""
+        """Ask a yes-or-no question; the end of the input means no."""
         print(f"{question} [yes/NO]: ", end="", flush=True)
         return self.source.readline().strip().lower() in ("y", "yes")
 
 
 class MenuPrompts:
-    """Menus to move in with the arrow keys, and lines with what is proposed already filled in."""
+    """Menus for the arrow keys, and lines with the proposed value filled in."""
 
     def ask(self, opt: Option, proposal: Any, choices: tuple[str, ...] | None) -> Any:
         """Ask until the answer is allowed.
@@ -127,26 +125,24 @@ class MenuPrompts:
         if shown:
             entries = [questionary.Choice(label(opt, choice), value=choice) for choice in shown]
             default = str(proposal) if str(proposal) in shown else None
-            return opt.parse(
-                questionary.select(str(opt.question), choices=entries, default=default).unsafe_ask(), opt.name
-            )
+            choice = questionary.select(str(opt.question), choices=entries, default=default).unsafe_ask()
+            return opt.parse(choice, opt.name)
         if opt.kind is bool:
             return questionary.confirm(str(opt.question), default=bool(proposal)).unsafe_ask()
         filled = "" if proposal in (None, ()) else opt.format(proposal)
-        text = questionary.text(
-            str(opt.question), default=filled, validate=lambda typed: _complaint(opt, typed)
-        ).unsafe_ask()
-        value = read_answer(opt, text)
+        prompt = questionary.text(str(opt.question), default=filled, validate=lambda typed: _validate(opt, typed))
+        value = read_answer(opt, prompt.unsafe_ask())
         return proposal if value is None and opt.default is not None else value
 
     def confirm(self, question: str) -> bool:
-        """A question of the command's own."""
+        """Ask a yes-or-no question."""
         import questionary
 
         return bool(questionary.confirm(question, default=False).unsafe_ask())
 
 
-def _complaint(opt: Option, text: str) -> bool | str:
+def _validate(opt: Option, text: str) -> bool | str:
+    """True, or the error, as questionary expects."""
     try:
         read_answer(opt, text)
     except ConfigurationError as error:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from accel_launch import plan as plan_module
+from accel_launch import launch_plan as plan_module
 from accel_launch.accelerators.amd import Amd
 from accel_launch.accelerators.base import count_entries
 from accel_launch.accelerators.nvidia import Nvidia
-from accel_launch.accelerators.registry import ACCELERATORS, Visible
+from accel_launch.accelerators.registry import ACCELERATORS, VisibleDevices
 from accel_launch.cpus import usable_cores
 from accel_launch.elastic.report import RankFailure, first_failure, shell_exit_code
-from accel_launch.plan import make_plan
+from accel_launch.launch_plan import make_plan
 from accel_launch.ports import is_free
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, load_groups, resolve
@@ -33,14 +33,14 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         plan_module,
         "find_visible",
-        lambda env: Visible(count(env), "CUDA_VISIBLE_DEVICES") if count(env) else Visible(0, None),
+        lambda env: VisibleDevices(count(env), "CUDA_VISIBLE_DEVICES") if count(env) else VisibleDevices(0, None),
     )
     return nvidia
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan_module, "find_visible", lambda env: Visible(0, None))
+    monkeypatch.setattr(plan_module, "find_visible", lambda env: VisibleDevices(0, None))
 
 
 def plan(tmp_path: Path, environ: dict[str, str] | None = None, config: str | None = None, **options: str):
@@ -140,12 +140,12 @@ class TestCounts:
     def test_one_process_without_a_gpu(self, tmp_path, no_gpu) -> None:
         made = plan(tmp_path)
         assert (made.num_processes, made.local_processes, dict(made.environment)) == (1, 1, {})
-        assert "starting 1 process (one for each machine on the CPU, no GPU is visible)" in made.notes[0]
+        assert "starting 1 process (one per machine, no GPU is visible)" in made.notes[0]
 
     def test_one_process_for_each_visible_gpu(self, tmp_path, four_gpus) -> None:
         assert plan(tmp_path).num_processes == 4
         assert plan(tmp_path, {"CUDA_VISIBLE_DEVICES": "1,2"}, multi_gpu="true").num_processes == 2
-        assert "starting 4 processes (one for each visible GPU)" in plan(tmp_path).notes[0]
+        assert "starting 4 processes (one per visible GPU)" in plan(tmp_path).notes[0]
         machines = {"num_machines": "2", "machine_rank": "1", "main_process_ip": "host"}
         made = plan(tmp_path, **machines)
         assert (made.num_processes, made.local_processes) == (8, 4)
@@ -160,13 +160,13 @@ class TestCounts:
         assert made.full_environment({"CUDA_VISIBLE_DEVICES": "0", "X": "1"})["CUDA_VISIBLE_DEVICES"] == "1,3"
         assert "CUDA_VISIBLE_DEVICES" not in plan(tmp_path, gpu_ids="all").environment
         with pytest.raises(
-            ConfigurationError, match=r"--gpu_ids 1,4: this machine has 4 GPU\(s\), with the ids 0 to 3"
+            ConfigurationError, match=r"--gpu_ids 1,4: this machine has 4 GPU\(s\), with ids 0 to 3"
         ):
             plan(tmp_path, gpu_ids="1,4")
 
     def test_more_processes_than_gpus(self, tmp_path, four_gpus) -> None:
         with pytest.raises(
-            ConfigurationError, match="--multi_gpu: 5 processes .* need as many GPUs, and 4 .* --num_processes 4"
+            ConfigurationError, match="--multi_gpu: 5 processes .* need 5 GPUs, but 4 .* --num_processes 4"
         ):
             plan(tmp_path, multi_gpu="true", num_processes="5")
         assert plan(tmp_path, num_processes="5").num_processes == 5, (

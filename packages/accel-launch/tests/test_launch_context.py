@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from accel_launch import plan as plan_module
-from accel_launch.accelerators.registry import Visible
+from accel_launch import launch_plan as plan_module
+from accel_launch.accelerators.registry import VisibleDevices
 from accel_launch.launch_context import Role
-from accel_launch.launch_mode import Kind
+from accel_launch.launch_mode import LaunchMode
 from accel_launch.launchers.registry import choose_launcher
-from accel_launch.plan import Plan, make_plan
+from accel_launch.launch_plan import LaunchPlan, make_plan
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, load_groups, resolve
 
@@ -49,9 +49,9 @@ OPENMPI = {
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A plan from variables and options, on a machine with so many GPUs."""
 
-    def make(environ: dict[str, str], gpus: int = 0, config: str | None = None, **options: str) -> Plan:
+    def make(environ: dict[str, str], gpus: int = 0, config: str | None = None, **options: str) -> LaunchPlan:
         monkeypatch.setattr(
-            plan_module, "find_visible", lambda env: Visible(gpus, "CUDA_VISIBLE_DEVICES" if gpus else None)
+            plan_module, "find_visible", lambda env: VisibleDevices(gpus, "CUDA_VISIBLE_DEVICES" if gpus else None)
         )
         script, file = tmp_path / "s.py", tmp_path / "c.yaml"
         script.touch()
@@ -65,7 +65,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_outside_of_a_cluster(plan) -> None:
     made = plan({})
-    assert (made.kind, made.place.role, made.num_processes) == (Kind.LOCAL, Role.ALONE, 1)
+    assert (made.mode, made.context.role, made.num_processes) == (LaunchMode.LOCAL, Role.ALONE, 1)
     assert choose_launcher(made).accepts(made)
 
 
@@ -74,7 +74,7 @@ class TestNode:
 
     def test_nothing_need_be_said(self, plan) -> None:
         made = plan(STEP, gpus=4)
-        assert (made.kind, made.place.role) == (Kind.LOCAL, Role.NODE)
+        assert (made.mode, made.context.role) == (LaunchMode.LOCAL, Role.NODE)
         assert (made.num_processes, made.local_processes, made.num_machines) == (8, 4, 2)
         options = made.rendezvous
         assert (options.machine_rank, options.main_process_ip) == (1, "10.0.0.7")
@@ -106,7 +106,7 @@ class TestNode:
             "SLURM_PROCID": "0",
         }
         made = plan({**lone, "SLURM_NODEID": "0"}, num_processes="2")
-        assert (made.place.role, made.num_processes, made.num_machines) == (Role.ALONE, 2, 1)
+        assert (made.context.role, made.num_processes, made.num_machines) == (Role.ALONE, 2, 1)
 
 
 class TestRank:
@@ -115,8 +115,8 @@ class TestRank:
     @pytest.mark.parametrize(("variables", "ranks"), [(TASKS, 4), (OPENMPI, 2)], ids=["slurm", "openmpi"])
     def test_it_becomes_the_script(self, plan, variables, ranks) -> None:
         made = plan(variables)
-        assert (made.kind, made.num_processes, made.local_processes) == (Kind.RANK, ranks, 2)
-        (start,) = choose_launcher(made).starts(made)
+        assert (made.mode, made.num_processes, made.local_processes) == (LaunchMode.RANK, ranks, 2)
+        (start,) = choose_launcher(made).commands(made)
         assert (
             start.ranks[0]["RANK"] == str(ranks - 1)
             and start.ranks[0]["LOCAL_RANK"] == "1"
@@ -131,8 +131,8 @@ class TestRank:
             plan(OPENMPI, max_restarts="3")
         with pytest.raises(ConfigurationError, match="^--tee 3 has no effect on ranks that slurm starts"):
             plan(TASKS, tee="3")
-        assert plan(OPENMPI, config="max_restarts: 3\n").kind is Kind.RANK, "a file may be for other ways too"
-        assert plan(OPENMPI, max_restarts="0", tee="0").kind is Kind.RANK
+        assert plan(OPENMPI, config="max_restarts: 3\n").mode is LaunchMode.RANK, "a file may be for other ways too"
+        assert plan(OPENMPI, max_restarts="0", tee="0").mode is LaunchMode.RANK
 
     def test_the_configuration_of_spec_14(self, plan) -> None:
         made = plan(
@@ -141,22 +141,22 @@ class TestRank:
             "36.112.23.24\nmain_process_port: 29500\n"
             "mpirun_config: {mpirun_ccl: '1', mpirun_hostfile: /data/user/hostfile}\nuse_cpu: true\n",
         )
-        (start,) = choose_launcher(made).starts(made)
+        (start,) = choose_launcher(made).commands(made)
         assert start.ranks[0]["MASTER_ADDR"] == "36.112.23.24" and start.ranks[0]["MASTER_PORT"] == "29500"
         assert start.environment["CCL_WORKER_COUNT"] == "1"
 
     def test_another_number_of_processes_is_refused(self, plan) -> None:
         with pytest.raises(
-            ConfigurationError, match="--num_processes 8, but slurm has started 4 launchers, 2 on this node"
+            ConfigurationError, match="--num_processes 8, but slurm started 4 launchers, 2 on this node"
         ):
             plan(TASKS, num_processes="8")
 
     def test_nobody_knows_where_rank_0_is(self, plan) -> None:
         made = plan({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "4"})
         with pytest.raises(
-            ConfigurationError, match="openmpi started 4 ranks on 2 nodes and tells none of them where rank 0 is"
+            ConfigurationError, match="openmpi started 4 ranks on 2 nodes without the address of rank 0"
         ):
-            choose_launcher(made).starts(made)
+            choose_launcher(made).commands(made)
 
 
 class TestBatch:
@@ -169,8 +169,8 @@ class TestBatch:
             num_processes="4",
             mixed_precision="bf16",
         )
-        (start,) = choose_launcher(made).starts(made)
-        assert made.kind is Kind.SRUN and start.command[:4] == [
+        (start,) = choose_launcher(made).commands(made)
+        assert made.mode is LaunchMode.SRUN and start.command[:4] == [
             "srun",
             "--nodes=2",
             "--ntasks=2",
@@ -183,40 +183,40 @@ class TestBatch:
 
     def test_the_tasks_that_were_asked_for(self, plan) -> None:
         asked = {**BATCH, "SLURM_TASKS_PER_NODE": "3(x2)", "SLURM_NTASKS": "6"}
-        (start,) = choose_launcher(plan(asked)).starts(plan(asked))
+        (start,) = choose_launcher(plan(asked)).commands(plan(asked))
         assert plan(asked).num_processes == 6 and start.environment == {"ACCEL_LAUNCH_TASKS_PER_NODE": "3"}
         assert plan({**STEP, "ACCEL_LAUNCH_TASKS_PER_NODE": "3"}).num_processes == 6
         assert plan({**STEP, "ACCEL_LAUNCH_TASKS_PER_NODE": "3"}, gpus=2).num_processes == 4, (
             "GPUs are counted where there are any"
         )
-        assert "one for each task of the SLURM job" in plan(asked).notes[0]
+        assert "one per task of the SLURM job" in plan(asked).notes[0]
 
     def test_one_node(self, plan) -> None:
         here = {**BATCH, "SLURM_JOB_NODELIST": "gpu07"}
-        assert plan(here).place.role is Role.ALONE
-        assert plan({name: value for name, value in here.items() if name != "SLURMD_NODENAME"}).kind is Kind.SRUN, (
-            "the login node"
-        )
+        assert plan(here).context.role is Role.ALONE
+        assert (
+            plan({name: value for name, value in here.items() if name != "SLURMD_NODENAME"}).mode is LaunchMode.SRUN
+        ), "the login node"
 
     @pytest.mark.parametrize(
         "options", [{"num_machines": "1"}, {"machine_rank": "0", "num_machines": "2", "main_process_ip": "h"}]
     )
     def test_who_says_where_machines_are_starts_them(self, plan, options) -> None:
-        assert plan(BATCH, **options).kind is Kind.LOCAL
+        assert plan(BATCH, **options).mode is LaunchMode.LOCAL
 
     def test_some_of_the_nodes(self, plan) -> None:
         three = {**BATCH, "SLURM_JOB_NODELIST": "n[1-3]"}
         made = plan(three, num_machines="2")
-        assert choose_launcher(made).starts(made)[0].command[1] == "--nodes=2"
+        assert choose_launcher(made).commands(made)[0].command[1] == "--nodes=2"
 
     def test_what_cannot_be_shared_evenly(self, plan) -> None:
         with pytest.raises(
-            ConfigurationError, match="--num_processes 3 cannot be divided evenly over the 2 machines that there are"
+            ConfigurationError, match="--num_processes 3 cannot be divided evenly over the 2 available machines"
         ):
             plan(BATCH, num_processes="3")
 
     def test_srun_is_missing(self, plan, monkeypatch, tmp_path) -> None:
         made = plan(BATCH)
         monkeypatch.setenv("PATH", str(tmp_path))
-        with pytest.raises(ConfigurationError, match="srun, which starts a launcher on each, is not on PATH"):
+        with pytest.raises(ConfigurationError, match="srun is not on PATH"):
             choose_launcher(made).run(made)

@@ -20,8 +20,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from accel_launch.elastic.exit_barrier import FAILED, SUCCEEDED, Ends
-from accel_launch.elastic.static_rendezvous import RoundsRendezvous
+from accel_launch.elastic.exit_barrier import FAILED, SUCCEEDED, ExitBarrier
+from accel_launch.elastic.static_rendezvous import StaticRendezvous
 from accel_launch.elastic.tcp_store import serve
 
 
@@ -32,8 +32,8 @@ class Machines:
         self.port, self.count, self.max_restarts, self.timeout = port, count, max_restarts, timeout
         self.handlers = [self.make(rank) for rank in range(count)]
 
-    def make(self, rank: int) -> RoundsRendezvous:
-        return RoundsRendezvous(
+    def make(self, rank: int) -> StaticRendezvous:
+        return StaticRendezvous(
             "127.0.0.1", self.port, rank, self.count, "run", self.timeout, self.max_restarts, forks=False
         )
 
@@ -95,7 +95,7 @@ def test_failures_of_several_machines_at_once_are_one_restart(machines) -> None:
     three = machines(3, max_restarts=1)
     three.meet([0, 1, 2])
     assert {number for number, _, _ in three.meet([0, 1, 2])} == {1}
-    with pytest.raises(RendezvousClosedError, match="--max_restarts 1 does not allow it"):
+    with pytest.raises(RendezvousClosedError, match="which --max_restarts 1 does not allow"):
         three.handlers[2].next_rendezvous()
 
 
@@ -126,16 +126,16 @@ def test_a_launcher_that_is_started_again_before_the_others_come_uses_up_no_rest
 
 def test_a_machine_that_does_not_come_is_named(machines) -> None:
     three = machines(3, timeout=0.3)
-    with pytest.raises(RendezvousTimeoutError, match=r"machine rank 1, 2 did not come within 0\.3 s"):
+    with pytest.raises(RendezvousTimeoutError, match=r"machine rank 1, 2 did not arrive within 0\.3 s"):
         three.meet([0])
 
 
-@pytest.mark.parametrize(("state", "message"), [(FAILED, "rank 1 have failed"), (SUCCEEDED, "rank 1 have ended")])
+@pytest.mark.parametrize(("state", "message"), [(FAILED, "rank 1 failed"), (SUCCEEDED, "rank 1 ended")])
 def test_nobody_waits_for_a_machine_that_has_ended(machines, state, message) -> None:
     two = machines(2)
     two.meet([0, 1])
     assert not two.handlers[0].is_closed()
-    Ends(two.handlers[1].ends, 1, 2).post(state)
+    ExitBarrier(two.handlers[1].store, 1, 2).post(state)
     assert two.handlers[0].is_closed()
     with pytest.raises(RendezvousClosedError, match=message):
         two.handlers[0].next_rendezvous()
@@ -150,7 +150,7 @@ def test_a_store_that_goes_as_soon_as_its_machine_is_told(capsys) -> None:
     class LeavesWhenTold:
         def compare_set(self, *args: str) -> bytes:
             answer = store.compare_set(*args)
-            assert Ends(seen, 0, 2).failed() == 1
+            assert ExitBarrier(seen, 0, 2).first_failed() == 1
             server.close()
             return answer
 
@@ -158,9 +158,9 @@ def test_a_store_that_goes_as_soon_as_its_machine_is_told(capsys) -> None:
             store.set(*args)
             store.get(args[0])
 
-    Ends(LeavesWhenTold(), 1, 2).post(FAILED)
+    ExitBarrier(LeavesWhenTold(), 1, 2).post(FAILED)
     assert capsys.readouterr().err == ""
-    Ends(store, 1, 2).post(FAILED)
+    ExitBarrier(store, 1, 2).post(FAILED)
     assert "machine rank 0 cannot be told that this machine failed" in capsys.readouterr().err
 
 

@@ -8,17 +8,17 @@ import sys
 import pytest
 
 from accel_launch.elastic.worker import decode, encode
-from accel_launch.external_launcher import run_relayed
+from accel_launch.external_launcher import run_external
 from accel_launch.launchers.rank import main
 from accel_state.errors import ConfigurationError
 
 # A program that runs two ranks one after the other, and ends with a code of its own.
 RELAY = """
 import json, os, subprocess, sys
-from accel_launch.external_launcher import run_relayed
+from accel_launch.external_launcher import run_external
 program = "import subprocess, sys; [subprocess.call(words.split()) for words in sys.argv[2:]]; sys.exit(int(sys.argv[1]))"
 words = [sys.executable, "-c", program, *sys.argv[1:]]
-sys.exit(run_relayed(words, dict(os.environ)))
+sys.exit(run_external(words, dict(os.environ)))
 """
 
 
@@ -103,7 +103,7 @@ def test_a_line_that_only_looks_like_a_report(shell, relay) -> None:
 def test_a_program_that_cannot_be_started(tmp_path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ConfigurationError, match="cannot be started: No such file"):
-        run_relayed([str(tmp_path / "none")], {})
+        run_external([str(tmp_path / "none")], {})
     assert signal.getsignal(signal.SIGTERM) is before
 
 

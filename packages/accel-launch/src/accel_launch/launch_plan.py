@@ -1,0 +1,272 @@
+"""Turns settings into a launch plan: which processes to start here, with which variables. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from accel_state.errors import ConfigurationError
+from accel_state.options import HardwareOptions, RendezvousOptions, Resolution, ScriptOptions, Setting, Source
+
+from .accelerators.registry import VisibleDevices, find_visible
+from .cpus import usable_cores
+from .deepspeed_pool import read_pool
+from .entrypoint import Entrypoint, find_entrypoint
+from .hostfile import read_hostfile
+from .launch_context import LaunchContext, Role, detect_context, rendezvous_settings
+from .launch_mode import LaunchMode, choose_mode, option_value
+
+_PRECEDENCE = [Source.COMMAND_LINE, Source.ENVIRONMENT, Source.CONFIG_FILE, Source.DEFAULT]
+# Options of torch's agent, without effect where another program starts the ranks.
+_AGENT_OPTIONS = ("tee", "log_dir", "max_restarts", "monitor_interval", "rdzv_conf", "role")
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What this machine starts.
+
+    Attributes:
+        entrypoint: script, module or executable.
+        num_processes: processes over all machines.
+        num_machines: machines.
+        local_processes: processes of this machine.
+        environment: variables that the processes get on top of those of the launcher.
+        rendezvous: how the machines meet.
+        quiet: whether notes are suppressed.
+        debug: whether the log of torch's agent is shown.
+        notes: decisions to tell the user.
+        mode: which launcher starts the processes.
+        settings: every option.
+        context: where this launcher runs.
+    """
+
+    entrypoint: Entrypoint
+    num_processes: int
+    num_machines: int
+    local_processes: int
+    environment: Mapping[str, str]
+    rendezvous: RendezvousOptions
+    quiet: bool = False
+    debug: bool = False
+    notes: Sequence[str] = ()
+    mode: LaunchMode = LaunchMode.LOCAL
+    settings: Resolution = field(default_factory=lambda: Resolution((), {}))
+    context: LaunchContext = field(default_factory=LaunchContext)
+
+    def option(self, name: str) -> Any:
+        """The value of an option; None if no installed option group declares it."""
+        return option_value(self.settings, name)
+
+    @property
+    def needs_agent(self) -> bool:
+        """Whether a launcher must supervise the processes: several, restartable, or with output kept in files."""
+        options = self.rendezvous
+        return self.num_processes > 1 or options.max_restarts > 0 or options.tee != "0" or options.log_dir is not None
+
+    def full_environment(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+        """All variables of a process, except those of its rank."""
+        return {**(os.environ if environ is None else environ), **self.environment}
+
+
+def make_plan(
+    settings: Resolution, script: str, script_args: Sequence[str], environ: Mapping[str, str] | None = None
+) -> LaunchPlan:
+    """Decide what to start.
+
+    Args:
+        settings: all options.
+        script: script, module or executable.
+        script_args: its arguments.
+        environ: variables of the launcher; by default those of this process.
+
+    Raises:
+        ConfigurationError: settings contradict one another, or ask for what this machine does not have.
+    """
+    variables = dict(os.environ if environ is None else environ)
+    context = detect_context(settings, variables)
+    settings = _with_starter_settings(settings, context)
+    mode = choose_mode(settings, context)
+    _check_agent_options(settings, mode, context)
+    script_options = settings.group(ScriptOptions)
+    entrypoint = find_entrypoint(script_options, script, script_args)
+    environment = settings.environment()
+    on_cpu = _uses_cpu(settings)
+    if not on_cpu and settings["cpu"]:
+        environment["ACCELERATE_USE_CPU"] = "false"
+    no_devices = on_cpu or mode.counts_devices_remotely
+    visible = VisibleDevices(0, None) if no_devices else _select_devices(settings, variables, environment)
+    total, local, notes = _count(settings, context, mode, on_cpu, visible)
+    if not mode.starts_every_machine:
+        _check_devices(settings, on_cpu, local, visible)
+        _check_rendezvous(settings, local)
+    if total > 1 and not settings.is_set("num_cpu_threads_per_process"):
+        environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // local))
+    return LaunchPlan(
+        entrypoint=entrypoint,
+        num_processes=total,
+        num_machines=settings["num_machines"],
+        local_processes=local,
+        environment=environment,
+        rendezvous=settings.group(RendezvousOptions),
+        quiet=script_options.quiet,
+        debug=settings["debug"],
+        notes=tuple(notes),
+        mode=mode,
+        settings=settings,
+        context=context,
+    )
+
+
+def _with_starter_settings(settings: Resolution, context: LaunchContext) -> Resolution:
+    """The settings, with those that the starter of this launcher decides."""
+    updated = dict(settings.settings)
+    for name, value in rendezvous_settings(context, settings).items():
+        where = f"{name} {value} of {context.starter}"
+        updated[name] = replace(updated[name], value=value, source=Source.ENVIRONMENT, where=where)
+    return replace(settings, settings=updated)
+
+
+def _check_agent_options(settings: Resolution, mode: LaunchMode, context: LaunchContext) -> None:
+    """Refuse command-line options without effect in this mode; a configuration file may serve several modes."""
+    if mode not in (LaunchMode.RANK, LaunchMode.MPIRUN, LaunchMode.DEEPSPEED):
+        return
+    starter = context.starter if mode is LaunchMode.RANK else mode.value
+    for setting in (settings.settings[name] for name in _AGENT_OPTIONS):
+        if setting.source is Source.COMMAND_LINE and setting.value != setting.option.default:
+            raise ConfigurationError(
+                f"{setting.where} has no effect on ranks that {starter} starts. Leave it out, or start one launcher on "
+                "each machine, which starts the ranks there."
+            )
+
+
+def _count(
+    settings: Resolution, context: LaunchContext, mode: LaunchMode, on_cpu: bool, visible: VisibleDevices
+) -> tuple[int, int, list[str]]:
+    """Processes in total, processes of this machine, and notes."""
+    if context.role is Role.RANK and context.process is not None:
+        return context.process.world_size, context.process.local_world_size, []
+    if mode.counts_devices_remotely:
+        count = settings["num_processes"] or 1
+        return count, count, []
+    if mode is LaunchMode.DEEPSPEED:
+        slots = [len(slots) for slots in read_pool(settings).values()]
+        return sum(slots), max(slots), []
+    machines = _count_machines(settings, context)
+    total, notes = settings["num_processes"], []
+    if total is None:
+        total = (visible.count or context.tasks_per_node or 1) * machines
+        plural = "process" if total == 1 else "processes"
+        reason = _count_reason(context, on_cpu, visible)
+        notes = [f"starting {total} {plural} ({reason}); set --num_processes to change it"]
+    if total % machines:
+        matches = settings["num_machines"] == machines
+        machines_text = settings.where("num_machines") if matches else f"the {machines} available machines"
+        raise ConfigurationError(
+            f"{settings.where('num_processes')} cannot be divided evenly over {machines_text}. num_processes counts "
+            "the processes of all machines: give a multiple of the number of machines."
+        )
+    return total, total // machines, notes
+
+
+def _count_reason(context: LaunchContext, on_cpu: bool, visible: VisibleDevices) -> str:
+    if visible.count:
+        return "one per visible GPU"
+    cause = "--cpu is set" if on_cpu else "no GPU is visible"
+    return f"one per task of the SLURM job, {cause}" if context.tasks_per_node else f"one per machine, {cause}"
+
+
+def _count_machines(settings: Resolution, context: LaunchContext) -> int:
+    """Machines of the run: those of the hostfile, the nodes of the SLURM allocation, or ``num_machines``."""
+    hostfile = option_value(settings, "mpirun_hostfile")
+    machines = int(settings["num_machines"])
+    if hostfile and context.role in (Role.ALONE, Role.BATCH):
+        hosts = read_hostfile(hostfile, settings.where("mpirun_hostfile"))
+        if machines == 1:
+            return len(hosts)
+        if machines > len(hosts):
+            raise ConfigurationError(
+                f"{settings.where('num_machines')}, but the hostfile lists {len(hosts)}: "
+                f"{', '.join(host.name for host in hosts)} ({settings.where('mpirun_hostfile')}). Add the missing "
+                "machines to it, or leave num_machines out."
+            )
+    return len(context.hosts) if context.role is Role.BATCH and machines == 1 else machines
+
+
+def overriding_setting(settings: Resolution, first: str, second: str) -> Setting | None:
+    """Of two contradicting options, the one with the higher precedence; None if both have the same."""
+    pair = settings.settings[first], settings.settings[second]
+    if pair[0].source is pair[1].source:
+        return None
+    return min(pair, key=lambda setting: _PRECEDENCE.index(setting.source))
+
+
+def _uses_cpu(settings: Resolution) -> bool:
+    if not (settings["cpu"] and settings["multi_gpu"]):
+        return bool(settings["cpu"])
+    winner = overriding_setting(settings, "cpu", "multi_gpu")
+    if winner is None:
+        raise ConfigurationError(
+            f"{settings.where('cpu')} and {settings.where('multi_gpu')} contradict each other. Give one of them."
+        )
+    return winner.option.name == "cpu"
+
+
+def _select_devices(settings: Resolution, variables: Mapping[str, str], environment: dict[str, str]) -> VisibleDevices:
+    """Apply --gpu_ids to the environment, and return the devices that are visible then."""
+    ids = settings.group(HardwareOptions).gpu_ids
+    if ids is None or ids == "all":
+        return find_visible(variables)
+    unrestricted = {name: value for name, value in variables.items() if not name.endswith("_VISIBLE_DEVICES")}
+    installed = find_visible(unrestricted)
+    if installed.variable is None:
+        raise ConfigurationError(f"{settings.where('gpu_ids')}: this machine has no GPU. Leave it out, or give --cpu.")
+    visible = find_visible({**unrestricted, installed.variable: ids})
+    if visible.count < len(ids.split(",")):
+        raise ConfigurationError(
+            f"{settings.where('gpu_ids')}: this machine has {installed.count} GPU(s), with ids 0 to "
+            f"{installed.count - 1}."
+        )
+    environment[installed.variable] = ids
+    return visible
+
+
+def _check_devices(settings: Resolution, on_cpu: bool, local: int, visible: VisibleDevices) -> None:
+    if on_cpu or not settings["multi_gpu"]:
+        return
+    if not visible.count:
+        raise ConfigurationError(
+            f"{settings.where('multi_gpu')}: no GPU is visible on this machine. Use --cpu to run on the CPU."
+        )
+    if local > visible.count:
+        raise ConfigurationError(
+            f"{settings.where('multi_gpu')}: {local} processes on this machine need {local} GPUs, but {visible.count} "
+            f"are visible. Give --num_processes {visible.count * settings['num_machines']}, or make more GPUs visible."
+        )
+
+
+def _check_rendezvous(settings: Resolution, local: int) -> None:
+    options, machines = settings.group(RendezvousOptions), settings["num_machines"]
+    if options.machine_rank >= machines:
+        raise ConfigurationError(
+            f"{settings.where('machine_rank')}: with {machines} machine(s), ranks go from 0 to {machines - 1}. "
+            "Set --num_machines to the number of machines, or correct the rank."
+        )
+    if machines > 1 and options.main_process_ip is None:
+        raise ConfigurationError(
+            f"{settings.where('num_machines')} needs --main_process_ip, the address of the machine of rank 0."
+        )
+    if machines > 1 and options.rdzv_backend == "static" and not settings.is_set("machine_rank"):
+        raise ConfigurationError(
+            f"{settings.where('num_machines')} needs --machine_rank on every machine: 0 on the first, 1 on the second, "
+            "and so on. Or let the machines agree on ranks: --rdzv_backend c10d."
+        )
+    if machines > 1 and options.main_process_port == 0:
+        raise ConfigurationError(
+            f"{settings.where('main_process_port')}: several machines need the same port. Give a free port of "
+            f"{options.main_process_ip}."
+        )
+    for entry in options.tee.split(",") if ":" in options.tee else ():
+        if int(entry.partition(":")[0]) >= local:
+            raise ConfigurationError(f"{settings.where('tee')}: this machine has local ranks 0 to {local - 1}.")
