@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from accel_state.errors import ConfigurationError, MissingDependencyError
 
 from .commands.registry import COMMANDS
+from .errors import fail
 from .suggestions import suggest
 
 PROGRAM = "accel"
-USAGE_ERROR = 2
 INTERRUPTED = 130
 
 # Commands of packages that may not be installed.
@@ -115,12 +115,6 @@ def _discard_output() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def fail(program: str, message: str) -> int:
-    """Print one line to stderr, and return the exit code of a usage error."""
-    print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr)
-    return USAGE_ERROR
 
 
 def version() -> str:

@@ -14,28 +14,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import IO
 
-from accel_state.env import parse_flag_from_env
 from accel_state.errors import ConfigurationError
 
 from .elastic.preemption import FORWARDED
-from .elastic.report import RankFailure, describe, first_failure, shell_exit_code, without_shutdown_crashes
-from .elastic.worker import FAILURE_MARK, RELAY_VARIABLE, die_with_launcher, write_line
+from .elastic.report import RankFailure, announce, first_failure, shell_exit_code, without_shutdown_crashes
+from .elastic.worker import FAILURE_MARK, RELAY_VARIABLE, die_with_launcher
 
 _GRACE_SECONDS = 35.0
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
-
-
-def announce(failure: RankFailure, world_size: int) -> None:
-    """Print a failure to stderr, as text or as a marked line for the launcher that started this one."""
-    sys.stdout.flush()
-    if parse_flag_from_env(RELAY_VARIABLE):
-        report = {key: value for key, value in asdict(failure).items() if key != "host" or value}
-        write_line({**report, "world_size": world_size})
-    else:
-        print(describe(failure, world_size), file=sys.stderr, flush=True)
 
 
 Terminator = Callable[["subprocess.Popen[bytes]", Mapping[str, str]], None]

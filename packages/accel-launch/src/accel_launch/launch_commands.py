@@ -8,10 +8,8 @@ from typing import Any
 
 from accel_state.env import get_int_from_env, patch_environment, read_int, read_str
 from accel_state.errors import ConfigurationError
-from accel_state.options import load_groups
 
-from .config.read import load_settings
-from .launch_plan import LaunchPlan, make_plan
+from .launch_plan import plan_from_args
 from .launchers.registry import choose_launcher
 
 
@@ -46,20 +44,6 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
         ConfigurationError: a value is not allowed, or asks for devices that this machine does not have.
     """
     return plan_from_args(args).full_environment()
-
-
-def plan_from_args(args: argparse.Namespace) -> LaunchPlan:
-    """The launch plan for options of ``accel launch`` by name, with ``training_script``.
-
-    Raises:
-        ConfigurationError: a value is not allowed, or there is no script.
-    """
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    if not given.get("training_script"):
-        raise ConfigurationError("args has no training_script. Set it to the path of the script.")
-    declared = {opt.name for group in load_groups() for opt in group.options()}
-    settings = load_settings({name: value for name, value in given.items() if name in declared})
-    return make_plan(settings, str(given["training_script"]), list(given.get("training_script_args", ())))
 
 
 class PrepareForLaunch:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import HardwareOptions, RendezvousOptions, Resolution, ScriptOptions, Setting, Source
+from accel_state.options import (
+    HardwareOptions,
+    RendezvousOptions,
+    Resolution,
+    ScriptOptions,
+    Setting,
+    Source,
+    load_groups,
+)
 
 from .accelerators.registry import VisibleDevices, find_visible
+from .config.read import load_settings
 from .cpus import usable_cores
 from .deepspeed_pool import read_pool
 from .entrypoint import Entrypoint, find_entrypoint
@@ -117,6 +127,20 @@ def make_plan(
         settings=settings,
         context=context,
     )
+
+
+def plan_from_args(args: argparse.Namespace) -> LaunchPlan:
+    """The launch plan for options of ``accel launch`` by name, with ``training_script``.
+
+    Raises:
+        ConfigurationError: a value is not allowed, or there is no script.
+    """
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    if not given.get("training_script"):
+        raise ConfigurationError("args has no training_script. Set it to the path of the script.")
+    declared = {opt.name for group in load_groups() for opt in group.options()}
+    settings = load_settings({name: value for name, value in given.items() if name in declared})
+    return make_plan(settings, str(given["training_script"]), list(given.get("training_script_args", ())))
 
 
 def _with_starter_settings(settings: Resolution, context: LaunchContext) -> Resolution:

@@ -6,9 +6,14 @@ import json
 import re
 import signal
 import socket
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from accel_state.env import parse_flag_from_env
+
+from .worker import RELAY_VARIABLE, write_line
 
 FILE_NAME = "failure.json"
 
@@ -106,6 +111,16 @@ def describe(failure: RankFailure, world_size: int) -> str:
         hint = _HINTS.get(failure.signal, "")
         return f"{subject} was ended by {failure.signal} ({where}), exit code {failure.exit_code}. {hint}".rstrip()
     return f"{subject} ended first with exit code {failure.exit_code} ({where})."
+
+
+def announce(failure: RankFailure, world_size: int) -> None:
+    """Print a failure to stderr, as text or as a marked line for the launcher that started this one."""
+    sys.stdout.flush()
+    if parse_flag_from_env(RELAY_VARIABLE):
+        report = {key: value for key, value in asdict(failure).items() if key != "host" or value}
+        write_line({**report, "world_size": world_size})
+    else:
+        print(describe(failure, world_size), file=sys.stderr, flush=True)
 
 
 def shell_exit_code(exit_code: int) -> int:

@@ -21,7 +21,6 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 from accel_state.preemption import Note
 
-from ..external_launcher import announce
 from .agent import Agent, LogDirectories, parse_tee, quiet_torch_logs
 from .preemption import report_saved, saved_by_all
 from .rendezvous import make_handler, make_parameters, not_met, wait_for_main_machine
@@ -187,12 +186,6 @@ def _failures(agent: Agent, result: RunResult, logs: LogDirectories) -> Iterator
         failure = read_failure(worker.global_rank, worker.local_rank, pid, exit_code, directory)
         if failure.exit_code:
             yield failure
-
-
-def report(outcome: Outcome) -> None:
-    """Print the failure to stderr, if there is one."""
-    if outcome.failure is not None:
-        announce(outcome.failure, outcome.world_size)
 
 
 def _restart_note(max_restarts: int) -> Callable[[int, Note | None], None]:

@@ -29,7 +29,8 @@ class ElasticLauncher(Launcher):
         """Start the processes and wait for them."""
         check_rendezvous(plan.rendezvous, plan.num_machines)
         require("torch", purpose="starting more than one process", install="torch")
-        from ..elastic.run import ElasticJob, report, run_job
+        from ..elastic.report import announce
+        from ..elastic.run import ElasticJob, run_job
 
         command = worker_command(plan)
         job = ElasticJob(
@@ -43,7 +44,8 @@ class ElasticLauncher(Launcher):
         # The agent starts processes with the variables of its own process.
         with patch_environment(**plan.environment):
             outcome = run_job(job)
-        report(outcome)
+        if outcome.failure is not None:
+            announce(outcome.failure, outcome.world_size)
         return outcome.exit_code
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:

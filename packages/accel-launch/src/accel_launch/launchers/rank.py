@@ -21,6 +21,7 @@ from ..elastic.checks import DEFAULT_PORT
 from ..elastic.report import shell_exit_code, signal_name
 from ..elastic.worker import RELAY_VARIABLE, write_line
 from ..entrypoint import Entrypoint
+from ..errors import fail
 from ..interpreter import python_command
 from ..launch_mode import LaunchMode
 from ..launch_plan import LaunchPlan
@@ -125,8 +126,6 @@ def supervise(entrypoint: Entrypoint, environment: Mapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    from ..cli import fail
-
     try:
         sys.exit(main(sys.argv[1:], os.environ))
     except ConfigurationError as error:

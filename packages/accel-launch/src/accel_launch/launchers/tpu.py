@@ -16,9 +16,8 @@ from accel_state.errors import ConfigurationError, require
 
 from ..entrypoint import Entrypoint
 from ..interpreter import python_command
-from ..launch_commands import plan_from_args
 from ..launch_mode import LaunchMode
-from ..launch_plan import LaunchPlan
+from ..launch_plan import LaunchPlan, plan_from_args
 from .base import Launcher, MachineCommand
 
 

@@ -1,9 +1,8 @@
-"""``accel to-fsdp2``: a configuration file of FSDP 1 as one of FSDP 2."""
+"""``accel to-fsdp2``: converts a configuration file from FSDP 1 to FSDP 2."""
 
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from accel_launch.commands.base import Command
@@ -12,25 +11,18 @@ from accel_state.errors import ConfigurationError
 
 
 def run(argv: list[str]) -> int:
-    """Convert, and say what was changed.
-
-    Returns:
-        0.
+    """Convert a file, print what was changed, and return 0.
 
     Raises:
-        ConfigurationError: the file is not one of FSDP, asks for what version 2 has not, or the target is there
+        ConfigurationError: the file does not use FSDP, asks for what version 2 does not support, or the target exists
             already.
     """
     options = parse_options(argv, _parser())
-    source, target = (
-        Path(os.path.expanduser(options.get(name, options["config_file"]))) for name in ("config_file", "output_file")
-    )
-    if not options.get("overwrite", False) and target.exists():
-        raise ConfigurationError(
-            f"{target} exists already. Name another file with --output_file, or give --overwrite to replace it."
-            if "output_file" in options
-            else f"{source} would be replaced. Name another file with --output_file, or give --overwrite."
-        )
+    source = Path(options["config_file"]).expanduser()
+    target = Path(options.get("output_file", source)).expanduser()
+    if "overwrite" not in options and target.exists():
+        problem = f"{target} exists already" if "output_file" in options else f"{source} would be replaced"
+        raise ConfigurationError(f"{problem}. Name another file with --output_file, or give --overwrite.")
     from accel_launch.config.fsdp_version_2 import convert_file
 
     before = _stamp(target)
@@ -42,25 +34,24 @@ def run(argv: list[str]) -> int:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
+    """Identifies the file's content; None if the file does not exist."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _parser() -> ConfigParser:
     parser = ConfigParser(
         prog="accel to-fsdp2",
-        description="Write a configuration file of FSDP 1 as one of FSDP 2. Each change is shown; comments stay.",
+        description="Convert a configuration file from FSDP 1 to FSDP 2. Prints each change; comments are kept.",
         allow_abbrev=False,
     )
-    missing = argparse.SUPPRESS
-    parser.add_argument("--config_file", "--config-file", required=True, metavar="FILE", help="the file to convert")
-    parser.add_argument(
-        "--output_file", "--output-file", default=missing, metavar="FILE", help="the file to write (default: the same)"
-    )
-    parser.add_argument("--overwrite", action="store_true", default=missing, help="replace the file that is there")
+    parser.add_argument("--config_file", "--config-file", required=True, metavar="FILE", help="file to convert")
+    text = "file to write (default: the converted file)"
+    parser.add_argument("--output_file", "--output-file", default=argparse.SUPPRESS, metavar="FILE", help=text)
+    parser.add_argument("--overwrite", action="store_true", default=argparse.SUPPRESS, help="replace an existing file")
     return parser
 
 
