@@ -367,7 +367,7 @@ def _refuse_existing_state() -> None:
 
     if current().process:
         raise ConfigurationError(
-            "an Accelerator (or PartialState) for a single process exists already in this session. Create it only "
+            "an Accelerator (or PartialState) exists already in this session, for a single process. Create it only "
             "inside the launched function, and restart the session before launching again."
         )
 

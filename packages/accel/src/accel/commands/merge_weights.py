@@ -1,4 +1,4 @@
-"""``accel merge-weights``: the shards of a model into one file, or a few."""
+"""``accel merge-weights``: merges the shards of a model into one or a few files."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from accel_launch.commands.base import Command
 
 
 def run(argv: list[str]) -> int:
-    """Merge, and say what was written.
-
-    Returns:
-        0.
+    """Merge the shards, print the files that were written, and return 0.
 
     Raises:
-        ConfigurationError: there are no shards in the folder.
-        CheckpointError: they are damaged.
+        ConfigurationError: the directory has no shards.
+        CheckpointError: the shards are damaged.
     """
     options = _parser().parse_args(argv)
     from ..fsdp.merge import merge_fsdp_weights
@@ -34,21 +31,19 @@ def run(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "accel merge-weights", description="Merge the shards that FSDP's SHARDED_STATE_DICT has written."
+        "accel merge-weights", description="Merge the weights that FSDP saved with SHARDED_STATE_DICT."
     )
-    parser.add_argument(
-        "checkpoint_directory", help="the folder of the shards (pytorch_model_fsdp_0), or a checkpoint that has one"
-    )
-    parser.add_argument("output_path", nargs="?", default=".", help="the folder to write to (default: the current one)")
-    for flag, words in (
-        ("--unsafe_serialization", "write pytorch_model.bin rather than model.safetensors"),
-        ("--remove_checkpoint_dir", "remove the folder of the shards afterwards"),
+    text = "directory of the shards (pytorch_model_fsdp_0), or a checkpoint that contains it"
+    parser.add_argument("checkpoint_directory", help=text)
+    parser.add_argument("output_path", nargs="?", default=".", help="directory to write to (default: the current one)")
+    for flag, text in (
+        ("--unsafe_serialization", "write pytorch_model.bin instead of model.safetensors"),
+        ("--remove_checkpoint_dir", "remove the directory of the shards afterwards"),
     ):
-        parser.add_argument(flag, flag.replace("_", "-"), action="store_true", help=words)
-    parser.add_argument(
-        "--max_shard_size", "--max-shard-size", default="10GB", help="largest file to write (default: %(default)s)"
-    )
+        parser.add_argument(flag, flag.replace("_", "-"), action="store_true", help=text)
+    text = "maximum size of a file (default: %(default)s)"
+    parser.add_argument("--max_shard_size", "--max-shard-size", default="10GB", help=text)
     return parser
 
 
-COMMAND = Command("merge the shards of a model that was trained with FSDP", run)
+COMMAND = Command("merge the sharded weights of a model that was trained with FSDP", run)
