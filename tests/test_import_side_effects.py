@@ -126,7 +126,7 @@ def test_importing_a_package_does_not_import_torch(package: str, tmp_path: Path)
 def test_the_launcher_needs_torch_only_to_start_several_processes(tmp_path: Path) -> None:
     # accel_launch.elastic builds on torch's own launcher, and is imported when there is something to start; the
     # doctor's ranks are started.
-    starts = ("accel_launch.elastic", "accel_launch.doctor.ranks")
+    starts = ("accel_launch._torch_compat", "accel_launch.elastic", "accel_launch.doctor.ranks")
     modules = [name for name in _all_modules("accel_launch") if not name.startswith(starts)]
     assert (
         _torch_is_imported_by(f"import importlib\nfor name in {modules!r}: importlib.import_module(name)", tmp_path)

@@ -167,7 +167,7 @@ def test_the_doctor_finds_both_hosts_well(hosts, tmp_path) -> None:
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     for output in outputs:
-        assert "meeting        2 process(es) on host0, host1 over gloo" in output
+        assert "process group  2 process(es) on host0, host1, gloo" in output
         assert "point to point right" in output and "clocks" in output
 
 
@@ -190,4 +190,4 @@ def test_the_doctor_says_that_a_host_does_not_answer(hosts, tmp_path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "fail  processes" in done.stdout and "Is the doctor running on every machine" in done.stdout
+    assert "fail  processes" in done.stdout and "Run the doctor on every machine" in done.stdout

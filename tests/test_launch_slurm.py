@@ -194,7 +194,7 @@ def test_the_digits_example_learns_the_same(run, tmp_path) -> None:
 def test_the_doctor_checks_every_node(run) -> None:
     result = run("salloc", "-N2", sys.executable, "-m", "accel_launch", "doctor", "--cpu", "--timeout", "180")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "ok    meeting        2 process(es) on" in result.stdout and "ok    all-reduce     right" in result.stdout
+    assert "ok    process group  2 process(es) on" in result.stdout and "ok    all-reduce     correct" in result.stdout
 
 
 @pytest.mark.parametrize("hosts", ["n1", "n[1-2]", "gpu[07-09,12],big1", "n[098-101]", "a,b[3-4]"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -13,12 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 
 import accel_launch
 import accel_state
+from accel_launch.cli import main
 from accel_state.ports import reserved_port
 
 # Far more than anything takes: a machine that does much else besides is ten times slower.
@@ -68,6 +71,24 @@ class Shell:
             timeout=TIMEOUT_SECONDS,
             check=False,
         )
+
+    def call(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run ``accel WORDS`` in this process, for commands that start no other: half a second faster."""
+        out, err, directory = io.StringIO(), io.StringIO(), os.getcwd()
+        with (
+            mock.patch.dict(os.environ, {**self.env, **env}, clear=True),
+            mock.patch.object(os, "execvpe", side_effect=AssertionError("this process must not become a script")),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            os.chdir(self.folder)
+            try:
+                code = main(list(map(str, words)))
+            except SystemExit as leaving:
+                code = int(leaving.code or 0)
+            finally:
+                os.chdir(directory)
+        return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
     def python(self, code: str) -> subprocess.CompletedProcess[str]:
         """Run Python code."""

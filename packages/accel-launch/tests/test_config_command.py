@@ -37,7 +37,7 @@ def default_file(shell) -> Path:
 
 
 def fails(shell, *words: str | Path, **env: str) -> str:
-    result = shell.accel("config", *words, **env)
+    result = shell.call("config", *words, **env)
     assert result.returncode == 2 and "Traceback" not in result.stderr, (
         result.returncode,
         result.stdout,
@@ -146,7 +146,7 @@ class TestUpdate:
         path = shell.write("old.yaml", old)
         before = load_settings({"config_file": str(path)}, environ={})
         for _ in range(2):
-            assert shell.accel("config", "update", "--config_file", path).returncode == 0
+            assert shell.call("config", "update", "--config_file", path).returncode == 0
             lines = path.read_text().splitlines()
             assert lines[:2] == ["# the cluster of the second floor", ""] and lines[-1] == "# the end"
             assert 'use_cpu: false # no "#1" here' in lines
@@ -174,11 +174,11 @@ class TestUpdate:
         reference = Path(shell.env["HF_HOME"]) / "accelerate" / "default_config.yaml"
         reference.parent.mkdir(parents=True)
         reference.write_text("num_processes: 3\n")
-        assert "num_processes: 3 in " + str(reference) in shell.accel("config", "show").stdout
-        assert shell.accel("config", "update").returncode == 0
+        assert "num_processes: 3 in " + str(reference) in shell.call("config", "show").stdout
+        assert shell.call("config", "update").returncode == 0
         assert reference.read_text() == "num_processes: 3\n", "it is not ours to change"
         assert yaml.safe_load(default_file(shell).read_text())["num_processes"] == 3
-        assert f"num_processes: 3 in {default_file(shell)}" in shell.accel("config", "show").stdout
+        assert f"num_processes: 3 in {default_file(shell)}" in shell.call("config", "show").stdout
 
     @pytest.mark.parametrize(
         "text", ["num_proceses: 2\n", "num_processes: many\n", "a: [1", "- 1\n", "fsdp_config: 3\n"]
@@ -197,14 +197,15 @@ class TestUpdate:
             shell.folder / "c.yaml.bak1"
         ).read_text()
         assert (
-            f"{path}, line 3: use_mps_device is left out: the device of an Apple machine is found without it" in notes
+            f"{path}, line 3: use_mps_device is left out: the GPU of an Apple machine is detected automatically"
+            in notes
         )
 
     def test_the_file_that_the_environment_names(self, shell) -> None:
         path = shell.write("c.yaml", "fp16: true\n")
-        assert shell.accel("config", "update", ACCELERATE_CONFIG_FILE=str(path)).returncode == 0
+        assert shell.call("config", "update", ACCELERATE_CONFIG_FILE=str(path)).returncode == 0
         assert "mixed_precision: fp16" in path.read_text()
-        assert f"- Configuration file: {path}" in shell.accel("env", ACCELERATE_CONFIG_FILE=str(path)).stdout
+        assert f"- Configuration file: {path}" in shell.call("env", ACCELERATE_CONFIG_FILE=str(path)).stdout
         assert "exists already" in fails(shell, "default", ACCELERATE_CONFIG_FILE=str(path))
 
     def test_nothing_to_update(self, shell) -> None:
@@ -222,21 +223,21 @@ def test_names_that_no_file_can_have(shell, name: str, words: list[str]) -> None
     if words == ["default"] and name.startswith("~"):
         assert shell.accel("config", "default", "--config_file", name).returncode == 0  # as the shell itself takes it
         return
-    result = shell.accel("config", *words, "--config_file", name)
+    result = shell.call("config", *words, "--config_file", name)
     assert (
         result.returncode == 2
         and result.stderr.splitlines()[-1].startswith("accel config: error: ")
         and "Traceback" not in result.stderr
     )
-    assert shell.accel("launch", "--config_file", name, "s.py").returncode == 2
-    assert shell.accel("config", "show", HF_HOME=name).returncode == 0
+    assert shell.call("launch", "--config_file", name, "s.py").returncode == 2
+    assert shell.call("config", "show", HF_HOME=name).returncode == 0
 
 
 class TestShow:
     def test_every_source(self, shell) -> None:
         shell.write("c.yaml", "num_processes: 2\nmixed_precision: fp16\nnum_machines: 1\n")
         words = ["config", "show", "--config_file", "c.yaml", "--num_processes", "4", "--json"]
-        shown = json.loads(shell.accel(*words, ACCELERATE_MIXED_PRECISION="bf16").stdout)["settings"]
+        shown = json.loads(shell.call(*words, ACCELERATE_MIXED_PRECISION="bf16").stdout)["settings"]
         origin = {
             name: (shown[name]["value"], shown[name]["source"])
             for name in ("num_processes", "mixed_precision", "num_machines", "role")
@@ -247,23 +248,23 @@ class TestShow:
             "num_machines": (1, "config file"),
             "role": ("default", "default"),
         }
-        table = shell.accel(*words[:-1], ACCELERATE_MIXED_PRECISION="bf16").stdout
+        table = shell.call(*words[:-1], ACCELERATE_MIXED_PRECISION="bf16").stdout
         assert (
             "--num_processes 4" in table
             and "ACCELERATE_MIXED_PRECISION=bf16" in table
             and "num_machines: 1 in c.yaml, line 3" in table
         )
-        assert "FSDP (not in use)" in table and "FSDP\n" in shell.accel("config", "show", "--use_fsdp").stdout
+        assert "FSDP (not in use)" in table and "FSDP\n" in shell.call("config", "show", "--use_fsdp").stdout
 
     def test_notes_and_secrets(self, shell) -> None:
         shell.write("c.yaml", "ipex_config: {ipex: true}\nfp16: true\n")
-        result = shell.accel("config", "show", "--config_file", "c.yaml", AWS_SECRET_ACCESS_KEY="hush")
+        result = shell.call("config", "show", "--config_file", "c.yaml", AWS_SECRET_ACCESS_KEY="hush")
         assert (
             "note: c.yaml, line 2: fp16 is now" in result.stdout
             and "note: ipex_config.ipex: true in c.yaml, line 1" in result.stdout
         )
         assert "hush" not in result.stdout and "(hidden)" in result.stdout
-        assert "hush" not in shell.accel("config", "show", "--json", AWS_SECRET_ACCESS_KEY="hush").stdout
+        assert "hush" not in shell.call("config", "show", "--json", AWS_SECRET_ACCESS_KEY="hush").stdout
 
     @pytest.mark.parametrize(
         ("words", "parts"),
@@ -342,7 +343,7 @@ class TestWriting:
 class TestEnv:
     def test_it_prints_versions_devices_and_configuration(self, shell) -> None:
         shell.accel("config", "default")
-        text = shell.accel("env", ACCELERATE_LOG_LEVEL="info", OMP_NUM_THREADS="1").stdout
+        text = shell.call("env", ACCELERATE_LOG_LEVEL="info", OMP_NUM_THREADS="1").stdout
         for part in (
             "- accel-launch version: ",
             "- PyTorch version: ",
@@ -353,13 +354,13 @@ class TestEnv:
         assert "\t- ACCELERATE_LOG_LEVEL: info" in text and f"- Configuration file: {default_file(shell)}" in text
 
     def test_json_and_hidden_secrets(self, shell) -> None:
-        facts = json.loads(shell.accel("env", "--json", ACCELERATE_API_KEY="hush").stdout)
+        facts = json.loads(shell.call("env", "--json", ACCELERATE_API_KEY="hush").stdout)
         assert facts["Environment"]["ACCELERATE_API_KEY"] == "(hidden)" and facts["Configuration file"] == "none"
         assert facts["Python executable"] == sys.executable
 
     def test_a_broken_file_is_a_fact(self, shell) -> None:
         path = shell.write("c.yaml", "num_proceses: 2\n")
-        facts = json.loads(shell.accel("env", "--json", "--config_file", path).stdout)
+        facts = json.loads(shell.call("env", "--json", "--config_file", path).stdout)
         assert (
             facts["Configuration"] == {"num_proceses": 2}
             and "Did you mean num_processes?" in facts["Configuration error"]

@@ -111,7 +111,11 @@ def test_a_check_that_raises_is_a_finding() -> None:
 
 def test_processes_that_fail_are_quoted(shell) -> None:
     (found,) = check_group(["--num_processes=2", "--cpu", "--main_process_port=x"], shell.env, 60)
-    assert found.failed and "failed with exit code 2" in found.text and "'x' is not a port" in found.text
+    assert (
+        found.failed
+        and "failed with exit code 2" in found.text
+        and "'x' is not an integer from 0 to 65535" in found.text
+    )
 
 
 def test_versions_are_those_of_this_machine() -> None:

@@ -21,7 +21,7 @@ def dry(shell):
     shell.write("s.py", SHOW)
 
     def run(*words: str, **env: str) -> list[dict]:
-        result = shell.accel("launch", "--dry_run", "--json", "-q", *words, **env)
+        result = shell.call("launch", "--dry_run", "--json", "-q", *words, **env)
         assert result.returncode == 0, result.stderr
         assert not list(shell.folder.glob("rank*.json")), "nothing is started"
         return json.loads(result.stdout)
@@ -205,7 +205,7 @@ class TestMpirun:
         shell.write("s.py", "")
         if text is not None:
             shell.write("hosts", text)
-        result = shell.accel("launch", "--cpu", "--num_processes=2", "--mpirun_hostfile=hosts", "s.py")
+        result = shell.call("launch", "--cpu", "--num_processes=2", "--mpirun_hostfile=hosts", "s.py")
         assert result.returncode == 2 and says in result.stderr and result.stderr.count("\n") == 1
 
 
@@ -273,14 +273,14 @@ class TestDeepSpeed:
     def test_what_the_hostfile_does_not_hold(self, shell, words, says) -> None:
         shell.write("s.py", "")
         shell.write("hosts", "w0 slots=4\nw1 slots=4\n")
-        result = shell.accel("launch", "--dry_run", "--use_deepspeed", "--deepspeed_hostfile=hosts", *words, "s.py")
+        result = shell.call("launch", "--dry_run", "--use_deepspeed", "--deepspeed_hostfile=hosts", *words, "s.py")
         assert result.returncode == 2 and says in result.stderr and result.stderr.count("\n") == 1, result.stderr
 
     @pytest.mark.parametrize(("hosts", "says"), [(None, "need a hostfile"), ("w0\n", "w0 has no slots")])
     def test_the_hostfile_is_missing(self, shell, hosts, says) -> None:
         shell.write("s.py", "")
         words = [f"--deepspeed_hostfile={shell.write('hosts', hosts)}"] if hosts else ["--num_machines=2"]
-        result = shell.accel("launch", "--dry_run", "--use_deepspeed", *words, "s.py")
+        result = shell.call("launch", "--dry_run", "--use_deepspeed", *words, "s.py")
         assert result.returncode == 2 and says in result.stderr, result.stderr
 
 
@@ -322,7 +322,7 @@ class TestCloud:
         shell.write("bad.tsv", "name\tregex\nloss\n")
         text = self.SAGEMAKER.replace("iam_role_name: role\n", "") if "iam_role" in config else self.SAGEMAKER
         shell.write("c.yaml", text + config)
-        result = shell.accel("launch", "--dry_run", "--config_file=c.yaml", *words)
+        result = shell.call("launch", "--dry_run", "--config_file=c.yaml", *words)
         assert result.returncode == 2 and says in result.stderr, result.stderr
 
     def test_tpu(self, shell, dry) -> None:
@@ -371,5 +371,5 @@ class TestCloud:
     )
     def test_what_a_tpu_needs(self, shell, words, says) -> None:
         shell.write("s.py", "")
-        result = shell.accel("launch", "--dry_run", *words)
+        result = shell.call("launch", "--dry_run", *words)
         assert result.returncode == 2 and says in result.stderr, result.stderr

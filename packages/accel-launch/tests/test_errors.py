@@ -10,7 +10,7 @@ import pytest
 
 
 def fails(shell, *words: str, **env: str) -> str:
-    result = shell.accel("launch", *words, **env)
+    result = shell.call("launch", *words, **env)
     assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
     assert result.stderr.startswith("accel launch: error: ") and result.stderr.count("\n") == 1, result.stderr
     assert result.stdout == ""
@@ -24,6 +24,7 @@ def script(shell) -> str:
 
 
 def test_no_script(shell) -> None:
+    assert "no script is given" in shell.accel("launch").stderr, "as a process of its own"
     assert "no script is given" in fails(shell)
     assert "no script is given" in fails(shell, "--cpu")
 

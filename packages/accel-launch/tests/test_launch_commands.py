@@ -108,8 +108,7 @@ def test_a_process_started_by_somebody_else_gets_its_rank(kind: str, ranks: list
     assert [(rank, local) for rank, local, _ in found] == ranks and [total for *_, total in found] == [2.0, 2.0]
     with pytest.raises(
         ConfigurationError,
-        match="needs WORLD_SIZE and ACCELERATE_DEBUG_RDV_FILE, which are None and None. Set both, or leave debug "
-        "out",
+        match="needs WORLD_SIZE and ACCELERATE_DEBUG_RDV_FILE, which are None and None. Set both, or leave debug out",
     ):
         PrepareForLaunch(note_place, debug=True)(0, queue)
 

@@ -159,9 +159,7 @@ class TestCounts:
         assert made.num_processes == 2 and made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
         assert made.full_environment({"CUDA_VISIBLE_DEVICES": "0", "X": "1"})["CUDA_VISIBLE_DEVICES"] == "1,3"
         assert "CUDA_VISIBLE_DEVICES" not in plan(tmp_path, gpu_ids="all").environment
-        with pytest.raises(
-            ConfigurationError, match=r"--gpu_ids 1,4: this machine has 4 GPU\(s\), with ids 0 to 3"
-        ):
+        with pytest.raises(ConfigurationError, match=r"--gpu_ids 1,4: this machine has 4 GPU\(s\), with ids 0 to 3"):
             plan(tmp_path, gpu_ids="1,4")
 
     def test_more_processes_than_gpus(self, tmp_path, four_gpus) -> None:

@@ -283,7 +283,7 @@ def test_what_the_function_launchers_refuse(session) -> None:
         "node_rank=1 with num_nodes=1",
         "use_port: 'many'",
         "rdzv_backend: 'etcd' is not one of static, c10d",
-        "max_restarts: -1",
+        "max_restarts: '-1'",
         "num_nodes='2' is not",
         "node_rank=3 with num_nodes=1",
         "rdzv_conf='timeout=3' is not a mapping",
@@ -293,8 +293,8 @@ def test_what_the_function_launchers_refuse(session) -> None:
         *["args=5 is not a tuple"] * 2,
         *["args={'a': 1} is not a tuple"] * 2,
         "an Accelerator (or PartialState) exists already",
-        "notebook_launcher is called in a process that already is rank 0 of 1",
-        "debug_launcher is called in a process that already is rank 0 of 1",
+        "notebook_launcher is called in a process that is rank 0 of 1",
+        "debug_launcher is called in a process that is rank 0 of 1",
     ]
     assert len(lines) == len(starts)
     for line, start in zip(lines, starts, strict=True):
@@ -330,5 +330,5 @@ def test_launch_from_python(session, shell) -> None:
         assert "torch" not in sys.modules
     """)
     assert lines[0] == "bf16 ['--num_processes', '9']" and lines[1] == "5"
-    assert lines[2] == "--num_processes: 0 is not an integer of at least 1"
+    assert lines[2] == "--num_processes: '0' is not an integer of at least 1"
     assert lines[3].startswith("nproc: no such option")

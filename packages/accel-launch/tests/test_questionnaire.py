@@ -231,7 +231,7 @@ def test_any_answers_give_a_file_that_stands_for_them(data: st.DataObject) -> No
     try:
         content = nest(complete(answers, {}))
     except ConfigurationError:
-        with pytest.raises(ConfigurationError, match="num_processes|machine_rank|contradict|needs|without"):
+        with pytest.raises(ConfigurationError, match="num_processes|machine_rank|contradict|needs|requires|without"):
             complete(answers, {})
         return
     flat = check(resolve(load_groups(), {}, environ={}, config=_as_file(content)))
@@ -372,7 +372,7 @@ class TestOnATerminal:
             ("checked while running", "n"),
             ("Which backend of torch.compile", DOWN + DOWN + DOWN + ENTER),
             ("Which mode", DOWN + UP + ENTER),
-            ("one graph", "n"),
+            ("single graph", "n"),
             ("Do shapes change", "y"),
             ("repeated blocks", "n"),
             ("DeepSpeed", "n"),

@@ -118,7 +118,7 @@ class TestTpuConfig:
 
     def test_debug_prints_the_command(self, shell) -> None:
         words = ("--command", "echo", "hi", "--command", "ls -l", "--install_accel", "--accel_version", "1.2")
-        result = shell.accel("tpu-config", "--debug", *self.WORDS, *words)
+        result = shell.call("tpu-config", "--debug", *self.WORDS, *words)
         line = "cd /usr/share; pip install accel==1.2; echo hi; ls -l"
         assert (
             result.stdout == f"Running gcloud compute tpus tpu-vm ssh pod --zone z --command '{line}' --worker all\n"
@@ -128,14 +128,13 @@ class TestTpuConfig:
         shell.write("commands", "# first\necho 1\n\necho 2\n")
         shell.write("c.yaml", "tpu_name: pod\ntpu_zone: z\ncommands: [pwd]\ndistributed_type: TPU\n")
         assert (
-            "'cd /usr/share; pwd' --worker all"
-            in shell.accel("tpu-config", "--debug", "--config_file", "c.yaml").stdout
+            "'cd /usr/share; pwd' --worker all" in shell.call("tpu-config", "--debug", "--config_file", "c.yaml").stdout
         )
         shown = shell.accel(
             "tpu-config", "--debug", "--config_file", "c.yaml", "--command_file", "commands", "--use_alpha"
         ).stdout
         assert shown.startswith("Running gcloud alpha compute") and "'cd /usr/share; echo 1; echo 2'" in shown
-        shown = shell.accel("tpu-config", "--debug", "--tpu_zone=z", "--vm=a", "--vm=b", "--install_accel").stdout
+        shown = shell.call("tpu-config", "--debug", "--tpu_zone=z", "--vm=a", "--vm=b", "--install_accel").stdout
         assert [line.split()[4] for line in shown.splitlines()] == ["a", "b"] and "pip install -U accel" in shown
 
     @pytest.mark.parametrize("code", [0, 3])
