@@ -354,7 +354,7 @@ def refusals() -> None:
         accelerator_for({"tp_size": 2}), headless
     )
     for settings, expected in (
-        ({"sizes": {"tp_size": 2}, "fsdp": {"fsdp_version": 1}}, "fsdp_version=1 cannot be laid over a mesh"),
+        ({"sizes": {"tp_size": 2}, "fsdp": {"fsdp_version": 1}}, "fsdp_version=1 does not support a mesh"),
         ({"sizes": {"dp_replicate_size": 2}, "fsdp": BLOCKS}, "the mesh has dp_replicate_size=2 and dp_shard_size=1"),
         (
             {"sizes": {"dp_shard_size": 2, "tp_size": 2}},

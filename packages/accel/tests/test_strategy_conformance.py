@@ -5,7 +5,6 @@ A new strategy needs an entry in ``SETTINGS`` (what the Accelerator is given) an
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accel.strategies.registry import STRATEGIES
+from accel_state.env import patch_environment
 from accel_state.testing import run_world
 
 pytestmark = pytest.mark.timeout(300)
@@ -70,14 +70,24 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-def accelerator_of(name: str, **arguments: Any) -> Accelerator:
+def accelerator_of(name: str, given_as: str, **arguments: Any) -> Accelerator:
+    """An Accelerator whose strategy follows from plugins, is given by name, or is an object."""
     settings = SETTINGS[name]
-    if "fsdp" in settings:
-        arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(**settings["fsdp"])
-    if "mesh" in settings:
-        arguments["parallelism_config"] = ParallelismConfig(**settings["mesh"])
-    accelerator = Accelerator(cpu=True, **arguments)
+    fsdp = FullyShardedDataParallelPlugin(**settings["fsdp"]) if "fsdp" in settings else None
+    mesh = ParallelismConfig(**settings["mesh"]) if "mesh" in settings else None
+    if given_as == "plugins":
+        arguments.update(fsdp_plugin=fsdp, parallelism_config=mesh)
+    elif given_as == "object" and mesh is not None:
+        arguments["strategy"] = STRATEGIES.load(name)(settings=mesh, fsdp=fsdp)
+    elif given_as == "object":
+        arguments["strategy"] = STRATEGIES.load(name)(settings=fsdp)
+    else:
+        arguments["strategy"] = name
+    variables = {f"PARALLELISM_CONFIG_{axis.upper()}": str(size) for axis, size in settings.get("mesh", {}).items()}
+    with patch_environment(FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP", **variables):
+        accelerator = Accelerator(cpu=True, **arguments)
     assert type(accelerator.strategy) is STRATEGIES.load(name)
+    assert accelerator.is_fsdp2 is (name in ("fsdp2", "mesh"))
     return accelerator
 
 
@@ -85,9 +95,9 @@ def weights_of(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Te
     return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
-def exercise(name: str, directory: str) -> dict[str, Any]:
+def exercise(name: str, given_as: str, directory: str) -> dict[str, Any]:
     """Everything that is compared with one process, on this rank."""
-    accelerator = accelerator_of(name, gradient_accumulation_steps=2)
+    accelerator = accelerator_of(name, given_as, gradient_accumulation_steps=2)
     model = Net(seed=accelerator.process_index if accelerator.strategy.shards_parameters else 0)
     model, optimizer, loader = accelerator.prepare(
         model, sgd(model), DataLoader(data(), batch_size=BATCH // accelerator.num_processes)
@@ -121,7 +131,6 @@ def exercise(name: str, directory: str) -> dict[str, Any]:
     accelerator.load_state(directory)
     seen["loaded"] = weights_of(accelerator, model)
     seen["unwrapped"] = isinstance(accelerator.unwrap_model(model), Net)
-    accelerator.end_training()
     accelerator.free_memory()
     return seen
 
@@ -146,17 +155,19 @@ def plain() -> dict[str, Any]:
 
 def test_every_strategy_is_checked() -> None:
     assert set(SETTINGS) | ELSEWHERE == set(STRATEGIES.names())
-    assert find_spec("torch")
 
 
+@pytest.mark.parametrize("given_as", ["plugins", "name", "object"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_strategy_trains_as_one_process_does(name: str, tmp_path: Path) -> None:
-    ranks = run_world(exercise, 1 if name == "single" else 2, name, str(tmp_path / "state"), timeout=120)
+def test_a_strategy_trains_as_one_process_does(name: str, given_as: str, tmp_path: Path) -> None:
+    ranks = run_world(exercise, 1 if name == "single" else 2, name, given_as, str(tmp_path / "state"), timeout=120)
     expected = plain()
     torch.testing.assert_close(ranks[0]["norms"], expected["norms"], rtol=1e-4, atol=1e-6)
     assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks)
     assert all(rank["unwrapped"] for rank in ranks)
     for stage in ("trained", "triggered", "loaded"):
-        torch.testing.assert_close(
-            ranks[0][stage], expected[stage], rtol=1e-4, atol=1e-5, msg=lambda m: f"{stage}: {m}"
-        )
+
+        def message(text: str, stage: str = stage) -> str:
+            return f"{stage}: {text}"
+
+        torch.testing.assert_close(ranks[0][stage], expected[stage], rtol=1e-4, atol=1e-5, msg=message)

@@ -9,26 +9,26 @@ from .base import Device
 
 # In the order of detection: XLA first, because it is requested explicitly (PJRT_DEVICE); vendor plug-ins before CUDA,
 # because some of them also implement torch.cuda; the CPU last, because it is always available.
-DEVICES: Registry[type[Device]] = Registry(
-    "device",
-    {
-        "xla": "accel_state.devices.xla:XlaDevice",
-        "hpu": "accel_state.devices.hpu:HpuDevice",
-        "npu": "accel_state.devices.npu:NpuDevice",
-        "mlu": "accel_state.devices.mlu:MluDevice",
-        "musa": "accel_state.devices.musa:MusaDevice",
-        "sdaa": "accel_state.devices.sdaa:SdaaDevice",
-        "cuda": "accel_state.devices.cuda:CudaDevice",
-        "xpu": "accel_state.devices.xpu:XpuDevice",
-        "mps": "accel_state.devices.mps:MpsDevice",
-        "cpu": "accel_state.devices.cpu:CpuDevice",
-    },
-)
+_BUILT_IN = {
+    "xla": "accel_state.devices.xla:XlaDevice",
+    "hpu": "accel_state.devices.hpu:HpuDevice",
+    "npu": "accel_state.devices.npu:NpuDevice",
+    "mlu": "accel_state.devices.mlu:MluDevice",
+    "musa": "accel_state.devices.musa:MusaDevice",
+    "sdaa": "accel_state.devices.sdaa:SdaaDevice",
+    "cuda": "accel_state.devices.cuda:CudaDevice",
+    "xpu": "accel_state.devices.xpu:XpuDevice",
+    "mps": "accel_state.devices.mps:MpsDevice",
+    "cpu": "accel_state.devices.cpu:CpuDevice",
+}
+
+DEVICES: Registry[type[Device]] = Registry("device", _BUILT_IN, entry_point_group="accel.devices")
 
 
 def names() -> list[str]:
-    """Every known device, in the order of detection."""
-    return DEVICES.names()
+    """Every known device, in the order of detection; those of other distributions come first."""
+    known = DEVICES.names()
+    return [name for name in known if name not in _BUILT_IN] + [name for name in known if name in _BUILT_IN]
 
 
 @functools.cache

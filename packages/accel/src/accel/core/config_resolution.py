@@ -121,9 +121,9 @@ def build(
         strategy = _choose_strategy(engine, settings, beside, handlers, process)
     # What users ask the state for; inside, nobody branches on it.
     state._distributed_type = strategy.distributed_type
-    if strategy.settings is not None:
-        for name, in_use in {str(engine): settings, **strategy.active_plugins}.items():
-            setattr(state, _PLACES.get(name, f"{name}_plugin"), in_use)
+    plugins = {engine: settings} if engine is not None and strategy.settings is not None else {}
+    for name, in_use in {**plugins, **strategy.active_plugins}.items():
+        setattr(state, _PLACES.get(name, f"{name}_plugin"), in_use)
     precision = PRECISIONS.load("no" if strategy.handles_precision(state.mixed_precision) else state.mixed_precision)(
         process, handlers
     )

@@ -30,7 +30,7 @@ class Strategy:
     Args:
         state: rank, world size and device; None for an object that is passed to the Accelerator, which attaches it.
         handlers: the settings given to the Accelerator as ``kwargs_handlers``.
-        settings: the strategy's plugin, if it has one.
+        settings: the strategy's plugin, if it has one; None takes :meth:`default_settings`.
 
     Attributes:
         distributed_type: what ``accelerator.distributed_type`` reports; None reports the type of the devices.
@@ -57,12 +57,22 @@ class Strategy:
     def __init__(
         self, state: PartialState | None = None, handlers: Handlers | None = None, settings: Any = None
     ) -> None:
-        self.settings = settings
+        self.settings = self.default_settings() if settings is None else settings
         if state is not None and handlers is not None:
             self.attach(state, handlers)
 
+    def default_settings(self) -> Any:
+        """The plugin with the launcher's values, for a strategy that is given by name; None if there is no plugin."""
+        return None
+
     def attach(self, state: PartialState, handlers: Handlers) -> None:
-        """Join a run; the Accelerator calls this once for a strategy object that was made before it."""
+        """Join a run: what needs the process group, the device or the precision is set up here, once.
+
+        The constructor calls it, or the Accelerator for a strategy object that was created before.
+
+        Raises:
+            ConfigurationError: the strategy cannot train here.
+        """
         self.state = state
         self.handlers = handlers
 

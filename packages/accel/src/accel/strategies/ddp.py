@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -83,11 +83,28 @@ class MeshDDPStrategy(DDPStrategy):
         ConfigurationError: FSDP settings were given too, although no axis shards.
     """
 
-    def __init__(self, state: PartialState, handlers: Handlers, settings: ParallelismConfig, fsdp: Any = None) -> None:
+    def __init__(
+        self,
+        state: PartialState | None = None,
+        handlers: Handlers | None = None,
+        settings: ParallelismConfig | None = None,
+        fsdp: Any = None,
+    ) -> None:
         super().__init__(state, handlers, settings)
         if fsdp is not None:
             raise ConfigurationError(
-                f"FSDP shards models over dp_shard, but the mesh has dp_replicate_size={settings.dp_replicate_size} "
-                "and dp_shard_size=1. Set dp_shard_size, or leave FSDP out."
+                f"FSDP shards models over dp_shard, but the mesh has dp_replicate_size="
+                f"{self.settings.dp_replicate_size} and dp_shard_size=1. Set dp_shard_size, or leave FSDP out."
             )
-        self.mesh: DeviceMesh | None = settings.build_device_mesh(state.device.type)
+
+    def default_settings(self) -> ParallelismConfig:
+        return ParallelismConfig()
+
+    @property
+    def active_plugins(self) -> Mapping[str, Any]:
+        return {"mesh": self.settings}
+
+    def attach(self, state: PartialState, handlers: Handlers) -> None:
+        super().attach(state, handlers)
+        self.settings = self.settings.for_world(state.num_processes)
+        self.mesh: DeviceMesh | None = self.settings.build_device_mesh(state.device.type)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from ..deepspeed.engine import (
     missing_model_error,
 )
 from ..deepspeed.optimizer import warn_once
+from ..deepspeed.plugin import DeepSpeedPlugin
 from .base import Strategy
 
 if TYPE_CHECKING:
@@ -48,10 +49,17 @@ class DeepSpeedStrategy(Strategy):
     saves_gradients = False
     skips_gradient_sync = True
 
-    def __init__(self, state: PartialState, handlers: Handlers, settings: Any) -> None:
-        super().__init__(state, handlers, settings)
+    def default_settings(self) -> DeepSpeedPlugin:
+        return DeepSpeedPlugin()
+
+    @property
+    def active_plugins(self) -> Mapping[str, Any]:
+        return {"deepspeed": self.settings}
+
+    def attach(self, state: PartialState, handlers: Handlers) -> None:
+        super().attach(state, handlers)
         self._library = runtime.load_deepspeed(state)
-        self._plugins = list(settings.values()) if isinstance(settings, dict) else [settings]
+        self._plugins = list(self.settings.values()) if isinstance(self.settings, dict) else [self.settings]
         for plugin in self._plugins:
             plugin.set_mixed_precision(AcceleratorState().mixed_precision)
         if not any(plugin.selected for plugin in self._plugins):

@@ -40,15 +40,21 @@ logger = get_logger(__name__)
 class FSDP1Strategy(ShardedStrategy):
     """One flat parameter per unit, gathered before the unit computes and resharded after it."""
 
+    fsdp_version = 1
     saves_gradients = False
 
-    def __init__(self, state: PartialState, handlers: Handlers, settings: FullyShardedDataParallelPlugin) -> None:
-        super().__init__(state, handlers, settings)
+    def __init__(
+        self,
+        state: PartialState | None = None,
+        handlers: Handlers | None = None,
+        settings: FullyShardedDataParallelPlugin | None = None,
+    ) -> None:
         self._groups: Any = WeakIdKeyDictionary()
         self._flattened: Any = WeakIdKeyDictionary()
         self._merged_into: Any = WeakIdKeyDictionary()
         self._spans: Any = WeakIdKeyDictionary()
         self._original_names: Any = WeakIdKeyDictionary()
+        super().__init__(state, handlers, settings)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):

@@ -36,11 +36,18 @@ if TYPE_CHECKING:
 class FSDP2Strategy(ShardedStrategy):
     """Each unit's parameters are gathered before it computes, and freed after it."""
 
-    def __init__(self, state: PartialState, handlers: Handlers, settings: FullyShardedDataParallelPlugin) -> None:
-        super().__init__(state, handlers, settings)
+    fsdp_version = 2
+
+    def __init__(
+        self,
+        state: PartialState | None = None,
+        handlers: Handlers | None = None,
+        settings: FullyShardedDataParallelPlugin | None = None,
+    ) -> None:
         self._mesh: DeviceMesh | None = None
         self._reduces: Any = WeakIdKeyDictionary()
         self._holders: Any = WeakIdKeyDictionary()
+        super().__init__(state, handlers, settings)
 
     @property
     def mesh(self) -> DeviceMesh:

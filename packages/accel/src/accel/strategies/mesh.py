@@ -69,20 +69,24 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
 
     def __init__(
         self,
-        state: PartialState,
-        handlers: Handlers,
-        settings: ParallelismConfig,
+        state: PartialState | None = None,
+        handlers: Handlers | None = None,
+        settings: ParallelismConfig | None = None,
         fsdp: FullyShardedDataParallelPlugin | None = None,
     ) -> None:
-        fsdp = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp is None else fsdp
-        if fsdp.fsdp_version != 2:
+        if fsdp is not None and fsdp.fsdp_version != 2:
             raise ConfigurationError(
-                f"fsdp_version={fsdp.fsdp_version} cannot be laid over a mesh. Set fsdp_version=2 (--fsdp_version 2); "
-                "`accel to-fsdp2` "
-                "converts a configuration file."
+                f"fsdp_version={fsdp.fsdp_version} does not support a mesh. Set fsdp_version=2 (--fsdp_version 2); "
+                "`accel to-fsdp2` converts a configuration file."
             )
+        self.parallelism = ParallelismConfig() if settings is None else settings
+        self._wrapped: Any = WeakIdKeyDictionary()
+        self._styles: dict[nn.Module, Any] = {}
         super().__init__(state, handlers, fsdp)
-        self.parallelism = settings
+
+    def attach(self, state: PartialState, handlers: Handlers) -> None:
+        super().attach(state, handlers)
+        settings = self.parallelism = self.parallelism.for_world(state.num_processes)
         mesh = settings.build_device_mesh(state.device.type)
         self._mesh = self.data_mesh = mesh
         self._sharding = None if mesh is None else fsdp_mesh(mesh)
@@ -95,8 +99,6 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
         self.init_sequences(mesh, settings)
         self._shards = math.prod(settings.size(axis) for axis in SHARDING_AXES) > 1
         self.distributed_type = DistributedType.FSDP if self._shards else None
-        self._wrapped: Any = WeakIdKeyDictionary()
-        self._styles: dict[nn.Module, Any] = {}
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -56,25 +56,28 @@ class PipelineStrategy(MeshStrategy):
 
     def __init__(
         self,
-        state: PartialState,
-        handlers: Handlers,
-        settings: ParallelismConfig,
+        state: PartialState | None = None,
+        handlers: Handlers | None = None,
+        settings: ParallelismConfig | None = None,
         fsdp: FullyShardedDataParallelPlugin | None = None,
     ) -> None:
-        for axis in ("cp", "sp"):
-            if settings.size(axis) > 1:
-                raise ConfigurationError(
-                    f"pp_size={settings.pp_size} with {axis}_size={settings.size(axis)}: stages of a pipeline pass "
-                    "whole sequences on. "
-                    "Leave one of them at 1, and use tp_size or dp_shard_size instead."
-                )
-        super().__init__(state, handlers, settings, fsdp)
         self._pipelines: Any = WeakIdKeyDictionary()
         self._names: Any = WeakIdKeyDictionary()
         self._elsewhere: Any = WeakIdKeyDictionary()
         self._group_names: Any = WeakIdKeyDictionary()
         self._whole_plan: tuple[dict[str, tuple[nn.Module, Any]], bool] = {}, False
         self._scaler: SharedGradScaler | None = None
+        super().__init__(state, handlers, settings, fsdp)
+
+    def attach(self, state: PartialState, handlers: Handlers) -> None:
+        for axis in ("cp", "sp"):
+            if self.parallelism.size(axis) > 1:
+                raise ConfigurationError(
+                    f"pp_size={self.parallelism.pp_size} with {axis}_size={self.parallelism.size(axis)}: stages of a "
+                    "pipeline pass whole sequences on. Leave one of them at 1, and use tp_size or dp_shard_size "
+                    "instead."
+                )
+        super().attach(state, handlers)
         self._stage = _stage_collectives(self.mesh, state)
 
     @property

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -35,29 +35,50 @@ class ShardedStrategy(Strategy):
     Args:
         state: rank, world size and device.
         handlers: the settings given to the Accelerator.
-        settings: how to shard.
+        settings: how to shard; by default as the launcher says.
 
     Raises:
-        ConfigurationError: there is no process group.
+        ConfigurationError: there is no process group, or the settings are of another version of FSDP.
     """
 
     distributed_type: DistributedType | None = DistributedType.FSDP
     supports_single_process = False
     skips_gradient_sync = True
+    fsdp_version: ClassVar[int]
+    settings: FullyShardedDataParallelPlugin
     stages: Groups = ()
     """The process groups of pipeline stages, whose ranks hold other parameters of the same model."""
 
-    def __init__(self, state: PartialState, handlers: Handlers, settings: FullyShardedDataParallelPlugin) -> None:
+    def __init__(
+        self,
+        state: PartialState | None = None,
+        handlers: Handlers | None = None,
+        settings: FullyShardedDataParallelPlugin | None = None,
+    ) -> None:
+        self.replacements = Replacements()
+        self.ties: Any = WeakIdKeyDictionary()
         super().__init__(state, handlers, settings)
+
+    def default_settings(self) -> FullyShardedDataParallelPlugin:
+        return FullyShardedDataParallelPlugin(fsdp_version=self.fsdp_version)
+
+    @property
+    def active_plugins(self) -> Mapping[str, Any]:
+        return {"fsdp": self.settings}
+
+    def attach(self, state: PartialState, handlers: Handlers) -> None:
+        super().attach(state, handlers)
         if not state.use_distributed:
             raise ConfigurationError(
                 "FSDP shards a model over processes, but this script was started without a process group. Start it "
                 "with `accel launch --use_fsdp --num_processes N script.py`, or leave fsdp_plugin out."
             )
-        self.settings: FullyShardedDataParallelPlugin = settings
-        self.precision = settings.precision_policy(AcceleratorState().mixed_precision)
-        self.replacements = Replacements()
-        self.ties: Any = WeakIdKeyDictionary()
+        if self.settings.fsdp_version != self.fsdp_version:
+            raise ConfigurationError(
+                f"{type(self).__name__} needs settings with fsdp_version={self.fsdp_version}, but they have "
+                f"fsdp_version={self.settings.fsdp_version}. Set fsdp_version={self.fsdp_version}."
+            )
+        self.precision = self.settings.precision_policy(AcceleratorState().mixed_precision)
 
     @property
     def shards_parameters(self) -> bool:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
+import struct
+import sys
 import warnings
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +19,16 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ...checkpoint.names import SHARD_TABLE_NAME, CheckpointError
 
 Like = Callable[[tuple[Any, ...], torch.Size, torch.dtype], "torch.Tensor | None"]
 """Allocates memory for a saved tensor, full or this rank's part, from its path in the nested state, its full shape and
 its dtype; None skips the tensor."""
+
+# What the directory of an archive of one tensor fits in; it takes about 600 bytes.
+_TAIL_BYTES = 4096
 
 # All classes in the metadata that torch writes; they only hold values.
 _ALLOWED = {
@@ -101,14 +108,80 @@ class _Reader(FileSystemReader):
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        known: dict[bytes, tuple[torch.dtype, torch.Size]] = {}
         for name, items in by_file.items():
             try:
-                super().read_data(replace(plan, items=items), planner)
+                with open(Path(self.path) / name, "rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                others = [item for item in items if not self._copy_mapped(item, mapped, planner, known)]
+                super().read_data(replace(plan, items=others), planner)
             except Exception as error:
                 raise CheckpointError(f"{Path(self.path) / name}: {' '.join(str(error).split())[:300]}") from error
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
+
+    def _copy_mapped(
+        self,
+        item: ReadItem,
+        mapped: mmap.mmap,
+        planner: LoadPlanner,
+        known: dict[bytes, tuple[torch.dtype, torch.Size]],
+    ) -> bool:
+        """Copy a tensor from the mapped file, without unpickling or a second copy; False leaves it to torch."""
+        info = self.storage_data[item.storage_index]
+        if item.type is LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None):
+            return False
+        content = memoryview(mapped)[info.offset : info.offset + info.length]
+        full = _map_tensor(content, known)
+        if full is None:
+            return False
+        target = planner.resolve_tensor(item).detach()
+        for dim, (begin, size) in enumerate(zip(item.storage_offsets, target.shape, strict=True)):
+            full = full.narrow(dim, begin, size)
+        target.copy_(full)
+        planner.commit_tensor(item, target)
+        return True
+
+
+def _map_tensor(content: memoryview, known: dict[bytes, tuple[torch.dtype, torch.Size]]) -> torch.Tensor | None:
+    """A tensor that shares the memory of what ``torch.save`` has written; None for anything but a contiguous tensor.
+
+    Args:
+        content: a ZIP archive: the pickled description of the tensor, its elements, and the byte order.
+        known: dtype and shape by description; torch.load reads a description that is not known yet.
+    """
+    # The directory of the archive is at its end; header_offset is relative to what zipfile is given.
+    tail = content[-_TAIL_BYTES:]
+    try:
+        infos = zipfile.ZipFile(io.BytesIO(tail)).infolist()
+    except zipfile.BadZipFile:
+        return None
+    records = {}
+    for info in infos:
+        header = info.header_offset + len(content) - len(tail)
+        name_length, extra_length = struct.unpack_from("<HH", content, header + 26)
+        begin = header + 30 + name_length + extra_length
+        records[info.filename.partition("/")[2]] = content[begin : begin + info.file_size]
+        if info.compress_type != zipfile.ZIP_STORED:
+            return None
+    description = bytes(records.get("data.pkl", b""))
+    if "data/0" not in records or "data/1" in records or records.get("byteorder") != sys.byteorder.encode():
+        return None
+    if description not in known:
+        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+        if not is_plain or tensor.is_neg() or tensor.is_conj() or not tensor.is_contiguous():
+            return None
+        known[description] = tensor.dtype, tensor.shape
+    dtype, shape = known[description]
+    if len(records["data/0"]) != shape.numel() * dtype.itemsize:
+        return None
+    return (
+        torch.frombuffer(records["data/0"], dtype=dtype).view(shape)
+        if shape.numel()
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 class _Planner(DefaultLoadPlanner):

@@ -1,0 +1,69 @@
+"""Sharded files are read as torch reads them, whatever kind of tensor they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+from accel.checkpoint.names import CheckpointError
+from accel.fsdp.checkpoint import dcp_reader
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled")
+
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool),
+    *(torch.complex64, torch.float8_e4m3fn),
+)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    values = torch.arange(60, dtype=torch.float32).reshape(12, 5)
+    content = {f"{dtype} {copy}": values.remainder(7 + copy).to(dtype) for dtype in DTYPES for copy in range(2)}
+    views = {"transposed": values.t(), "rows": values[3:7], "columns": values[:, 1:3], "scalar": torch.tensor(3.0)}
+    empty = {"no rows": torch.empty(0, 4), "no columns": torch.empty(4, 0)}
+    others = {"parameter": nn.Parameter(values * 2), "large": torch.randn(300, 400), "conj": values.cfloat().conj()}
+    return {**content, **views, **empty, **others}
+
+
+def save(directory: Path) -> dict[str, torch.Tensor]:
+    content = tensors()
+    dcp.save({"model": content}, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+    return content
+
+
+def test_every_kind_of_tensor(tmp_path: Path) -> None:
+    content = save(tmp_path)
+    read = dcp_reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")
+    assert set(read) == set(content)
+    for name, tensor in content.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name].double(), tensor.detach().double()), name
+
+
+def test_into_another_dtype(tmp_path: Path) -> None:
+    content = save(tmp_path)
+    read = dcp_reader.read_shards(
+        tmp_path, lambda path, size, dtype: torch.empty(size).double() if path == ("large",) else None, "model"
+    )
+    assert torch.equal(read["large"], content["large"].double())
+
+
+def test_a_description_is_unpickled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {f"w{index}": torch.randn(4, 4) for index in range(20)}
+    dcp.save({"model": weights}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    calls: list[int] = []
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: calls.append(1) or load(*args, **kwargs))
+    dcp_reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")
+    assert len(calls) == 1
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    (path,) = tmp_path.glob("*.distcp")
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(CheckpointError, match=path.name):
+        dcp_reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")
