@@ -1,4 +1,4 @@
-"""Every test begins with fresh shared states and a known seed, and hypothesis stays within the time of the suite."""
+"""Every test begins with fresh shared states and a known seed; hypothesis uses a fixed profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepared loaders in one process: the batches of torch, the end announced, and every setting kept."""
+"""Prepared loaders in one process: the batches of torch, the last one marked, and every setting kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What preparing accepts and refuses, and the names and defaults that scripts rely on."""
+"""Arguments that prepare_data_loader accepts and refuses, and names and defaults that scripts rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resumed loader gives what the uninterrupted one gives: samples, random numbers, and the epochs that follow."""
+"""A resumed loader continues the uninterrupted one: samples, random numbers, and later epochs."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def test_a_state_is_that_of_the_loader_when_a_skipped_one_is_iterated() -> None:
 
 
 def test_a_skip_after_loading_counts_from_the_start_of_the_epoch() -> None:
-    """Scripts that skip by hand go on working when the position is restored too."""
+    """Scripts that skip batches themselves keep working when the position is restored too."""
     batches, saved = run(build("own generator"), epochs=2)
     _, state, _ = saved[3]
     resumed = build("own generator")

@@ -1,4 +1,4 @@
-"""Samplers on their own."""
+"""Samplers and the randomness behind them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real worlds of gloo ranks: what the ranks read, put together, is the data set; and they agree on every step."""
+"""Worlds of gloo ranks: their samples together are the data set, and they agree on every step."""
 
 from __future__ import annotations
 

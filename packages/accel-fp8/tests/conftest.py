@@ -1,4 +1,4 @@
-"""Every test begins with a known seed, whatever ran before it."""
+"""Every test begins with a known seed."""
 
 from __future__ import annotations
 

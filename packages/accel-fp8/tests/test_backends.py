@@ -1,4 +1,4 @@
-"""Which back end is taken, torchao's recipes, MS-AMP's interface, and a model converted without an Accelerator."""
+"""Selection of back ends, torchao's recipes, MS-AMP's interface, and conversion without an Accelerator."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Histories and scales against a model of them in plain Python; what is seen when; overflows; checkpointing;
-compilation.
-"""
+"""Histories and scales against a plain Python model; overflows, checkpoints and compilation."""
 
 from __future__ import annotations
 

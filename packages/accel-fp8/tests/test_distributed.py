@@ -1,6 +1,4 @@
-"""Several processes: equal scales, equal weights, for DDP, FSDP 2 and compiled models; and resuming from what one rank
-saved.
-"""
+"""Several processes with DDP, FSDP 2 and compiled models: equal scales, equal weights, and exact resuming."""
 
 from __future__ import annotations
 

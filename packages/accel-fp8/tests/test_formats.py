@@ -1,4 +1,4 @@
-"""Each product of quantized matrices is as close to the exact one as the documented bound says, whatever the values."""
+"""Products of quantized matrices satisfy the documented error bound for any values."""
 
 from __future__ import annotations
 

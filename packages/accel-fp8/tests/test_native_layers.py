@@ -1,6 +1,4 @@
-"""A converted layer: its three products against float64, what it keeps of the layer it was, and when it computes in 8
-bits.
-"""
+"""Converted layers: their three products against float64, what they preserve, and when they compute in 8 bits."""
 
 from __future__ import annotations
 
@@ -192,7 +190,7 @@ def test_which_layers_are_converted() -> None:
     ]
     chosen = convert_to_native(stack(), FP8Recipe(module_filter_func=lambda layer, name: name in ("0", "4")))
     assert [name for name, layer in chosen.named_modules() if isinstance(layer, NativeLinear)] == ["0"], (
-        "30 is no multiple of 16"
+        "30 is not a multiple of 16"
     )
     assert not has_native_layers(convert_to_native(nn.Linear(32, 32), FP8Recipe())), "first and last at once"
     assert not has_native_layers(convert_to_native(nn.ReLU(), FP8Recipe()))

@@ -1,4 +1,4 @@
-"""Recipes: what is allowed, from code and from the launcher."""
+"""Allowed values of recipes, from code and from the launcher."""
 
 from __future__ import annotations
 

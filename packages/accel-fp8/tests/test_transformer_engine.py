@@ -1,8 +1,7 @@
-"""What surrounds Transformer Engine: replacing layers and back, recipes, autocast, and what is said where it is not
-installed.
+"""The adapter for Transformer Engine: replacing layers, recipes, autocast, and errors where it is not installed.
 
-Transformer Engine itself needs a GPU. Here its documented interface stands in for it (te_interface/), so what these
-tests show is that we call it as documented, not that its kernels give good numbers.
+Transformer Engine itself needs a GPU, so these tests use a stand-in with its documented interface (te_interface/). They
+check the calls, not the accuracy of its kernels.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def test_layers_are_replaced_and_parameters_stay_the_same_objects(te: Any) -> No
     assert has_transformer_engine_layers(model)
     kinds = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
     assert kinds["first"] is kinds["inner.0"] is kinds["shared"] is te.Linear and kinds["norm"] is te.LayerNorm
-    assert kinds["odd"] is nn.Linear, "10 is no multiple of 16"
+    assert kinds["odd"] is nn.Linear, "10 is not a multiple of 16"
     assert kinds["inner.1"] is kinds["inner.2"] is nn.LayerNorm, "without weights, and over two dimensions"
     assert model["shared"] is model["again"], "a layer in two places stays one layer"
     now = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""A small language model over letters, and the text that Python brings along."""
+"""A small character-level language model, trained on texts of the Python standard library."""
 
 from __future__ import annotations
 

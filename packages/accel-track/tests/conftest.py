@@ -1,4 +1,4 @@
-"""Every test starts with states of its own, and a known seed."""
+"""Every test starts with fresh shared states and a known seed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Real back ends, beyond what the example logs: resumed runs, nested runs, values and configs of every kind. Each in a
-process of its own, since their libraries set variables, patch others and keep threads."""
+"""Real back ends beyond what the example logs: resumed and nested runs, values and configs of every type.
+
+Each test uses its own process, because the libraries set variables, patch others and keep threads.
+"""
 
 from __future__ import annotations
 

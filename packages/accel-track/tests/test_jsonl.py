@@ -1,4 +1,4 @@
-"""The tracker that needs nothing, and what reads it."""
+"""The jsonl tracker and its reader."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
 
 
 def read_png(path: Path) -> np.ndarray:
-    """The pixels of a file that write_png has written, decoded by hand."""
+    """The pixels of a file written by write_png."""
     data = path.read_bytes()
     width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
     channels = {0: 1, 2: 3, 6: 4}[data[25]]

@@ -1,4 +1,4 @@
-"""What is logged is what was there at the time of the call."""
+"""Logged values are those at the time of the call."""
 
 from __future__ import annotations
 

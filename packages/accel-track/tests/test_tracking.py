@@ -1,4 +1,4 @@
-"""From the loop to the trackers: in order, whole, and never in the way."""
+"""Delivery from the loop to the trackers: in order, complete, and without blocking."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Servers that cannot be reached: a closed port, and one that accepts and never answers. The run goes on, and the
-process ends.
-"""
+"""Unreachable servers (a closed port, and one that never responds): the run continues and the process ends."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def silent_server() -> Iterator[str]:
 
 @pytest.fixture
 def closed_port() -> Iterator[str]:
-    """An address where nobody listens, and that nobody else can take meanwhile."""
+    """A bound address without a listener."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{bound.getsockname()[1]}"

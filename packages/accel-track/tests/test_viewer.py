@@ -1,4 +1,4 @@
-"""A plain look at runs."""
+"""The command accel track show."""
 
 from __future__ import annotations
 

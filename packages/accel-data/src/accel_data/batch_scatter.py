@@ -81,13 +81,7 @@ class BatchSplitter:
             current = following or list(islice(steps, self.batches_per_step))
 
     def split(self, batches: list[Any], padding: int, first_batch: Any) -> GlobalStep:
-        """Give every rank a batch.
-
-        Args:
-            batches: those read for this step.
-            padding: padding samples at the end of the last of them.
-            first_batch: the first batch of the epoch, which missing samples are taken from.
-        """
+        """Give every rank a batch; the last ``padding`` samples are padding, missing ones come from ``first_batch``."""
         sizes = [count_samples(batch) for batch in batches]
         full = len(batches) == self.batches_per_step and not padding
         full = full and (self.batch_size is None or all(size == self.batch_size for size in sizes))
@@ -171,15 +165,7 @@ def send_error(collectives: Collectives, error: BaseException) -> None:
 
 
 def receive_step(collectives: Collectives, device: torch.device | None) -> GlobalStep | None:
-    """Receive a step from rank 0; None marks the end.
-
-    Args:
-        collectives: those of the run.
-        device: where to allocate its tensors; None means the CPU.
-
-    Raises:
-        ReadError: rank 0 failed to read the data.
-    """
+    """Receive a step from rank 0 on ``device``; None marks the end. Raises ReadError if rank 0 failed."""
     header: Any = collectives.broadcast_object(None)
     if isinstance(header, str):
         raise ReadError(f"rank {collectives.rank} stops because rank 0 failed to read the data:\n{header}")

@@ -72,17 +72,11 @@ class EpochProgress:
 
 
 class ShardedSampler:
-    """Base of sharded samplers, which can begin an epoch anywhere and know the last batch when they draw it.
+    """Base of sharded samplers, which can begin an epoch anywhere and know the last batch when they draw it."""
 
-    Attributes:
-        unit: what positions count.
-        rng: the randomness of the wrapped sampler.
-        progress: that of the latest epoch begun.
-    """
-
-    unit = "samples"
-    rng: SamplerRng
-    progress: EpochProgress
+    unit = "samples"  # what positions count
+    rng: SamplerRng  # of the wrapped sampler
+    progress: EpochProgress  # of the latest epoch begun
     num_processes: int
     process_index: int
     _next_start: EpochStart
@@ -230,12 +224,10 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
 
     @property
     def ragged(self) -> bool:
-        """Whether batch sizes may differ between ranks in one step."""
         return self.num_processes > 1 and not (self.is_plain and self.even_batches)
 
     @property
     def has_even_steps(self) -> bool:
-        """Whether all ranks certainly have the same number of steps in an epoch."""
         return self.num_processes == 1 or self.even_batches or self.drop_last
 
     def plan(self, length: int, start: int = 0) -> ShardPlan:
@@ -245,7 +237,6 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
         return ShardPlan(length, size, self.num_processes, self.drop_last, self.even_batches, start)
 
     def length_from(self, position: int) -> int:
-        """Number of batches of this rank in an epoch that begins at ``position``."""
         if self.is_plain:
             return self.plan(len(self.sampler), position).steps(self.process_index)
         batches = max(0, self.total_length - position)
@@ -413,11 +404,9 @@ class ItemShard(ShardedSampler):
 
     @property
     def has_even_steps(self) -> bool:
-        """Whether all ranks certainly have the same number of steps in an epoch."""
         return self.num_processes == 1 or self.even_batches
 
     def length_from(self, position: int) -> int:
-        """Number of items of this rank in an epoch that begins at ``position``."""
         plan = ShardPlan(len(self.sampler), 1, self.num_processes, even_batches=self.even_batches, start=position)
         return plan.steps(self.process_index)
 

@@ -38,10 +38,6 @@ class SamplerRng:
     without a generator gets one in the first epoch, seeded with the number that the sampler itself would have drawn,
     so that in one process the first epoch has the order of plain PyTorch. Any other sampler may draw from the global
     generators, whose state is then saved to restore an epoch's order.
-
-    Args:
-        sampler: sampler or batch sampler.
-        synchronize: copy the generator state of rank 0 to every rank at the start of each epoch.
     """
 
     def __init__(self, sampler: Any, synchronize: bool = True) -> None:
@@ -64,14 +60,7 @@ class SamplerRng:
 
     @contextmanager
     def draw_order(self, origin: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """Draw an epoch's order inside this block.
-
-        Args:
-            origin: what :meth:`capture` returned for an earlier epoch, to repeat its order.
-
-        Yields:
-            The origin of the order that is drawn.
-        """
+        """Draw an epoch's order in this block, which gets its origin; an earlier ``origin`` repeats that order."""
         if not origin:
             self._prepare_generator()
             yield self.capture()

@@ -37,10 +37,8 @@ class SequentialSource:
 class PermutationSource(SequentialSource):
     """A permutation as one int64 tensor: 8 bytes per sample, converted to Python numbers on demand.
 
-    Args:
-        permutation: tensor of shape (length,).
-        generator: drawn from once more at the end of the stream, like :class:`torch.utils.data.RandomSampler` does, so
-            that later epochs have the same orders as in plain PyTorch.
+    The generator is drawn from once more at the end of the stream, like in :class:`torch.utils.data.RandomSampler`, so
+    that later epochs have the orders of plain PyTorch.
     """
 
     def __init__(self, permutation: torch.Tensor, generator: torch.Generator | None = None) -> None:
@@ -64,12 +62,7 @@ class PermutationSource(SequentialSource):
 
 
 class StreamSource:
-    """Sequential access to the indices of a sampler.
-
-    Args:
-        sampler: any iterable.
-        head_size: number of indices to keep from the start of the stream, for completing the last batches.
-    """
+    """Sequential access to the indices of a sampler; keeps the first ``head_size`` for completing last batches."""
 
     def __init__(self, sampler: Iterable[Any], head_size: int) -> None:
         self._iterator = iter(sampler)

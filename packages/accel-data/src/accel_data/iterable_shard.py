@@ -173,12 +173,7 @@ class CountedBatch:
 
 
 class CountingCollate:
-    """Collate function that also counts the samples that are not padding.
-
-    Args:
-        collate_fn: that of the loader.
-        batched: whether ``collate_fn`` takes a list of samples (False for ``batch_size=None``).
-    """
+    """Collate function that also counts the samples that are not padding."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], batched: bool) -> None:
         self.collate_fn = collate_fn
@@ -215,11 +210,7 @@ def source_count(dataset: Any) -> int | None:
 
 
 def shard_at_source(dataset: Any, num_processes: int, process_index: int) -> Any:
-    """The part of the data set that reads only this rank's sources.
-
-    Raises:
-        ConfigurationError: its ``shard`` method does not take ``num_shards`` and ``index``.
-    """
+    """The part of the data set that reads only this rank's sources."""
     accepted = inspect.signature(dataset.shard).parameters
     if not {"num_shards", "index"} <= set(accepted) and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         raise ConfigurationError(

@@ -39,11 +39,8 @@ class LoaderLayout:
 def data_ranks(num_processes: int | None, process_index: int | None, mesh: Any = None) -> tuple[int, int]:
     """Number of ranks that get different data, and the index of this rank among them.
 
-    Args:
-        num_processes: as passed by the caller; None uses that of the run.
-        process_index: as passed by the caller; None uses that of the run.
-        mesh: a torch DeviceMesh with named axes, which decides instead of both; ranks that differ only along tp, cp,
-            sp or pp get the same data.
+    A device mesh with named axes overrides the arguments: ranks that differ only along tp, cp, sp or pp get the same
+    data. Otherwise None means the value of the run.
     """
     if mesh is None:
         state = PartialState()
@@ -62,11 +59,7 @@ def data_ranks(num_processes: int | None, process_index: int | None, mesh: Any =
 def distributed_sampler_layout(
     sampler: DistributedSampler[Any], batch_size: int | None, drop_last: bool, num_processes: int, process_index: int
 ) -> LoaderLayout:
-    """Layout of a loader whose DistributedSampler already shards the samples; the samples it repeats are padding.
-
-    Raises:
-        ConfigurationError: the sampler is for another rank or another number of ranks.
-    """
+    """Layout of a loader whose DistributedSampler already shards the samples; the samples it repeats are padding."""
     if (sampler.num_replicas, sampler.rank) != (num_processes, process_index):
         raise ConfigurationError(
             f"the loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this process "

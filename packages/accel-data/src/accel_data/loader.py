@@ -25,14 +25,7 @@ from .batch_shard import BatchSamplerShard, EpochStart, ItemShard, ShardedSample
 from .epoch_rng import broadcast_generator
 from .iterable_shard import IterableDatasetShard, wants_epoch
 from .layout import LoaderLayout
-from .lookahead import (
-    ReadAheadTracker,
-    Step,
-    lookahead_steps,
-    map_style_steps,
-    open_ended_steps,
-    synchronized_steps,
-)
+from .lookahead import ReadAheadTracker, Step, lookahead_steps, map_style_steps, open_ended_steps, synchronized_steps
 from .resume_state import EpochClock, Iteration, ResumePoint, knows_position, steps_of_torchdata
 from .rng_state import capture_rng, from_plain, preserve_rng, restore_rng, to_plain
 from .samplers import get_sampler, inner_sampler
@@ -44,19 +37,7 @@ Loader = TypeVar("Loader", bound="PreparedLoader")
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """Base of the prepared loaders.
-
-    Args:
-        dataset: data set to load.
-        device: device to move batches to; None leaves them where they are.
-        rng_types: generators to copy from rank 0 at the start of an iteration; None means that of the sampler.
-        synchronized_generator: another generator to copy along with that of the sampler.
-        skip_batches: batches to skip in the first iteration.
-        use_stateful_dataloader: build on torchdata's StatefulDataLoader.
-        non_blocking: copy batches to the device asynchronously.
-        iteration: epoch of the first iteration.
-        **kwargs: arguments of the torch loader.
-    """
+    """Base of the prepared loaders; see :class:`accel_data.DataLoaderShard` for the arguments."""
 
     def __init__(
         self,

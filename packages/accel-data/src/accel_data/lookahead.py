@@ -39,11 +39,6 @@ class ReadAheadTracker:
     Reading these batches again after a restart, with the same numbers, takes the generator states before the first of
     them. Copying the states of numpy and python is slow, so whether the data set uses them is checked only in the 1st,
     32nd, 1024th... batch.
-
-    Args:
-        handed_out: returns the number of batches of this iteration that were handed out.
-        track_rng: save the generator states; for data that is read in this process.
-        snapshot: returns the state of a loader that saves its own position.
     """
 
     def __init__(
@@ -52,9 +47,9 @@ class ReadAheadTracker:
         track_rng: bool = True,
         snapshot: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        self._handed_out = handed_out
-        self._track_rng = track_rng
-        self._snapshot = snapshot
+        self._handed_out = handed_out  # returns the number of batches of this iteration that were handed out
+        self._track_rng = track_rng  # whether this process reads the data
+        self._snapshot = snapshot  # returns the state of a StatefulDataLoader
         # The states before each batch that is not handed out yet, the number of the first of these batches, and
         # batches that were read to resume.
         self._before: deque[tuple[RngStates | torch.Tensor | None, dict[str, Any]]] = deque()
@@ -74,12 +69,7 @@ class ReadAheadTracker:
         return self._already_read.popleft() if self._already_read else self._read(batches)
 
     def read_again(self, batches: Iterator[Any], read_ahead: dict[str, Any]) -> None:
-        """Read the batches that were read ahead when a state was saved, each with its original random numbers.
-
-        Args:
-            batches: the rest of the epoch.
-            read_ahead: the result of :meth:`read_ahead` in that state.
-        """
+        """Read the batches that were read ahead when a state was saved, each with its original random numbers."""
         for before in read_ahead.get("generators", ()):
             restore_rng(from_plain(before))
             self._already_read.append(self._read(batches))
@@ -130,12 +120,7 @@ class ReadAheadTracker:
 
 
 def lookahead_steps(batches: Iterator[Any], tracker: ReadAheadTracker | None) -> Iterator[Step]:
-    """Steps of iterable data, whose last batch is only known by reading one batch ahead.
-
-    Args:
-        batches: those of the torch loader.
-        tracker: for data that is read in this process; None when workers read it.
-    """
+    """Steps of iterable data, whose last batch is only known by reading one batch ahead."""
     upcoming = next(batches, _END) if tracker is None else tracker.fetch(batches)
     while upcoming is not _END:
         batch = upcoming
@@ -156,16 +141,8 @@ def open_ended_steps(batches: Iterator[Any], tracker: ReadAheadTracker | None) -
 def synchronized_steps(steps: Iterator[Step], collectives: Collectives, latest: Any = None) -> Iterator[Step]:
     """Give ranks that read separate sources the same number of steps, with one small all-reduce per step.
 
-    A rank without a next batch repeats its latest one as padding until every rank is done. A rank that never had a
-    batch repeats one of another rank.
-
-    Args:
-        steps: those of this rank.
-        collectives: those of the run.
-        latest: the batch before ``steps``, if the epoch begins in the middle.
-
-    Raises:
-        RuntimeError: reading failed on another rank. The rank where it failed raises its own error.
+    A rank without a next batch repeats its latest one (``latest`` before the first step) as padding until every rank is
+    done. A rank that never had a batch repeats one of another rank. An error on one rank stops all.
     """
     current = _fetch_step(steps, collectives)
     ranks_with_batch = _count_ranks_with_batch(collectives, current)

@@ -78,11 +78,7 @@ class ResumePoint:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> ResumePoint:
-        """The inverse of :meth:`to_state`.
-
-        Raises:
-            ConfigurationError: ``state`` is not such a dictionary, or has another format version.
-        """
+        """The inverse of :meth:`to_state`."""
         names = list(cls.__dataclass_fields__)
         if state.get("format") != STATE_FORMAT or not set(names) <= set(state):
             raise ConfigurationError(
@@ -129,17 +125,12 @@ class EpochClock:
     """The epochs of a loader, shared with loaders made from it by :func:`accel_data.skip_first_batches`.
 
     Each iteration is an epoch, even if it is abandoned, so that all ranks agree on the number.
-
-    Attributes:
-        upcoming: epoch of the next iteration.
-        current: the latest iteration.
-        pending: where the next iteration begins, if a state was loaded.
     """
 
     def __init__(self, upcoming: int = 0) -> None:
-        self.upcoming = upcoming
-        self.current: Iteration | None = None
-        self.pending: ResumePoint | None = None
+        self.upcoming = upcoming  # epoch of the next iteration
+        self.current: Iteration | None = None  # the latest iteration
+        self.pending: ResumePoint | None = None  # where the next iteration begins, if a state was loaded
 
     @property
     def epoch(self) -> int:

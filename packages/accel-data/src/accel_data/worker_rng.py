@@ -92,14 +92,7 @@ def seed_worker(base_seed: int, slot: int) -> None:
 
 
 class WorkerRngStates:
-    """The workers' generator states as of the batches handed out in one iteration.
-
-    Args:
-        before: batches of the epoch that were handed out before this iteration began.
-        base_seed: that of workers to continue; None for new workers.
-        kept: whether the workers have been running since an earlier epoch, so that this one drew no seed for them.
-        states: their generator states at the start, by slot.
-    """
+    """The workers' generator states as of the batches handed out in one iteration."""
 
     def __init__(
         self,
@@ -108,10 +101,10 @@ class WorkerRngStates:
         kept: bool = False,
         states: dict[int, RngStates] | None = None,
     ) -> None:
-        self.before = before
-        self.base_seed = base_seed
-        self.kept = kept
-        self._states = states or {}
+        self.before = before  # batches of the epoch handed out before this iteration
+        self.base_seed = base_seed  # that of workers to continue; None for new workers
+        self.kept = kept  # whether the workers run since an earlier epoch, so that this one drew no seed for them
+        self._states = states or {}  # at the start, by slot
         self._at_start = {worker: dict(state) for worker, state in self._states.items()}
         self._recent: deque[tuple[int, int, RngStates]] = deque()
         self.shifted = False
@@ -123,11 +116,7 @@ class WorkerRngStates:
         return cls(int(plain["batches"]), int(plain["base_seed"]), bool(plain["kept"]), states)
 
     def to_plain(self, handed_out: int) -> dict[str, Any]:
-        """Tensors, numbers and tuples only; empty before the first batch of new workers.
-
-        Args:
-            handed_out: batches of this iteration that were handed out.
-        """
+        """The states after ``handed_out`` batches as plain data; empty before the first batch of new workers."""
         return self._to_plain(self.before + handed_out, self._after(handed_out))
 
     def to_plain_at_start(self) -> dict[str, Any]:
@@ -156,13 +145,7 @@ class WorkerRngStates:
         return states
 
     def open(self, base: DataLoader[Any], handed_out: Callable[[], int], *, track: bool) -> Iterator[Any]:
-        """Begin an iteration of a torch loader that has workers.
-
-        Args:
-            base: the torch loader.
-            handed_out: returns the number of batches of this iteration that were handed out.
-            track: keep the workers' generator states.
-        """
+        """Begin an iteration of a torch loader that has workers; ``track`` keeps their generator states."""
         shift = self.before % base.num_workers
         if self.shifted:
             stop_workers(base)

@@ -41,18 +41,10 @@ class TensorwiseLinear(torch.autograd.Function):
         dtype: torch.dtype,
         precision: LinearPrecision,
     ) -> Tensor:
-        """Multiply.
+        """Multiply ``x`` of shape (M, K) and ``weight`` of shape (N, K), with a result of ``dtype``.
 
-        Args:
-            ctx: context of autograd.
-            x: shape (M, K).
-            weight: shape (N, K).
-            scale_x: scale of ``x``.
-            scale_weight: scale of ``weight``.
-            stored_scale: scale of the output gradient; 0 computes it from the gradient itself.
-            pending: receives the largest value of the output gradient.
-            dtype: dtype of the result.
-            precision: dtypes of the products.
+        ``stored_scale`` is that of the output gradient (0 computes it from the gradient), whose largest value is
+        written to ``pending``.
         """
         x8 = None if precision.fprop and precision.wgrad else quantize(x, scale_x, precision.forward)
         ctx.save_for_backward(x if x8 is None or precision.wgrad else x8, weight, scale_x, scale_weight, stored_scale)

@@ -19,12 +19,7 @@ from .scaling import SMALLEST_AMAX
 
 
 class AmaxGroup:
-    """The processes that share scales, and over which largest values (amax) are reduced.
-
-    Args:
-        group: a process group; None means the default group, if torch.distributed is initialized.
-        enabled: False disables the reduction.
-    """
+    """The processes that share scales, and over which largest values (amax) are reduced."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, enabled: bool = True) -> None:
         self.group = group
@@ -52,11 +47,6 @@ class ScaleUpdate:
     """Forward pre-hook that updates the scales of a converted model.
 
     It consists of tensor operations only, so that it becomes part of the graph when the model is compiled.
-
-    Args:
-        layers: the layers with delayed scaling.
-        recipe: how scales are computed from histories.
-        group: the processes that share scales.
     """
 
     def __init__(self, layers: list[NativeLinear], recipe: FP8Recipe, group: AmaxGroup) -> None:

@@ -17,15 +17,7 @@ MULTIPLE = 16
 
 @constant_result
 def has_instruction(device: str, left: torch.dtype, right: torch.dtype, out_dtype: torch.dtype, rowwise: bool) -> bool:
-    """Whether a device multiplies these dtypes with ``torch._scaled_mm``. Tried once, with two small matrices.
-
-    Args:
-        device: device string, such as "cuda:0".
-        left: dtype of the first matrix.
-        right: dtype of the second matrix.
-        out_dtype: dtype of the result.
-        rowwise: whether each row has its own scale.
-    """
+    """Whether a device multiplies these dtypes with ``torch._scaled_mm``. Tried once, with two small matrices."""
     return _try_instruction(device, left, right, out_dtype, rowwise)
 
 

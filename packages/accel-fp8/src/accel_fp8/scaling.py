@@ -26,11 +26,6 @@ def scale_for(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
 
     The scale for a value that is not finite is 0 or NaN, and makes all results NaN, so that overflows are as visible as
     in other precisions.
-
-    Args:
-        amax: largest absolute values, float32.
-        dtype: the 8-bit dtype.
-        margin: powers of two of headroom.
     """
     return BY_DTYPE[dtype].largest / amax.clamp(min=SMALLEST_AMAX) * 2.0**-margin
 

@@ -57,21 +57,13 @@ class DeliveryQueue:
 
     The first call that raises, or that hangs while the script waits for it, disables the tracker: a warning is logged
     once, and later calls are dropped. In strict mode the script's next call raises the error instead.
-
-    Args:
-        tracker: the tracker.
-        delivery: queue size and timeouts.
-
-    Attributes:
-        error: why the tracker is disabled, or None.
-        waited: seconds of the last wait since the last progress.
     """
 
     def __init__(self, tracker: GeneralTracker, delivery: Delivery) -> None:
         self.tracker = tracker
         self.name = str(tracker.name)
-        self.error: TrackerError | None = None
-        self.waited = 0.0
+        self.error: TrackerError | None = None  # why the tracker is disabled
+        self.waited = 0.0  # seconds of the last wait since the last progress
         self._raised = False
         self._delivery = delivery
         self._calls: deque[tuple[str, Call]] = deque()
@@ -92,15 +84,7 @@ class DeliveryQueue:
     # Called by the script
 
     def submit(self, method: str, call: Call) -> None:
-        """Queue a call.
-
-        Args:
-            method: the tracker's method, for messages.
-            call: what to call.
-
-        Raises:
-            TrackerError: in strict mode, if the tracker has failed.
-        """
+        """Queue a call of the named method."""
         if self.error is not None:
             self.raise_if_strict()
             return
@@ -118,17 +102,10 @@ class DeliveryQueue:
                 changed.notify_all()
 
     def wait(self, timeout: float | None = None, disable: bool = True) -> bool:
-        """Wait until all queued calls are done.
+        """Wait until all queued calls are done, and return whether they are.
 
-        Args:
-            timeout: total seconds; None waits as long as there is progress.
-            disable: disable the tracker if it is not done in time.
-
-        Returns:
-            Whether all calls are done.
-
-        Raises:
-            TrackerError: in strict mode, if the tracker has failed.
+        Without ``timeout`` (seconds), this waits as long as there is progress. With ``disable``, a tracker that is not
+        done in time is disabled.
         """
         with self._changed:
             done = self._wait_until(lambda: not self._calls and not self._running, timeout)
@@ -149,11 +126,7 @@ class DeliveryQueue:
         self._urgent.set()
 
     def join(self) -> None:
-        """Wait for the end after :meth:`close`: while there is progress, and ``finish_timeout`` for the last call.
-
-        Raises:
-            TrackerError: in strict mode, if the tracker has failed.
-        """
+        """Wait for the end after :meth:`close`: while there is progress, and ``finish_timeout`` for the last call."""
         try:
             if self.wait() and self._thread is not None:
                 self._thread.join(1.0)

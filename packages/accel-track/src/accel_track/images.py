@@ -48,11 +48,9 @@ def as_images(value: Any) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
 
 
 def named_images(values: Mapping[str, Any], *, squeeze: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield every image with a unique name; further images of one name get a number: ``x``, ``x_1``, ``x_2``.
+    """Yield every image with a unique name: ``x``, ``x_1``, ``x_2``.
 
-    Args:
-        values: names to what :func:`as_images` takes.
-        squeeze: drop the channel dimension of images with one channel.
+    ``squeeze`` drops the channel dimension of images with one channel.
     """
     for name, value in values.items():
         for index, image in enumerate(as_images(value)):
@@ -87,12 +85,7 @@ def _bytes(image: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def write_png(image: np.ndarray[Any, np.dtype[np.uint8]], path: Path) -> None:
-    """Write an image of :func:`as_images` as a PNG file (https://www.w3.org/TR/png-3/), unfiltered, in one IDAT chunk.
-
-    Args:
-        image: shape (height, width, channels).
-        path: the file.
-    """
+    """Write an image of :func:`as_images` as an unfiltered PNG file (https://www.w3.org/TR/png-3/)."""
     height, width, channels = image.shape
     color = {1: 0, 3: 2, 4: 6}[channels]
     lines = b"".join(b"\0" + line.tobytes() for line in image)  # filter type 0 precedes each line

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -30,15 +31,13 @@ class ServerUnreachableError(AccelError, ConnectionError):
 
 
 class SdkTracker(GeneralTracker):
-    """A tracker that wraps a library, which is imported when the run starts.
+    """A tracker that wraps a library, which is imported when the run starts."""
 
-    Attributes:
-        module: the module to import.
-        offline: how to work without the server, for error messages.
-    """
-
-    module: ClassVar[str]
-    offline: ClassVar[str] = ""
+    module: ClassVar[str]  # the module to import
+    offline: ClassVar[str] = ""  # how to work without the server, for error messages
+    handle: ClassVar[str]  # attribute with the SDK's object of the run, or None before the start
+    id_attribute: ClassVar[str]  # attribute of that object that identifies a run to resume
+    finish_method: ClassVar[str]  # method of that object that ends the run
 
     def __init__(self, _blank: bool = False) -> None:
         super().__init__(_blank)
@@ -51,6 +50,20 @@ class SdkTracker(GeneralTracker):
     def is_available(cls) -> bool:
         """Whether the library is installed."""
         return is_package_available(cls.module)
+
+    @property
+    def tracker(self) -> Any:
+        """The SDK's object of the run."""
+        return getattr(self, self.handle)
+
+    @property
+    def run_id(self) -> str | None:
+        return None if self.tracker is None else str(attrgetter(self.id_attribute)(self.tracker))
+
+    @on_main_process
+    def finish(self) -> None:
+        if self.tracker is not None:
+            getattr(self.tracker, self.finish_method)()
 
     def resume(self, run_id: str, step: int | None = None) -> None:
         self._resumed_id, self._resumed_step = run_id, step
@@ -107,27 +120,18 @@ class SdkRunTracker(SdkTracker):
 
     Attributes:
         run: the SDK's run, once started.
-        id_attribute: attribute of the run, and argument of ``init``, that identifies a run to resume.
     """
 
     requires_logging_directory = False
-    id_attribute: ClassVar[str] = "id"
+    handle = "run"
+    id_attribute = "id"  # also the argument of init that resumes a run
+    finish_method = "finish"
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
         self.run: Any = None
         self._kwargs = kwargs
-
-    @property
-    def tracker(self) -> Any:
-        """The SDK's run."""
-        return self.run
-
-    @property
-    def run_id(self) -> str | None:
-        """Identifier of the run at the back end."""
-        return None if self.run is None else str(getattr(self.run, self.id_attribute))
 
     @on_main_process
     def start(self) -> None:
@@ -147,19 +151,9 @@ class SdkRunTracker(SdkTracker):
         """Log values of a step; ``kwargs`` go to the run's ``log``."""
         self.run.log(self._plain_values(values), step=step, **kwargs)
 
-    @on_main_process
-    def finish(self) -> None:
-        if self.run is not None:
-            self.run.finish()
-
 
 def responds(url: str, timeout: float) -> bool:
-    """Whether a server responds to a request, with any status.
-
-    Args:
-        url: http, https, or another scheme with host and port, for which a TCP connection is enough.
-        timeout: seconds.
-    """
+    """Whether a server responds with any HTTP status; for schemes other than http(s), whether its port is open."""
     parts = urllib.parse.urlsplit(url)
     try:
         if parts.scheme not in ("http", "https"):

@@ -93,14 +93,7 @@ class _Group:
 
 
 class Snapshot:
-    """Values at the time of a call.
-
-    Args:
-        values: names to anything. Containers, tensors and arrays are copied; other objects are not.
-
-    Raises:
-        ConfigurationError: a tensor is sharded over processes.
-    """
+    """Values at the time of a call. Containers, tensors and arrays are copied; other objects are not."""
 
     __slots__ = ("_fetched", "_groups", "_lock", "_values")
 

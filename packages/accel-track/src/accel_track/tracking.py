@@ -31,6 +31,7 @@ class TrackerRun:
 
     Each tracker has a queue and a thread. :meth:`log` copies the values and returns; the threads deliver them in order.
     :meth:`finish` empties the queues, and so does the end of the script, even by an exception.
+    ``init_kwargs`` and ``log_kwargs`` of its methods are further arguments for single trackers, by the tracker's name.
 
         with TrackerRun(["tensorboard", "jsonl"], logging_dir="runs") as run:
             run.init_trackers("digits", config={"lr": 0.1})
@@ -82,7 +83,6 @@ class TrackerRun:
             project_name: name of the project or experiment.
             config: hyperparameters to store with the run: a dictionary, a namespace or a data class, with values of any
                 type.
-            init_kwargs: further constructor arguments, by the tracker's name.
 
         Raises:
             ConfigurationError: ``config`` has another type.
@@ -107,8 +107,6 @@ class TrackerRun:
 
         Args:
             values: names to numbers, tensors (on any device), strings, or what else the trackers accept.
-            step: the step.
-            log_kwargs: further arguments of a tracker's ``log``, by the tracker's name.
 
         Raises:
             ConfigurationError: ``values`` is not a mapping.
@@ -135,8 +133,6 @@ class TrackerRun:
         Args:
             values: names to images or lists of them: tensors (channels first), arrays (channels last), or PIL images;
                 bytes, or numbers from 0 to 1.
-            step: the step.
-            log_kwargs: further arguments of a tracker's ``log_images``, by the tracker's name.
         """
         snapshot = self._snapshot(values) if self._queues else None
         if snapshot is not None:
@@ -160,8 +156,6 @@ class TrackerRun:
             columns: names of the columns.
             data: rows.
             dataframe: a pandas data frame, instead of ``columns`` and ``data``.
-            step: the step.
-            log_kwargs: further arguments of a tracker's ``log_table``, by the tracker's name.
         """
         table = {"columns": columns, "data": data, "dataframe": dataframe}
         snapshot = self._snapshot(table) if self._queues else None
@@ -180,7 +174,6 @@ class TrackerRun:
         Args:
             local_path: the file.
             artifact_path: directory among the run's files to store it in.
-            log_kwargs: further arguments of a tracker's ``log_artifact``, by the tracker's name.
 
         Raises:
             ConfigurationError: there is no such file.

@@ -73,31 +73,17 @@ def _why_without_fp8() -> str | None:
 
 
 def te_autocast(enabled: bool, recipe: Any, process_group: Any = None) -> AbstractContextManager[Any]:
-    """Transformer Engine's autocast, whose name depends on the version.
-
-    Args:
-        enabled: whether its layers compute in 8 bits.
-        recipe: a recipe of ``transformer_engine.common.recipe``.
-        process_group: the processes that share scales.
-    """
+    """Transformer Engine's autocast, whose name depends on the version."""
     te = _te()
     if hasattr(te, "fp8_autocast"):
         context = te.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=process_group)
     else:
         context = te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=process_group)
-    return context  # type: ignore[no-any-return]
+    return context
 
 
 def build_recipe(recipe: FP8Recipe) -> Any:
-    """Convert a recipe to Transformer Engine's.
-
-    Returns:
-        A ``DelayedScaling``, or a ``MXFP8BlockScaling`` with ``use_mxfp8_block_scaling``.
-
-    Raises:
-        ConfigurationError: the installed version does not support a setting.
-        MissingDependencyError: Transformer Engine is not installed.
-    """
+    """Convert a recipe to Transformer Engine's; raises ConfigurationError for settings that it does not support."""
     recipes = _te_recipes()
     fp8_format = getattr(recipes.Format, recipe.fp8_format)
     if recipe.use_mxfp8_block_scaling:

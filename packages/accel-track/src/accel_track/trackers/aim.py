@@ -13,7 +13,7 @@ from ..serialize import as_number, flatten, to_plain
 
 
 class AimTracker(SdkTracker):
-    """Logs to an Aim repository in a directory or on a server (``aim://host:port``).
+    """Logs an ``aim.Run`` to a repository in a directory or on a server (``aim://host:port``).
 
     Args:
         run_name: name of the run.
@@ -23,7 +23,7 @@ class AimTracker(SdkTracker):
 
     name = "aim"
     requires_logging_directory = True
-    module = "aim"
+    module, handle, id_attribute, finish_method = "aim", "writer", "hash", "close"
     offline = "Pass a directory as logging_dir to store the run locally."
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
@@ -32,16 +32,6 @@ class AimTracker(SdkTracker):
         self.aim_repo_path = None if logging_dir is None else str(logging_dir)
         self.writer: Any = None
         self._kwargs = kwargs
-
-    @property
-    def tracker(self) -> Any:
-        """The ``aim.Run``."""
-        return self.writer
-
-    @property
-    def run_id(self) -> str | None:
-        """The hash of the run."""
-        return None if self.writer is None else str(self.writer.hash)
 
     @on_main_process
     def start(self) -> None:
@@ -101,8 +91,3 @@ class AimTracker(SdkTracker):
             self.writer.set_artifacts_uri(Path(self.writer.repo.path, "artifacts").absolute().as_uri())
         prefix = f"{artifact_path.strip('/')}/" if artifact_path else ""
         self.writer.log_artifact(local_path, name=prefix + os.path.basename(local_path), block=True)
-
-    @on_main_process
-    def finish(self) -> None:
-        if self.writer is not None:
-            self.writer.close()

@@ -29,7 +29,7 @@ class ClearMLTracker(SdkTracker):
 
     name = "clearml"
     requires_logging_directory = False
-    module = "clearml"
+    module, handle, id_attribute = "clearml", "task", "id"
     offline = "Set CLEARML_OFFLINE_MODE=1 to store the task locally and call Task.import_offline_session later."
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
@@ -38,16 +38,6 @@ class ClearMLTracker(SdkTracker):
         self.task: Any = None
         self._kwargs = kwargs
         self._owns_task = False
-
-    @property
-    def tracker(self) -> Any:
-        """The ``Task``."""
-        return self.task
-
-    @property
-    def run_id(self) -> str | None:
-        """The id of the task."""
-        return None if self.task is None else str(self.task.id)
 
     @on_main_process
     def start(self) -> None:

@@ -12,7 +12,7 @@ from ..serialize import as_number, flatten, to_plain
 
 
 class CometMLTracker(SdkTracker):
-    """Logs to an experiment of Comet.
+    """Logs to a ``CometExperiment``.
 
     Args:
         run_name: name of the project.
@@ -21,7 +21,7 @@ class CometMLTracker(SdkTracker):
 
     name = "comet_ml"
     requires_logging_directory = False
-    module = "comet_ml"
+    module, handle, finish_method = "comet_ml", "writer", "end"
     offline = "Pass init_kwargs={'comet_ml': {'online': False}} to store it locally and run `comet upload` later."
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -31,13 +31,7 @@ class CometMLTracker(SdkTracker):
         self._kwargs = kwargs
 
     @property
-    def tracker(self) -> Any:
-        """The ``CometExperiment``."""
-        return self.writer
-
-    @property
     def run_id(self) -> str | None:
-        """The key of the experiment."""
         return None if self.writer is None else str(self.writer.get_key())
 
     @on_main_process
@@ -94,8 +88,3 @@ class CometMLTracker(SdkTracker):
         """Store a file as an asset; ``kwargs`` go to ``log_asset``."""
         name = str(PurePosixPath(artifact_path or "") / PurePosixPath(local_path).name)
         self.writer.log_asset(local_path, file_name=name, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        if self.writer is not None:
-            self.writer.end()

@@ -21,23 +21,13 @@ class DVCLiveTracker(SdkTracker):
 
     name = "dvclive"
     requires_logging_directory = False
-    module = "dvclive"
+    module, handle, id_attribute, finish_method = "dvclive", "live", "dir", "end"
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__()
         self.live = live
         self._given = live is not None
         self._kwargs = kwargs
-
-    @property
-    def tracker(self) -> Any:
-        """The ``dvclive.Live``."""
-        return self.live
-
-    @property
-    def run_id(self) -> str | None:
-        """The directory, in which a resumed run continues."""
-        return None if self.live is None else str(self.live.dir)
 
     @on_main_process
     def start(self) -> None:
@@ -76,11 +66,6 @@ class DVCLiveTracker(SdkTracker):
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
         """Store a file as a DVC artifact; ``kwargs`` go to ``Live.log_artifact``."""
         self.live.log_artifact(local_path, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        if self.live is not None:
-            self.live.end()
 
 
 def _without_none(value: Any) -> Any:

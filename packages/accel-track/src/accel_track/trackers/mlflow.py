@@ -46,7 +46,7 @@ class MLflowTracker(SdkTracker):
 
     name = "mlflow"
     requires_logging_directory = False
-    module = "mlflow"
+    module, handle, id_attribute = "mlflow", "active_run", "info.run_id"
     offline = "Set MLFLOW_TRACKING_URI=sqlite:///mlflow.db to store the run locally."
 
     def __init__(
@@ -79,16 +79,6 @@ class MLflowTracker(SdkTracker):
                 "nested_run=True needs an active run. Create the tracker within `with mlflow.start_run(): ...`."
             )
         return str(active.info.run_id)
-
-    @property
-    def tracker(self) -> Any:
-        """The ``mlflow.entities.Run``."""
-        return self.active_run
-
-    @property
-    def run_id(self) -> str | None:
-        """The id of the run."""
-        return None if self.active_run is None else str(self.active_run.info.run_id)
 
     @on_main_process
     def start(self) -> None:

@@ -30,7 +30,7 @@ class TensorBoardTracker(SdkTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
-    module = "tensorboard"
+    module, handle, finish_method = "tensorboard", "writer", "close"
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__()
@@ -43,11 +43,6 @@ class TensorBoardTracker(SdkTracker):
     def is_available(cls) -> bool:
         """Whether TensorBoard or tensorboardX is installed."""
         return is_package_available("tensorboard") or is_package_available("tensorboardX")
-
-    @property
-    def tracker(self) -> Any:
-        """The ``SummaryWriter``."""
-        return self.writer
 
     @property
     def run_id(self) -> str | None:
@@ -127,8 +122,3 @@ class TensorBoardTracker(SdkTracker):
                     f"{name}/{index}" if index else name, image, global_step=step, dataformats="HWC", **kwargs
                 )
         self.writer.flush()
-
-    @on_main_process
-    def finish(self) -> None:
-        if self.writer is not None:
-            self.writer.close()

@@ -42,16 +42,7 @@ def fraction(value: float, low: float, high: float) -> float:
 
 
 def charts(runs: Sequence[Run], patterns: Sequence[str] = (), weight: float = 0.0) -> list[Chart]:
-    """A chart for every metric of the runs, in the order of their first values.
-
-    Args:
-        runs: the runs.
-        patterns: names or shell patterns of the metrics to keep.
-        weight: weight of past values in an exponential moving average.
-
-    Raises:
-        ConfigurationError: no metric matches.
-    """
+    """A chart for every metric that matches a shell pattern, smoothed with ``weight``, in the order of first values."""
     series = {run.name: run.series() for run in runs}
     names = list(dict.fromkeys(name for metrics in series.values() for name in metrics))
     selected = [name for name in names if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
@@ -66,12 +57,7 @@ def charts(runs: Sequence[Run], patterns: Sequence[str] = (), weight: float = 0.
 
 
 def smooth(points: Points, weight: float) -> Points:
-    """Exponential moving average with the bias correction of Adam (https://arxiv.org/abs/1412.6980, section 3).
-
-    Args:
-        points: (step, value).
-        weight: weight of past values; 0 disables smoothing.
-    """
+    """Exponential moving average with the bias correction of Adam (https://arxiv.org/abs/1412.6980, section 3)."""
     if not weight:
         return points
     result, average, total = [], 0.0, 0.0

@@ -16,15 +16,7 @@ _LARGEST = 1e300
 
 
 def write_png(charts: Sequence[Chart], path: Path) -> None:
-    """Write charts side by side, two in a row.
-
-    Args:
-        charts: at least one.
-        path: the file; its suffix determines the format (.png, .svg, .pdf).
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Write charts, two in a row; the suffix of ``path`` determines the format (.png, .svg, .pdf)."""
     # Not pyplot, which would select a GUI back end and keep every figure.
     figure_class = require("matplotlib.figure", purpose="an image of the curves", install="accel-track[plot]").Figure
     columns = min(len(charts), 2)

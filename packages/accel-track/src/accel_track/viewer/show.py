@@ -18,12 +18,7 @@ _MOST_CHARTS = 12
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Write the requested files, or print to the terminal if none is requested.
-
-    Raises:
-        ConfigurationError: there is no matching run or metric.
-        MissingDependencyError: ``--png`` without matplotlib.
-    """
+    """Write the requested files, or print to the terminal if none is requested."""
     if arguments.width < 20 or arguments.height < 2:
         raise ConfigurationError(
             f"--width {arguments.width} --height {arguments.height} is too small. Use at least --width 20 --height 2."

@@ -12,14 +12,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def draw(chart: Chart, width: int, height: int, braille: bool) -> str:
-    """A chart as lines of text.
-
-    Args:
-        chart: the curves; several ones are drawn with different characters.
-        width: total width in characters.
-        height: lines of the plot, without title and axis.
-        braille: draw a single curve with braille characters, which have eight dots each.
-    """
+    """A chart as lines of text."""
     first, last, low, high = chart.limits()
     labels = [text_of(high), *[""] * (height - 2), text_of(low)]
     margin = max(map(len, labels)) + 1

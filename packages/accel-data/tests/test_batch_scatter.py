@@ -1,4 +1,4 @@
-"""Dealing batches, without processes."""
+"""Splitting batches among ranks, without processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends that nobody planned: nothing that was logged is lost, and nothing keeps the process from ending."""
+"""Unplanned ends of a script: nothing that was logged is lost, and the process always ends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The arithmetic of sharding, against the plainest possible account of it, and at a size that only arithmetic can
-reach.
-"""
+"""The arithmetic of sharding, compared to a plain enumeration, and at sizes that only arithmetic can handle."""
 
 from __future__ import annotations
 

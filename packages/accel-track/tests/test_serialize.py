@@ -1,4 +1,4 @@
-"""Any value becomes plain data."""
+"""Conversion of values of any type to plain data."""
 
 from __future__ import annotations
 

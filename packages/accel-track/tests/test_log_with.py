@@ -1,4 +1,4 @@
-"""What log_with may be."""
+"""Allowed values of log_with."""
 
 from __future__ import annotations
 
