@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from accel_state.registry import Registry
+
 NO_TORCH = """
 import sys
 from accel_launch.cli import main
@@ -59,6 +61,16 @@ def test_unknown_command(shell) -> None:
     result = shell.accel("lauch", "x.py")
     assert result.returncode == 2
     assert result.stderr == "accel: error: 'lauch' is not a command. Did you mean launch? `accel --help` lists them.\n"
+
+
+def test_a_command_of_a_package_that_is_not_installed(shell, monkeypatch) -> None:
+    builtin = {"launch": "accel_launch.commands.launch:COMMAND"}
+    monkeypatch.setattr("accel_launch.cli.COMMANDS", Registry("command", builtin))
+    result = shell.call("checkpoint", "list", ".")
+    assert (result.returncode, result.stderr) == (
+        2,
+        "accel: error: `accel checkpoint` comes with `pip install accel`.\n",
+    )
 
 
 def install_command(

@@ -416,7 +416,8 @@ def test_options_of_every_kind_from_python(shell) -> None:
     result = shell.python(
         """
         from accel_launch import launch
-        options = {"use_fsdp": True, "fsdp_offload_params": True, "fsdp_version": 2, "aws_secret_access_key": "hush", "cpu": True}
+        options = {"use_fsdp": True, "fsdp_offload_params": True, "fsdp_version": 2, "cpu": True}
+        options["aws_secret_access_key"] = "hush"
         assert launch("s.py", num_processes=1, **options) == 0
         pod = {"tpu": True, "tpu_cluster": True, "vm": ["one", "two"], "tpu_zone": "z", "main_process_port": None}
         assert launch("s.py", dry_run=True, num_processes=8, **pod) == 0

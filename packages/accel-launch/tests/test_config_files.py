@@ -333,11 +333,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"fp8_backend": "msamp", "fp8_opt_level": "O2"},
         {"ACCELERATE_FP8_OPT_LEVEL": "O2"},
     ),
-    "debug": (
-        "compute_environment: LOCAL_MACHINE\ndebug: true\n",
-        {"debug": True},
-        {"ACCELERATE_DEBUG_MODE": "true"},
-    ),
+    "debug": ("compute_environment: LOCAL_MACHINE\ndebug: true\n", {"debug": True}, {"ACCELERATE_DEBUG_MODE": "true"}),
     "mesh": (
         LOCAL + "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nnum_processes: 8\nparallelism_config:\n"
         "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n  "

@@ -1,4 +1,4 @@
-"""Programs that start ranks, played by scripts of the shell: what comes through, what is told last, and how they end."""
+"""Programs that start ranks, simulated by shell scripts: their output, the failure that is reported, and their end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_state.errors import ConfigurationError
 RELAY = """
 import json, os, subprocess, sys
 from accel_launch.external_launcher import run_external
-program = "import subprocess, sys; [subprocess.call(words.split()) for words in sys.argv[2:]]; sys.exit(int(sys.argv[1]))"
+program = "import subprocess, sys; [subprocess.call(text.split()) for text in sys.argv[2:]]; sys.exit(int(sys.argv[1]))"
 words = [sys.executable, "-c", program, *sys.argv[1:]]
 sys.exit(run_external(words, dict(os.environ)))
 """

@@ -19,7 +19,7 @@ def session(shell):
 
 
 def test_debug_launcher(session) -> None:
-    """A closure over a value that cannot be pickled, after the parent has used its threads and has a state of its own."""
+    """A closure over a value that cannot be pickled, after the parent has used threads and created a state."""
     lines = session("""
         import os, signal, threading
         import torch
@@ -38,7 +38,8 @@ def test_debug_launcher(session) -> None:
                 value = (matrix @ matrix)[0, 0] * (state.process_index + 1) * factor
             torch.distributed.all_reduce(value)
             if state.is_last_process:
-                print(label, state.num_processes, value.item(), state.device, os.environ["ACCELERATE_USE_CPU"], flush=True)
+                use_cpu = os.environ["ACCELERATE_USE_CPU"]
+                print(label, state.num_processes, value.item(), state.device, use_cpu, flush=True)
 
         debug_launcher(sum_ranks, (2, "sum"))
         debug_launcher(lambda: sum_ranks(1, "three"), num_processes=3)
@@ -80,7 +81,8 @@ def test_a_function_that_ends_its_process_is_not_waited_for(session) -> None:
         def interrupt():
             raise KeyboardInterrupt
 
-        ends = {"exit()": sys.exit, "exit(0)": lambda: sys.exit(0), "exit(3)": lambda: sys.exit(3), "os._exit(0)": lambda: os._exit(0)}
+        ends = {"exit()": sys.exit, "exit(0)": lambda: sys.exit(0), "exit(3)": lambda: sys.exit(3)}
+        ends["os._exit(0)"] = lambda: os._exit(0)
         ends["interrupt"] = interrupt
         for name, end in ends.items():
             for ranks in ("1", "01"):
@@ -88,7 +90,8 @@ def test_a_function_that_ends_its_process_is_not_waited_for(session) -> None:
                     debug_launcher(lambda: end() if os.environ["RANK"] in ranks else None)
                     print(name, ranks, "well", flush=True)
                 except LaunchError as error:
-                    print(name, ranks, str(error).splitlines()[0].split(" of 2 ")[1].split(" (")[0], "|", str(error).splitlines()[-1][-11:])
+                    first, *_, last = [*str(error).splitlines(), str(error).splitlines()[-1]]
+                    print(name, ranks, first.split(" of 2 ")[1].split(" (")[0], "|", last[-11:])
     """)
     assert lines[:4] == ["exit() 1 well", "exit() 01 well", "exit(0) 1 well", "exit(0) 01 well"]
     assert lines[4:6] == ["exit(3) 1 failed first | stemExit: 3", "exit(3) 01 failed first | stemExit: 3"]
@@ -205,7 +208,8 @@ def test_an_interrupt_while_processes_are_started_leaves_none_behind(shell) -> N
         try:
             debug_launcher(lambda: time.sleep(600))
         except KeyboardInterrupt:
-            print("interrupted", len(started), multiprocessing.active_children(), signal.getsignal(signal.SIGINT) is former)
+            is_former = signal.getsignal(signal.SIGINT) is former
+            print("interrupted", len(started), multiprocessing.active_children(), is_former)
         for process in multiprocessing.active_children():
             process.kill()
     """)

@@ -191,7 +191,7 @@ STEPS = """
     pathlib.Path(f"pid{rank}").write_text(str(os.getpid()))
     pathlib.Path(f"start{count}.{rank}").write_text(os.environ["MASTER_PORT"])
     starts = [pathlib.Path(f"start{count}.{other}") for other in range(int(os.environ["WORLD_SIZE"]))]
-    while not all(start.exists() and start.read_text() for start in starts):  # not only made: who has written may be ended
+    while not all(start.exists() and start.read_text() for start in starts):  # existing is not enough: it may be empty
         time.sleep(0.02)
     if rank == int(sys.argv[2]) and (mode == "always" or count == 0):
         if mode == "late":

@@ -99,7 +99,8 @@ def test_a_notebook(tpu) -> None:
         def train(model, epochs):
             with lock:
                 # One write: lines of several processes must not mix.
-                os.write(1, f"{model} {epochs} {os.environ['PJRT_DEVICE']} {os.environ['ACCELERATE_MIXED_PRECISION']}\\n".encode())
+                device, precision = os.environ["PJRT_DEVICE"], os.environ["ACCELERATE_MIXED_PRECISION"]
+                os.write(1, f"{model} {epochs} {device} {precision}\\n".encode())
         os.environ["TPU_NAME"] = "local"
         notebook_launcher(train, ({"weights": 1}, 3), mixed_precision="bf16")
         notebook_launcher(train, (None, 1), num_processes=2)

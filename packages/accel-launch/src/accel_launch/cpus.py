@@ -10,12 +10,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores(cpus: Path = _CPUS, quota: Path = _QUOTA) -> int:
-    """Physical cores within the CPU affinity of this process and the CPU quota of its container; at least 1.
-
-    Args:
-        cpus: directory in sysfs with the topology of each CPU.
-        quota: the control group's file with quota and period, in microseconds.
-    """
+    """Physical cores within the CPU affinity of this process and the CPU quota of its container; at least 1."""
     return max(1, min(_cores_in_affinity(cpus), _cores_in_quota(quota)))
 
 

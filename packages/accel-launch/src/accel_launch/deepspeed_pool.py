@@ -17,11 +17,7 @@ Pool = Mapping[str, tuple[int, ...]]
 
 
 def read_pool(settings: Resolution) -> Pool:
-    """The machines and slots of a run.
-
-    Raises:
-        ConfigurationError: there is no hostfile, it gives no slots, or a filter names a host or slot it does not have.
-    """
+    """The machines and slots of a run."""
     path = settings["deepspeed_hostfile"] or DEFAULT_HOSTFILE
     if not settings["deepspeed_hostfile"] and not Path(path).is_file():
         raise ConfigurationError(

@@ -40,11 +40,7 @@ class Entrypoint:
 
 
 def find_entrypoint(options: ScriptOptions, name: str, args: Sequence[str]) -> Entrypoint:
-    """Check that a script, module or executable exists and can be started.
-
-    Raises:
-        ConfigurationError: it cannot be started.
-    """
+    """Check that a script, module or executable exists and can be started."""
     if options.module and options.no_python:
         raise ConfigurationError("-m and --no_python contradict each other: modules run in Python. Give one of them.")
     if options.module:

@@ -27,23 +27,15 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 
 
 Terminator = Callable[["subprocess.Popen[bytes]", Mapping[str, str]], None]
-"""Ends a run after a signal, given the program and its variables."""
+"""Ends a run after a signal, given the program and its variables; by default the program gets a SIGTERM."""
 
 
 def run_external(command: Sequence[str], environment: Mapping[str, str], end: Terminator | None = None) -> int:
     """Run a program that starts ranks, wait for it, and describe the first failure.
 
-    Args:
-        command: the command.
-        environment: all its variables.
-        end: ends the run after a signal; by default the program gets a SIGTERM.
-
     Returns:
         The exit code: that of the rank that failed first; 128 + N after signal N to this process; else the program's
         own.
-
-    Raises:
-        ConfigurationError: the program cannot be started.
     """
     with _ExternalLauncher(command, {**environment, RELAY_VARIABLE: "1"}, end) as launcher:
         return launcher.wait()

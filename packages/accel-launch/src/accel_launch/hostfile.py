@@ -30,15 +30,7 @@ _SLOTS = re.compile(r"\sslots=(\d+)(?!\S)")
 
 
 def read_hostfile(path: str, where: str) -> tuple[Host, ...]:
-    """The machines of a file, in order; the slots of a machine that is listed several times are added.
-
-    Args:
-        path: the file; ``~`` is the home directory.
-        where: the setting that names the file, for error messages.
-
-    Raises:
-        ConfigurationError: the file cannot be read, lists nothing, or has a line of another form.
-    """
+    """The machines of a file, in order; the slots of a machine that is listed several times are added."""
     file = Path(path).expanduser()
     hosts: dict[str, int | None] = {}
     for number, line in enumerate(read_lines(file, f"{where}: the hostfile"), 1):
@@ -62,11 +54,7 @@ def read_hostfile(path: str, where: str) -> tuple[Host, ...]:
 
 
 def read_lines(file: Path, subject: str) -> list[str]:
-    """The lines of a text file.
-
-    Raises:
-        ConfigurationError: ``subject`` cannot be read.
-    """
+    """The lines of a text file."""
     try:
         return file.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -59,12 +59,7 @@ class LaunchContext:
 
 
 def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchContext:
-    """Read this launcher's context from its environment.
-
-    Raises:
-        ConfigurationError: variables of the starter contradict each other, or ``num_processes`` contradicts the number
-            of ranks started.
-    """
+    """Read this launcher's context from its environment."""
     variables = Variables(environ)
     candidates = (ENVIRONMENTS.load(name).read(variables) for name in _STARTERS)
     process = next((candidate for candidate in candidates if candidate is not None), None)

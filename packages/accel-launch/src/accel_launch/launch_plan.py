@@ -85,12 +85,6 @@ def make_plan(
 ) -> LaunchPlan:
     """Decide what to start.
 
-    Args:
-        settings: all options.
-        script: script, module or executable.
-        script_args: its arguments.
-        environ: variables of the launcher; by default those of this process.
-
     Raises:
         ConfigurationError: settings contradict one another, or ask for what this machine does not have.
     """
@@ -130,11 +124,7 @@ def make_plan(
 
 
 def plan_from_args(args: argparse.Namespace) -> LaunchPlan:
-    """The launch plan for options of ``accel launch`` by name, with ``training_script``.
-
-    Raises:
-        ConfigurationError: a value is not allowed, or there is no script.
-    """
+    """The launch plan for options of ``accel launch`` by name, with ``training_script``."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     if not given.get("training_script"):
         raise ConfigurationError("args has no training_script. Set it to the path of the script.")

@@ -14,15 +14,7 @@ _SECONDS_BEFORE_NOTE = 5.0
 
 
 def is_free(port: int, host: str = "") -> bool:
-    """Whether a server could listen on the port now.
-
-    Args:
-        port: the port.
-        host: address of this machine to listen on; empty means all of them.
-
-    Raises:
-        OSError: ``host`` cannot be resolved, or is not an address of this machine.
-    """
+    """Whether a server could listen on the port now, at one address of this machine, or (empty) at all of them."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -47,14 +39,7 @@ def is_local(host: str) -> bool:
 
 
 def wait_for_server(host: str, port: int, seconds: float, note: Callable[[str], None]) -> bool:
-    """Wait up to ``seconds`` until a server listens on the port; return whether one does.
-
-    Args:
-        host: address of the server.
-        port: its port.
-        seconds: how long to wait.
-        note: called once with a message if this takes a while.
-    """
+    """Wait up to ``seconds`` until a server listens on the port; return whether one does."""
     begin = time.monotonic()
     noted = False
     while (waited := time.monotonic() - begin) < seconds:

@@ -8,11 +8,7 @@ from .base import AcceleratorKind
 
 
 class Amd(AcceleratorKind):
-    """Counts the nodes with SIMD units in the kernel driver's topology; nodes without are CPUs.
-
-    Args:
-        topology: the driver's directory in sysfs.
-    """
+    """Counts the nodes with SIMD units in the kernel driver's topology; nodes without are CPUs."""
 
     visible_variables = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 

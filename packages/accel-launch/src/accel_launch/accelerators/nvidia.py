@@ -13,11 +13,7 @@ _NVIDIA_SMI_SECONDS = 20
 
 
 class Nvidia(AcceleratorKind):
-    """Counts device nodes, of which a container has only its own GPUs' ones, or else asks ``nvidia-smi``.
-
-    Args:
-        dev: directory of the device nodes.
-    """
+    """Counts device nodes, of which a container has only its own GPUs' ones, or else asks ``nvidia-smi``."""
 
     visible_variables = ("CUDA_VISIBLE_DEVICES",)
 

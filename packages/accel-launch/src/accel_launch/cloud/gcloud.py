@@ -12,18 +12,7 @@ from accel_state.errors import ConfigurationError
 def ssh_commands(
     name: str | None, zone: str | None, command: str, machines: Sequence[str] = (), alpha: bool = False
 ) -> list[list[str]]:
-    """The gcloud commands that run a shell command on every machine of a pod.
-
-    Args:
-        name: name of the TPU.
-        zone: its zone.
-        command: the shell command.
-        machines: names of virtual machines to use instead of all workers of the TPU.
-        alpha: use ``gcloud alpha``.
-
-    Raises:
-        ConfigurationError: name or zone is missing.
-    """
+    """The gcloud commands that run a shell command on every machine of a pod."""
     required = {"--tpu_zone": zone} if machines else {"--tpu_name": name, "--tpu_zone": zone}
     missing = [flag for flag, value in required.items() if not value]
     if missing:
@@ -39,11 +28,7 @@ def ssh_commands(
 
 
 def run_all(commands: Sequence[Sequence[str]]) -> int:
-    """Run commands in parallel, and return the first exit code other than 0, else 0.
-
-    Raises:
-        ConfigurationError: gcloud is not installed.
-    """
+    """Run commands in parallel, and return the first exit code other than 0, else 0."""
     if shutil.which("gcloud") is None:
         raise ConfigurationError(
             "gcloud is not on PATH: install the Google Cloud SDK (https://cloud.google.com/sdk), then run `gcloud "

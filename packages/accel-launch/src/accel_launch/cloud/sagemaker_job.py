@@ -50,12 +50,7 @@ class SageMakerJob:
 
 
 def describe_job(plan: LaunchPlan) -> SageMakerJob:
-    """The job that the settings ask for.
-
-    Raises:
-        ConfigurationError: the entrypoint is not a script, a setting is missing, or an argument of the script has no
-            name or no value.
-    """
+    """The job that the settings ask for."""
     settings = plan.settings
     if plan.entrypoint.kind != "script":
         raise ConfigurationError(
@@ -110,11 +105,7 @@ def credentials(plan: LaunchPlan) -> dict[str, str]:
 
 
 def to_hyperparameters(args: Sequence[str]) -> dict[str, Any]:
-    """Script arguments as SageMaker passes them: name-value pairs, without flags and positional arguments.
-
-    Raises:
-        ConfigurationError: an argument is not of the form ``--name value`` or ``--name=value``, or is repeated.
-    """
+    """Script arguments as SageMaker passes them: name-value pairs, without flags and positional arguments."""
     hyperparameters: dict[str, Any] = {}
     words = iter(args)
     for word in words:

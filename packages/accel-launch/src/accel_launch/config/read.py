@@ -42,11 +42,7 @@ def load_settings(options: Mapping[str, Any] | None = None, environ: Mapping[str
 
 
 def read_config(path: str | Path | None, environ: Mapping[str, str] | None = None) -> ConfigFile | None:
-    """Read a configuration file, translate the keys of other versions, and check its keys and values.
-
-    Args:
-        path: the file; None means the default file, if it exists.
-        environ: environment variables that locate the default file.
+    """Read a file (None: the default one, if it exists), translate keys of other versions, and check it.
 
     Raises:
         ConfigurationError: the file cannot be read, a key is not known, or a value is not allowed; the message names
@@ -61,11 +57,7 @@ def read_config(path: str | Path | None, environ: Mapping[str, str] | None = Non
 
 
 def check_keys(config: ConfigFile) -> None:
-    """Refuse unknown keys, and values that are not allowed.
-
-    Raises:
-        ConfigurationError: see :func:`read_config`.
-    """
+    """Refuse unknown keys, and values that are not allowed."""
     known = {key: opt for group in load_groups() for opt in group.options() for key in opt.keys}
     sections = {key.split(".")[0] for key in known if "." in key}
     for entry in config.entries.values():

@@ -73,11 +73,7 @@ def write_basic_config(
 
 
 def basic_values(mixed_precision: str) -> dict[str, Any]:
-    """Values for this machine, by option.
-
-    Raises:
-        ConfigurationError: ``mixed_precision`` is not allowed.
-    """
+    """Values for this machine, by option."""
     options = declared()
     count = find_visible(all_variables()).count
     chosen = {
@@ -115,11 +111,7 @@ def write_file(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the text of a configuration file atomically.
-
-    Raises:
-        ConfigurationError: see :func:`write_file`.
-    """
+    """Write the text of a configuration file atomically."""
     path = Path(os.path.realpath(path))  # a link stays a link
     temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:
@@ -143,21 +135,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_file_name(path: Path) -> None:
-    """Check the suffix of a configuration file.
-
-    Raises:
-        ConfigurationError: it is not .yaml, .yml or .json.
-    """
+    """Check the suffix of a configuration file."""
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigurationError(f"{path}: the name of a configuration file ends in .yaml, .yml or .json.")
 
 
 def to_text(path: Path, content: Mapping[str, Any]) -> str:
-    """JSON or YAML, depending on the file's suffix, with sorted keys.
-
-    Raises:
-        ConfigurationError: the suffix is neither.
-    """
+    """JSON or YAML, depending on the file's suffix, with sorted keys."""
     check_file_name(path)
     if path.suffix == ".json":
         return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -17,13 +17,7 @@ _SHOWN_LINES = 12
 
 
 def check_group(options: Sequence[str], environ: Mapping[str, str], seconds: float) -> Iterator[CheckResult]:
-    """The results of processes that ``accel launch OPTIONS`` starts.
-
-    Args:
-        options: options of the launcher.
-        environ: variables of the launcher.
-        seconds: time limit.
-    """
+    """The results of processes that ``accel launch OPTIONS`` starts."""
     process = subprocess.Popen(
         python_command("-m", "accel_launch", "launch", "--quiet", *options, "-m", _MODULE),
         env={**environ, TIMEOUT_VARIABLE: str(max(int(seconds), 1))},

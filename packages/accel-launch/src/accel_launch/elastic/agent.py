@@ -24,13 +24,7 @@ _AGENT_LOGS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
 
 class LogDirectories(DefaultLogsSpecs):
-    """torch's log directories; remembers the one of each local rank.
-
-    Args:
-        log_dir: base directory.
-        tee: streams by local rank that are written to a file and to the screen.
-        on_restart: called before a restart with its number, and with the note of ranks that saved on a signal, or None.
-    """
+    """torch's log directories; remembers the one of each local rank."""
 
     def __init__(self, log_dir: str, tee: Std | dict[int, Std], on_restart: Callable[[int, Note | None], None]) -> None:
         super().__init__(log_dir=log_dir, tee=tee)
@@ -48,15 +42,7 @@ class LogDirectories(DefaultLogsSpecs):
 
 
 class Agent(AgentHooks):
-    """The agent of this machine.
-
-    Args:
-        spec: what to start.
-        logs: where the ranks report failures.
-        watch: handles the signals to this launcher.
-        start_method: see :class:`ElasticJob`.
-        line_prefix: see :class:`ElasticJob`.
-    """
+    """The agent of this machine."""
 
     def __init__(
         self, spec: WorkerSpec, logs: LogDirectories, watch: SignalWatch, start_method: str, line_prefix: str | None

@@ -15,11 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def check_rendezvous(options: RendezvousOptions, num_machines: int) -> None:
-    """Check the main address and port, and create the log directory.
-
-    Raises:
-        ConfigurationError: the port is in use, the host is not known, or the directory cannot be created.
-    """
+    """Check the main address and port, and create the log directory."""
     if num_machines > 1 or options.main_process_port:
         host, port = options.main_process_ip or LOOPBACK, options.main_process_port or DEFAULT_PORT
         try:

@@ -23,13 +23,7 @@ _FIRST_KEYS = {FAILED: "accel/first_failed", SUCCEEDED: "accel/first_ended", END
 
 
 class ExitBarrier:
-    """The exit status of every machine that has ended.
-
-    Args:
-        store: store of all machines.
-        rank: rank of this machine.
-        world_size: number of machines.
-    """
+    """The exit status of every machine that has ended."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank = store, rank
@@ -85,11 +79,7 @@ class ExitBarrier:
         return []
 
     def wait_until_noticed(self, monitor_seconds: float) -> None:
-        """Wait a few seconds until the other machines have seen this one's failure: the store may go with this process.
-
-        Args:
-            monitor_seconds: interval at which the other machines look.
-        """
+        """Wait a few seconds until the other machines have seen this failure: the store may go with this process."""
         # Counted in looks: time during which this machine was suspended does not count.
         remaining = farewell_seconds(monitor_seconds)
         try:

@@ -18,11 +18,7 @@ FORWARDED = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if ha
 
 
 def notes(directories: Mapping[int, Path]) -> list[Note]:
-    """The notes that ranks of this machine have left.
-
-    Args:
-        directories: report directory by local rank.
-    """
+    """The notes that ranks of this machine have left."""
     return [note for note in map(read_note, directories.values()) if note is not None]
 
 

@@ -37,9 +37,6 @@ def wait_for_main_machine(options: RendezvousOptions, parameters: RendezvousPara
     """Wait until the machine that holds the store listens, if it is another one.
 
     torch would wait in one long call that no signal interrupts.
-
-    Raises:
-        ConfigurationError: it does not listen within the timeout of the rendezvous.
     """
     if parameters.max_nodes == 1:
         return

@@ -74,11 +74,7 @@ class Outcome:
 
 
 def run_job(job: ElasticJob) -> Outcome:
-    """Start the ranks of this machine and wait for them.
-
-    Raises:
-        ConfigurationError: the rendezvous failed.
-    """
+    """Start the ranks of this machine and wait for them."""
     try:
         return _run_watched(job)
     except SignalException as error:

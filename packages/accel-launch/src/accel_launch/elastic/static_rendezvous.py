@@ -28,16 +28,7 @@ _ROUND = "round"
 class StaticRendezvous(RendezvousHandler):
     """Rounds of a fixed number of machines.
 
-    Args:
-        host: address of the machine of rank 0.
-        port: port of its store, which the processes also use in the first round; 0, on a single machine, for any free
-            port.
-        rank: rank of this machine.
-        world_size: number of machines.
-        run_id: id of the run.
-        timeout_seconds: how long machines wait for one another.
-        max_restarts: rounds after the first.
-        forks: whether the processes of this machine are forks of this one.
+    ``port`` is that of the store of rank 0, which the processes also use in the first round; 0 means any free one.
     """
 
     def __init__(

@@ -19,11 +19,7 @@ CALL_TIMEOUT = timedelta(seconds=60)
 
 
 class ThreadStoreServer:
-    """A server in a thread of this process.
-
-    Args:
-        port: port to listen on; 0 for any free port.
-    """
+    """A server in a thread of this process."""
 
     def __init__(self, port: int) -> None:
         self._store: TCPStore | None = TCPStore(
@@ -47,9 +43,6 @@ class ForkedStoreServer:
 
     A process that forks ranks must not have the server's thread: a rank that is forked while the thread holds a lock
     (of the name service, say) waits for it for ever.
-
-    Args:
-        port: port to listen on; 0 for any free port.
     """
 
     def __init__(self, port: int) -> None:
@@ -107,15 +100,7 @@ StoreServer = ThreadStoreServer | ForkedStoreServer
 
 
 def serve(port: int, *, forks: bool) -> StoreServer:
-    """Start a server.
-
-    Args:
-        port: port to listen on; 0 for any free port.
-        forks: whether this process forks ranks afterwards.
-
-    Raises:
-        RendezvousConnectionError: the port is in use.
-    """
+    """Start a server; port 0 means any free one, ``forks`` that this process forks ranks afterwards."""
     try:
         return ForkedStoreServer(port) if forks else ThreadStoreServer(port)
     except (OSError, RuntimeError) as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from accel_state.errors import ConfigurationError
 
+from ..launch_mode import LaunchMode
 from ..launch_plan import LaunchPlan
 
 
@@ -31,11 +32,17 @@ class MachineCommand:
 
 
 class Launcher(ABC):
-    """Starts the processes of a plan on this machine."""
+    """Starts the processes of a plan on this machine.
 
-    @abstractmethod
+    Attributes:
+        mode: the mode that :meth:`accepts` compares with the plan's.
+    """
+
+    mode: LaunchMode | None = None
+
     def accepts(self, plan: LaunchPlan) -> bool:
         """Whether this launcher starts the plan."""
+        return plan.mode is self.mode
 
     @abstractmethod
     def run(self, plan: LaunchPlan) -> int:

@@ -34,9 +34,7 @@ _ENV_FILE = ".deepspeed_env"
 class DeepSpeedLauncher(Launcher):
     """Runs DeepSpeed's runner: over pdsh, mpirun or srun from one machine, or without ssh on each of them."""
 
-    def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether DeepSpeed, not torch's agent, starts ranks on several machines."""
-        return plan.mode is LaunchMode.DEEPSPEED
+    mode = LaunchMode.DEEPSPEED
 
     def run(self, plan: LaunchPlan) -> int:
         """Run the runner and wait for it."""

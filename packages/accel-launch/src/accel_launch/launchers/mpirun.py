@@ -28,9 +28,7 @@ _FORWARDED_PREFIXES = ("GLOO_", "NCCL_", "TORCH_", "CCL_", "FI_", "I_MPI_", "UCX
 class MpirunLauncher(Launcher):
     """Runs mpirun of Open MPI, Intel MPI, MPICH or MVAPICH, whichever is installed."""
 
-    def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether a hostfile for mpirun is given, and mpirun has not started this process."""
-        return plan.mode is LaunchMode.MPIRUN
+    mode = LaunchMode.MPIRUN
 
     def run(self, plan: LaunchPlan) -> int:
         """Run mpirun and wait for it."""

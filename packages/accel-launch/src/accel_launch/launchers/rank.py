@@ -34,9 +34,7 @@ WORKER = Path(__file__).parent.parent / "elastic" / "worker.py"
 class RankLauncher(Launcher):
     """Becomes the script, with torchrun's variables derived from those of the program that started this process."""
 
-    def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether this process is one of the ranks."""
-        return plan.mode is LaunchMode.RANK
+    mode = LaunchMode.RANK
 
     def run(self, plan: LaunchPlan) -> int:
         """Become the script."""
@@ -66,9 +64,6 @@ def torchrun_variables(rank: Environment, address: str | None, port: int | None)
         rank: what that program says about the rank.
         address: address of rank 0, used if that program sets none.
         port: port on that host, used if that program sets none.
-
-    Raises:
-        ConfigurationError: the address is not known.
     """
     host = rank.main_address or address
     if host is None:
@@ -89,11 +84,7 @@ def torchrun_variables(rank: Environment, address: str | None, port: int | None)
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run an entrypoint, given by kind, name and arguments, as the rank that mpirun started.
-
-    Raises:
-        ConfigurationError: mpirun did not start this process, or its variables contradict each other.
-    """
+    """Run an entrypoint, given by kind, name and arguments, as the rank that mpirun started."""
     from accel_state.environments.registry import detect
 
     kind, name, *args = argv

@@ -34,9 +34,7 @@ _NETWORKING = {
 class SageMakerLauncher(Launcher):
     """Submits the script to SageMaker, and shows the log of the job until it ends."""
 
-    def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether the compute environment is SageMaker."""
-        return plan.mode is LaunchMode.SAGEMAKER
+    mode = LaunchMode.SAGEMAKER
 
     def run(self, plan: LaunchPlan) -> int:
         """Start the job, and wait for it."""
@@ -67,13 +65,7 @@ class SageMakerLauncher(Launcher):
 
 
 def submit(job: SageMakerJob, region: str, session: Any = None) -> str:
-    """Start the job with the installed SDK, wait for it, and return the address of the model.
-
-    Args:
-        job: the job.
-        region: region of AWS.
-        session: session of the SDK; by default it creates one.
-    """
+    """Start the job with the installed SDK, wait for it, and return the address of the model."""
     # SDK 3 consists of several distributions: this package belongs to the one that trains.
     if importlib.util.find_spec("sagemaker.train") is not None:
         return _submit_trainer(job, region, session)

@@ -17,11 +17,7 @@ from .base import Launcher, MachineCommand
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Replace this process. On Windows, which cannot, run a child and return its exit code.
-
-    Raises:
-        ConfigurationError: the command cannot be started.
-    """
+    """Replace this process. On Windows, which cannot, run a child and return its exit code."""
     if sys.platform == "win32":
         return subprocess.call(command, env=environment)
     sys.stdout.flush()

@@ -19,9 +19,7 @@ from .base import Launcher, MachineCommand
 class SrunLauncher(Launcher):
     """Runs this command on every node with srun; SLURM tells each launcher its rank and the main address."""
 
-    def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether this process runs in an allocation, outside of srun, and must start launchers on its nodes."""
-        return plan.mode is LaunchMode.SRUN
+    mode = LaunchMode.SRUN
 
     def run(self, plan: LaunchPlan) -> int:
         """Run srun and wait for it."""

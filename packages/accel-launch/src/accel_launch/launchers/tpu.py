@@ -24,9 +24,7 @@ from .base import Launcher, MachineCommand
 class TpuLauncher(Launcher):
     """Calls a function of the script on every core of this host."""
 
-    def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether the settings ask for a TPU with a single host."""
-        return plan.mode is LaunchMode.TPU
+    mode = LaunchMode.TPU
 
     def run(self, plan: LaunchPlan) -> int:
         """Start the processes with torch_xla, and wait for them."""
@@ -76,12 +74,7 @@ def prepare_tpu(
 
 
 class CoreProcess:
-    """What every process runs. Can be pickled.
-
-    Args:
-        entrypoint: the script or module.
-        function_name: the function that it calls.
-    """
+    """What every process runs. Can be pickled."""
 
     def __init__(self, entrypoint: Entrypoint, function_name: str) -> None:
         self.entrypoint = entrypoint
@@ -93,11 +86,7 @@ class CoreProcess:
         self.find_function()()
 
     def find_function(self) -> Callable[[], Any]:
-        """The function of the script.
-
-        Raises:
-            ConfigurationError: the script has no function of this name.
-        """
+        """The function of the script."""
         name = self.entrypoint.name
         module = importlib.import_module(name) if self.entrypoint.kind == "module" else _import_file(name)
         function: Callable[[], Any] | None = getattr(module, self.function_name, None)

@@ -23,9 +23,7 @@ _LOCAL_OPTIONS = ("config_file", "machine_rank", "num_processes", "num_machines"
 class TpuPodLauncher(Launcher):
     """Runs ``accel launch --tpu`` in the same directory on every machine of the pod."""
 
-    def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether the settings ask for a TPU with several hosts."""
-        return plan.mode is LaunchMode.TPU_POD
+    mode = LaunchMode.TPU_POD
 
     def run(self, plan: LaunchPlan) -> int:
         """Run gcloud and wait for it."""
@@ -36,9 +34,7 @@ class TpuPodLauncher(Launcher):
         machines = plan.settings["vm"]
         commands = ssh_commands(plan.settings["tpu_name"], plan.settings["tpu_zone"], shell_command(plan), machines)
         names = machines or [f"every machine of the TPU {plan.settings['tpu_name']}"]
-        notes = [
-            "script, data and accel must be installed there, in the same directories: see accel tpu-config",
-        ]
+        notes = ["script, data and accel must be installed there, in the same directories: see accel tpu-config"]
         return [MachineCommand(name, command, notes=notes) for name, command in zip(names, commands, strict=True)]
 
 

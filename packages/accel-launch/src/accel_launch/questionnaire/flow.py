@@ -31,12 +31,7 @@ Ask = Callable[[Option, Any, tuple[str, ...] | None], Any]
 
 
 def ask_all(ask: Ask, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask all questions, and return the answers by option.
-
-    Args:
-        ask: see :data:`Ask`.
-        known: values of an existing file, by option, which are proposed.
-    """
+    """Ask all questions, and return the answers by option."""
     answers: dict[str, Any] = {}
     for opt in questions(answers):
         choices = _choices(opt, answers)
@@ -124,11 +119,7 @@ def known_values(settings: Resolution) -> dict[str, Any]:
 
 
 def complete(answers: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a complete file: the answers, the keys of every file, and values of the old file not asked for.
-
-    Raises:
-        ConfigurationError: the answers contradict one another.
-    """
+    """Values of a complete file: the answers, the keys of every file, and values of the old file not asked for."""
     groups, asked = load_groups(), {name for name, opt in declared().items() if opt.question is not None}
     values = {name: value for name, value in answers.items() if value is not None and value != ()}
     if values.get("distributed_type") == "MULTI_CPU":

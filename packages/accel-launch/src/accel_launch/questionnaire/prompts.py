@@ -39,11 +39,7 @@ def label(opt: Option, choice: str) -> str:
 
 
 def read_answer(opt: Option, text: str) -> Any:
-    """The value of a typed answer; None for empty text.
-
-    Raises:
-        ConfigurationError: the value is not allowed.
-    """
+    """The value of a typed answer; None for empty text."""
     if "\N{REPLACEMENT CHARACTER}" in text:
         raise ConfigurationError(f"{opt.name}: {text!r} contains bytes that are not text")
     return opt.parse(text, opt.name) if text.strip() else None
@@ -62,11 +58,7 @@ class TextPrompts:
         self.source = source or sys.stdin or io.StringIO()
 
     def ask(self, opt: Option, proposal: Any, choices: tuple[str, ...] | None) -> Any:
-        """Ask until the answer is allowed.
-
-        Raises:
-            ConfigurationError: the input ended.
-        """
+        """Ask until the answer is allowed."""
         shown = choices or opt.choices
         while True:
             print(self._question(opt, proposal, shown), end="", flush=True)
@@ -114,11 +106,7 @@ class MenuPrompts:
     """Menus for the arrow keys, and lines with the proposed value filled in."""
 
     def ask(self, opt: Option, proposal: Any, choices: tuple[str, ...] | None) -> Any:
-        """Ask until the answer is allowed.
-
-        Raises:
-            KeyboardInterrupt: the user pressed Ctrl-C.
-        """
+        """Ask until the answer is allowed."""
         import questionary
 
         shown = choices or opt.choices
