@@ -30,11 +30,10 @@ from accel_state.options import FP8Options
         ({"interval": 0}, "an integer of at least 1"),
         ({"interval": True}, "an integer of at least 1"),
         ({"amax_history_len": 0}, "an integer from 1 to 1000000"),
-        ({"pad_inner_dim": 1}, "neither True nor False"),
-        ({"use_autocast_during_eval": "no"}, "neither True nor False"),
+        ({"pad_inner_dim": 1}, "is not true or false"),
+        ({"use_autocast_during_eval": "no"}, "is not true or false"),
         ({"override_linear_precision": (True, False)}, "fprop, dgrad and wgrad"),
-        ({"override_linear_precision": "true"}, "fprop, dgrad and wgrad"),
-        ({"override_linear_precision": (1, 0, 0)}, "fprop, dgrad and wgrad"),
+        ({"override_linear_precision": "true,false"}, "fprop, dgrad and wgrad"),
         ({"module_filter_func": "0"}, "is not callable"),
     ],
     ids=str,
@@ -44,6 +43,11 @@ def test_a_bad_value_is_refused_with_the_allowed_ones(setting: dict[str, Any], a
     with pytest.raises(ConfigurationError) as error:
         FP8Recipe(**setting)
     assert f"{name}={value!r}" in str(error.value) and allowed in str(error.value)
+
+
+def test_override_linear_precision_is_converted_to_booleans() -> None:
+    assert FP8Recipe(override_linear_precision=(1, 0, 0)).override_linear_precision == (True, False, False)  # type: ignore[arg-type]
+    assert FP8Recipe(override_linear_precision="true").override_linear_precision == (True, True, True)  # type: ignore[arg-type]
 
 
 def test_words_are_taken_in_any_case_and_one_switch_stands_for_three() -> None:
