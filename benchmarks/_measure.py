@@ -1,8 +1,7 @@
-"""What the benchmarks share: timing in turns, verdicts, and the same measurement in the reference's interpreter.
+"""Shared code of the benchmarks: interleaved timing, comparison with targets, and workers in other interpreters.
 
-On a machine that others use too, absolute times say little. Variants therefore take turns, round by round, and what is
-reported is the median over rounds of the ratio (or difference) within a round: whatever slows a round down slows all
-its variants down.
+On a shared machine, absolute times are noisy. The variants are therefore interleaved in rounds, and the result is the
+median over the rounds of the ratio (or difference) within a round, because a slow phase affects all variants alike.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ def in_turns(
     warm_up: int = 2,
     clock: Callable[[], float] = time.process_time,
 ) -> Times:
-    """Seconds of each variant in each round; each is the first of a round as often as the others.
+    """Seconds of each variant in each round; the first variant of a round rotates.
 
     Args:
-        variants: what to run, by name.
-        rounds: how often to run each of them.
-        warm_up: rounds before, whose times are not kept.
-        clock: by default that of the processor time of this process, which other processes hardly disturb;
-            ``time.perf_counter`` is for variants that wait for others.
+        variants: functions to time, by name.
+        rounds: number of timed rounds.
+        warm_up: number of rounds before that, which are not timed.
+        clock: processor time by default, which other processes hardly affect; use ``time.perf_counter`` for variants
+            that wait for other processes.
     """
     times: Times = {name: [] for name in variants}
     names = list(variants)
     gc.collect()
-    gc.disable()  # a collection of garbage would hit whichever variant happens to be running
+    gc.disable()  # a garbage collection would be attributed to the variant that is running
     try:
         for turn in range(-warm_up, rounds):
             first = turn % len(names)
@@ -64,12 +63,12 @@ def in_turns(
 
 
 def ratio(times: Times, name: str, base: str = "raw") -> float:
-    """The median over rounds of what ``name`` takes, as a multiple of ``base``."""
+    """The median over the rounds of the time of ``name`` divided by that of ``base``."""
     return statistics.median(one / other for one, other in zip(times[name], times[base], strict=True))
 
 
 def extra(times: Times, name: str, base: str = "raw") -> float:
-    """The median over rounds of the seconds that ``name`` takes more than ``base``."""
+    """The median over the rounds of the time of ``name`` minus that of ``base``, in seconds."""
     return statistics.median(one - other for one, other in zip(times[name], times[base], strict=True))
 
 
@@ -89,12 +88,12 @@ def row(label: str, figure: str, note: str = "") -> None:
 
 
 def report(figures: Any) -> None:
-    """Hand figures from a worker to the process that started it."""
+    """Send figures from a worker to the process that started it."""
     print(_MARK + json.dumps(figures), flush=True)
 
 
 def reference_python() -> str | None:
-    """The interpreter that has the reference: that of the environment variable, or this one if it has it; else None."""
+    """The interpreter with the reference: from the environment variable, or this one if it is installed; else None."""
     named = os.environ.get(REFERENCE_PYTHON)
     if named:
         return named
@@ -102,21 +101,21 @@ def reference_python() -> str | None:
 
 
 def libraries() -> dict[str, tuple[str, str]]:
-    """What is measured: label -> (interpreter, module that has the Accelerator)."""
+    """The libraries to measure: label -> (interpreter, module with the Accelerator)."""
     found = {"accel": (sys.executable, "accel")}
     reference = reference_python()
     if reference is None:
-        print(f"(without the reference: install it here, or name an interpreter that has it in {REFERENCE_PYTHON})")
+        print(f"(without the reference: install it, or set {REFERENCE_PYTHON} to an interpreter that has it)")
     else:
         found["reference"] = (reference, REFERENCE_MODULE)
     return found
 
 
 def environment() -> dict[str, str]:
-    """The environment of a worker: one thread, and none of the settings that a launcher or a shell has left."""
+    """The environment of a worker: one thread, and no settings of a launcher or a shell."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
     kept["OMP_NUM_THREADS"] = "1"
-    # The reference then uses the CPU although there may be an accelerator, as accel does by the same variable.
+    # Both libraries read this variable.
     kept["ACCELERATE_USE_CPU"] = "true"
     return kept
 
@@ -125,14 +124,14 @@ def environment() -> dict[str, str]:
 def _started(
     command: Sequence[str], environment: Mapping[str, str], timeout: float, **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process that must succeed, and whose end is waited for.
+    """Start a process, and wait for it at the end of the block.
 
     Raises:
-        RuntimeError: it failed, or took more than ``timeout`` seconds and was ended.
+        RuntimeError: it failed, or was terminated after ``timeout`` seconds.
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, env=environment, stderr=errors, text=True, **options)
-        # To wait with a timeout of subprocess is to look every 50 ms, which is a quarter of what some commands take.
+        # Popen.wait with a timeout polls every 50 ms, a quarter of the time of some commands.
         watch = threading.Timer(timeout, process.terminate)
         watch.start()
         try:
@@ -146,43 +145,43 @@ def _started(
             watch.cancel()
         if code != 0:
             errors.seek(0)
-            ended = f"did not end in {timeout:g} s" if late else f"failed with exit code {code}"
+            ended = f"timed out after {timeout:g} s" if late else f"failed with exit code {code}"
             raise RuntimeError(f"{' '.join(command)} {ended}:\n{errors.read()[-3000:]}")
 
 
 def run_command(
     command: Sequence[str], environment: Mapping[str, str], folder: str | Path | None = None, timeout: float = 120
 ) -> None:
-    """Run a command without its output, and return when it has ended.
+    """Run a command without its output.
 
     Raises:
-        RuntimeError: it failed, or took more than ``timeout`` seconds.
+        RuntimeError: it failed or timed out.
     """
     with _started(command, environment, timeout, stdout=subprocess.DEVNULL, cwd=folder):
         pass
 
 
 def worker(python: str, script: str, *words: str, processes: int = 1, timeout: float = 300) -> Any:
-    """Run a script in an interpreter, on one process or over torchrun, and return what it (its rank 0) reported last.
+    """Run a script with an interpreter, with torchrun for several processes, and return its last report.
 
     Raises:
-        RuntimeError: it failed, took too long, or reported nothing.
+        RuntimeError: it failed, timed out, or reported nothing.
     """
     return list(reports(python, script, *words, processes=processes, timeout=timeout))[-1]
 
 
 def reports(python: str, script: str, *words: str, processes: int = 1, timeout: float = 300) -> Iterator[Any]:
-    """As :func:`worker`: everything that is reported, as it comes.
+    """Like :func:`worker`, but yield every report as it arrives.
 
     Args:
         python: the interpreter.
         script: the script.
         *words: its arguments.
-        processes: how many.
-        timeout: seconds until it is ended.
+        processes: number of processes.
+        timeout: seconds until it is terminated.
 
     Raises:
-        RuntimeError: it failed, took too long, or reported nothing.
+        RuntimeError: it failed, timed out, or reported nothing.
     """
     launcher: Sequence[str] = ()
     if processes > 1:

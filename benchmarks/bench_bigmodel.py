@@ -1,10 +1,9 @@
-"""Big models: loading to the CPU, loading with nearly all on the disk, a forward from the disk, and finding a device
-map.
+"""Big models: loading to the CPU, loading with disk offload, a forward pass from disk, and computing a device map.
 
     python benchmarks/bench_bigmodel.py [--gigabytes 1.6]
 
-The file is in the page cache throughout; what is measured is the work, not the disk. The reference, where there is an
-interpreter that has it (see _measure.py), does the same in its own process with the same file.
+The file stays in the page cache, so the disk is not measured. The reference, if an interpreter has it (see
+_measure.py), does the same in its own process with the same file.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BLOCKS = 48
 ON_DISK = 46
 MAP_BLOCKS = 5000
 LOAD_ROUNDS, DISK_ROUNDS, FORWARD_ROUNDS = 15, 5, 7
-# A prompt of 64 tokens: what a forward computes on.
+# The input of a forward pass is a prompt of 64 tokens.
 ROWS = 64
 
 LOAD_TARGET, DISK_TARGET, FORWARD_TARGET, MAP_TARGET = 1.2, 0.2, 1.3, 1.0
@@ -56,7 +55,7 @@ class Model(nn.Module):
 
 
 def width_for(gigabytes: float) -> int:
-    """The width at which the blocks take so many bytes: 8 * width**2 values each."""
+    """The width at which the blocks have this size; each has 8 * width**2 parameters."""
     return int((gigabytes * 1e9 / 4 / 8 / BLOCKS) ** 0.5) // 16 * 16
 
 
@@ -65,7 +64,7 @@ def empty(width: int) -> Model:
         return Model(width)
 
 
-def by_hand(file: str, width: int) -> Model:
+def load_manually(file: str, width: int) -> Model:
     model = empty(width)
     with safe_open(file, framework="pt") as opened:
         model.load_state_dict({name: opened.get_tensor(name) for name in opened.keys()}, assign=True)  # noqa: SIM118
@@ -83,7 +82,7 @@ def work(library: str, file: str, width: int) -> None:
     figures: dict[str, Any] = {}
 
     times = _measure.in_turns(
-        {"raw": lambda: by_hand(file, width), "load": lambda: load(empty(width), file, device_map={"": "cpu"})},
+        {"raw": lambda: load_manually(file, width), "load": lambda: load(empty(width), file, device_map={"": "cpu"})},
         LOAD_ROUNDS,
         clock=time.perf_counter,
     )
@@ -101,7 +100,7 @@ def work(library: str, file: str, width: int) -> None:
         )
         offloaded = load(empty(width), file, device_map(), offload_folder=f"{folder}/last")
         plain = Model(width)
-        plain.load_state_dict(by_hand(file, width).state_dict())
+        plain.load_state_dict(load_manually(file, width).state_dict())
         hidden = torch.randn(1, ROWS, width)
         with torch.no_grad():
             figures["equal"] = torch.allclose(plain(hidden), offloaded(hidden), rtol=1e-4, atol=1e-5)
@@ -128,12 +127,12 @@ def _map_seconds(library: str) -> float:
     with torch.device("meta"):
         model = Model(16, MAP_BLOCKS)
     total = sum(parameter.numel() * 4 for parameter in model.parameters())
-    # Limits of the host and the disk alone: the reference drops accelerators that the machine does not have.
+    # Only limits for host and disk: the reference ignores accelerators that the machine does not have.
     return _timed(lambda: infer(model, {"cpu": total // 2}, no_split_module_classes=["Block"]))
 
 
 def main(gigabytes: float, with_reference: bool) -> None:
-    """Print the table and the verdicts."""
+    """Print the tables and compare the figures with the targets."""
     width = width_for(gigabytes)
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/model.safetensors"
@@ -147,7 +146,7 @@ def main(gigabytes: float, with_reference: bool) -> None:
             for label, (python, module) in libraries.items()
         }
         size = Path(file).stat().st_size
-    _measure.heading(f"A model of {size / 1e9:.2f} GB in {BLOCKS} blocks, {ON_DISK} of them on the disk")
+    _measure.heading(f"A model of {size / 1e9:.2f} GB in {BLOCKS} blocks, {ON_DISK} of them on disk")
     for label, figures in found.items():
         ours = label == "accel"
 
@@ -155,26 +154,26 @@ def main(gigabytes: float, with_reference: bool) -> None:
             return f"{text}; target: at most {target}: {_measure.verdict(figure, target)}" if ours else text
 
         _measure.row(
-            f"{label}: load to the CPU, over mapping by hand",
+            f"{label}: load to the CPU, relative to safetensors",
             f"{figures['load']:.2f} x",
-            note(figures["load"], LOAD_TARGET, f"by hand {figures['hand'] * 1e3:.1f} ms"),
+            note(figures["load"], LOAD_TARGET, f"safetensors {figures['hand'] * 1e3:.1f} ms"),
         )
         _measure.row(
-            f"{label}: load with blocks on the disk",
+            f"{label}: load with blocks on disk",
             f"{figures['disk']:.3f} s",
             note(figures["disk"], DISK_TARGET, f"writes {figures['written']} bytes"),
         )
         _measure.row(
-            f"{label}: a forward, over computing alone",
+            f"{label}: forward pass, relative to in memory",
             f"{figures['forward']:.2f} x",
             note(
                 figures["forward"],
                 FORWARD_TARGET,
-                f"computing {figures['compute']:.2f} s, equal: {figures['equal']}",
+                f"in memory {figures['compute']:.2f} s, equal: {figures['equal']}",
             ),
         )
         _measure.row(
-            f"{label}: a map of {MAP_BLOCKS} blocks", f"{figures['map']:.2f} s", note(figures["map"], MAP_TARGET)
+            f"{label}: device map of {MAP_BLOCKS} blocks", f"{figures['map']:.2f} s", note(figures["map"], MAP_TARGET)
         )
 
 
@@ -183,7 +182,7 @@ if __name__ == "__main__":
     parser.add_argument("--gigabytes", type=float, default=1.6, help="size of the model (10**9 bytes)")
     parser.add_argument("--without-reference", action="store_true", help="measure only accel")
     parser.add_argument(
-        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+        "--library", help="measure this library in this process (used internally for the worker processes)"
     )
     parser.add_argument("--file")
     parser.add_argument("--width", type=int)

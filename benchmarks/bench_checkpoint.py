@@ -1,12 +1,11 @@
-"""What a checkpoint costs compared with torch.save and torch.load of the same tensors.
+"""The time of a checkpoint, relative to torch.save and torch.load of the same tensors.
 
     python benchmarks/bench_checkpoint.py [--megabytes 512] [--folder .]
 
-The state is that of AdamW: weights and twice as much of averages. Plain PyTorch saves the two state dicts to two files,
-brings them to the disk (fsync; without it a crash of the machine loses them, with either library) and loads them back
-into a model and an optimizer. accel does the same and more within its times: digests, the manifest, random number
-generators, and verification of every byte before anything is loaded. Both write to the same file system; give --folder
-to choose it.
+The state is that of AdamW: the weights, and two averages of the same size. Plain PyTorch saves the two state dicts to
+two files with fsync (without it, a crash of the machine can lose them), and loads them into a model and an optimizer.
+The times of accel also include digests, the manifest, random generator states, and the verification of every byte
+before anything is loaded. Both write to the same file system, which --folder selects.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WIDTH = 1024
 
 
 def trained(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and an optimizer that together hold this much."""
+    """A model and an optimizer whose states have this size together."""
     layers = max(1, megabytes * 2**20 // (3 * 4 * WIDTH * WIDTH))
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
     optimizer = torch.optim.AdamW(model.parameters())
@@ -45,7 +44,7 @@ def trained(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def plain_save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Two files of torch's, on the disk."""
+    """Save with torch.save and fsync."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, state in (("model.pt", model.state_dict()), ("optimizer.pt", optimizer.state_dict())):
@@ -56,7 +55,7 @@ def plain_save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path)
 
 
 def plain_load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Back from the two files."""
+    """Load with torch.load."""
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
 
@@ -64,7 +63,7 @@ def plain_load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path)
 def variants_of_saving(
     accelerator: Any, model: nn.Module, optimizer: Any, place: Path, asynchronous: bool
 ) -> dict[str, Any]:
-    """What takes turns."""
+    """The functions to time."""
     prepared = accelerator.prepare(model, optimizer)
 
     def save() -> None:
@@ -109,12 +108,12 @@ def measure(library: str, megabytes: int, parent: str) -> dict[str, Any]:
 
 
 def in_order(variants: dict[str, Any], rounds: int) -> _measure.Times:
-    """Seconds of each variant in each round, always in the same order, because "rest" waits for what "blocked" began."""
+    """Seconds of each variant in each round, in a fixed order: "rest" waits for what "blocked" has started."""
     times: _measure.Times = {name: [] for name in variants}
     times["first blocked"] = []
     for turn in range(-1, rounds):
         for name, variant in variants.items():
-            os.sync()  # what was written before must not slow this one down
+            os.sync()  # so that pending writes do not slow this variant down
             begin = time.perf_counter()
             variant()
             took = time.perf_counter() - begin
@@ -126,7 +125,7 @@ def in_order(variants: dict[str, Any], rounds: int) -> _measure.Times:
 
 
 def main(megabytes: int, parent: str) -> None:
-    """Print the table and the verdicts."""
+    """Print the tables and compare the figures with the targets."""
     found = _measure.libraries()
     words = ("--megabytes", str(megabytes), "--folder", parent)
     figures = {
@@ -134,7 +133,7 @@ def main(megabytes: int, parent: str) -> None:
         for label, (python, module) in found.items()
     }
     ours = figures["accel"]
-    _measure.heading(f"A checkpoint of {megabytes} MiB (a third weights, two thirds AdamW's averages)")
+    _measure.heading(f"A checkpoint of {megabytes} MiB (one third weights, two thirds AdamW state)")
     _measure.row(
         "torch.save and fsync", f"{ours['raw_save'] * 1e3:.0f} ms", f"{megabytes / 1024 / ours['raw_save']:.2f} GiB/s"
     )
@@ -151,9 +150,11 @@ def main(megabytes: int, parent: str) -> None:
                     if label == "accel"
                     else ""
                 )
-                _measure.row(f"{label}: {what}, of torch's", f"{of_one[what]:.3f} x", note)
+                _measure.row(f"{label}: {what}, relative to torch", f"{of_one[what]:.3f} x", note)
     _measure.row(
-        "accel: blocked by the first save", f"{ours['first_blocked']:.3f} x", "finds the memory that later ones reuse"
+        "accel: blocked by the first save",
+        f"{ours['first_blocked']:.3f} x",
+        "allocates the buffers that later saves reuse",
     )
 
 
@@ -161,10 +162,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=384, help="size of the state")
     parser.add_argument(
-        "--folder", default=tempfile.gettempdir(), help="where to write (default: the folder for temporary files)"
+        "--folder", default=tempfile.gettempdir(), help="where to write (default: the temporary directory)"
     )
     parser.add_argument(
-        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+        "--library", help="measure this library in this process (used internally for the worker processes)"
     )
     chosen = parser.parse_args()
     if chosen.library:

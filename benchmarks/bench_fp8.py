@@ -1,13 +1,13 @@
-"""What 8-bit floating point costs or gains: native and torchao against bfloat16, on a block of the shape of Llama's.
+"""The speed of fp8 training: the native and the torchao backend relative to bfloat16, on a block of Llama's shape.
 
     python benchmarks/bench_fp8.py
-    python benchmarks/bench_fp8.py --width 4096 --tokens 16384 --compile    # what a GPU gets by default
+    python benchmarks/bench_fp8.py --width 4096 --tokens 16384 --compile    # the default on a GPU
 
-Each variant is a training step (forward, backward, no optimizer) of one transformer block: attention with its four
-projections and a gated MLP, under bfloat16 autocast with float32 weights. On a CPU nothing is gained in speed, so there
-the block is small and the figures say what the emulation and the bookkeeping cost. On a GPU the block has the width of
-Llama 3 8B and is compiled, and two targets are checked: native at most 5% slower than torchao with one scale a tensor,
-and at least 1.25 times the throughput of bfloat16.
+Each variant is a training step (forward and backward, no optimizer) of one transformer block: attention with its four
+projections and a gated MLP, under bfloat16 autocast with float32 weights. On a CPU fp8 is emulated and not faster, so
+the block is small and the figures show the overhead. On a GPU the block has the width of Llama 3 8B and is compiled,
+and two targets are checked: native is at most 5% slower than torchao with tensorwise scaling, and has at least 1.25
+times the throughput of bfloat16.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LlamaBlock(nn.Module):
 
 
 def step_of(recipe: dict[str, Any] | None, arguments: argparse.Namespace, device: torch.device) -> Callable[[], None]:
-    """A training step of a block; all layers of it compute in 8 bits, as those of a block in the middle of a model do."""
+    """A training step of a block whose layers are all converted, as in the middle of a model."""
     torch.manual_seed(0)
     model: nn.Module = LlamaBlock(arguments.width, arguments.width // 128 or 1).to(device)
     if recipe is not None:
@@ -90,7 +90,7 @@ def step_of(recipe: dict[str, Any] | None, arguments: argparse.Namespace, device
 
 
 def name_of(device: torch.device) -> str:
-    """What to write beside a figure."""
+    """The name of the device for the report."""
     if device.type == "cpu":
         return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
     return str(devices.get(device.type).module.get_device_name(device))
@@ -137,13 +137,13 @@ def _targets(times: _measure.Times) -> None:
     if "torchao, tensorwise" in times:
         figure = _measure.ratio(times, "native, dynamic", "torchao, tensorwise")
         _measure.row(
-            "native against torchao",
+            "native, relative to torchao",
             f"{figure:.3f}",
             f"target {NATIVE_TARGET}: {_measure.verdict(figure, NATIVE_TARGET)}",
         )
     best = min(_measure.ratio(times, name, "bfloat16") for name in ("native, dynamic", "native, delayed"))
     _measure.row(
-        "native against bfloat16",
+        "native, relative to bfloat16",
         f"{best:.3f}",
         f"target {THROUGHPUT_TARGET}: {_measure.verdict(best, THROUGHPUT_TARGET)}",
     )

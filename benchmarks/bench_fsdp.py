@@ -1,14 +1,12 @@
-"""What sharded training costs more than the same strategy in plain PyTorch, on two processes: a step, and saving and
-loading.
+"""The overhead of sharded training over the same strategy in plain PyTorch, on two processes: steps and checkpoints.
 
     python benchmarks/bench_fsdp.py [--megabytes 384] [--folder .] [--only steps] [--seconds 20]
 
-Steps: a model of blocks in the loop that everybody writes, wrapped by hand with FullyShardedDataParallel or
-    fully_shard, and prepared. The
-two, and plain PyTorch once more, which shows the noise, take turns in one process group. Checkpoints: AdamW's state and
-the weights, each rank's part in a file of its own, by torch.distributed.checkpoint (fsync included) and by save_state,
-which also writes digests and a manifest, and verifies every byte before anything is loaded. Each table takes about
---seconds (and some rounds at least), and is printed when it is measured.
+Steps: a model of blocks in a usual training loop, once wrapped with FullyShardedDataParallel or fully_shard directly,
+and once prepared. The two, and plain PyTorch a second time to show the noise, are interleaved in one process group.
+Checkpoints: the weights and AdamW's state, sharded, saved by torch.distributed.checkpoint (with fsync) and by
+save_state, which also writes digests and a manifest, and verifies every byte before anything is loaded. Each table
+takes about --seconds, with a minimum number of rounds, and is printed when it is measured.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "fully_shard")
 
 
 class Block(nn.Module):
-    """Half of what a transformer's block computes: the part without attention."""
+    """A transformer block without attention."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -57,7 +55,7 @@ def make_model(width: int = WIDTH, depth: int = DEPTH) -> nn.Module:
 
 
 def shard(model: nn.Module, strategy: str) -> nn.Module:
-    """The strategy in plain PyTorch, with the blocks as units."""
+    """Apply the strategy in plain PyTorch, with the blocks as units."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -75,7 +73,7 @@ def shard(model: nn.Module, strategy: str) -> nn.Module:
 
 
 def settings_of(strategy: str) -> dict[str, Any]:
-    """The same for the plugin."""
+    """The plugin arguments for the same strategy."""
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     common = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "state_dict_type": "SHARDED_STATE_DICT"}
@@ -83,21 +81,21 @@ def settings_of(strategy: str) -> dict[str, Any]:
 
 
 def accelerator_for(strategy: str) -> Any:
-    """Prepares models with this strategy."""
+    """An Accelerator with this strategy."""
     from accel import Accelerator, FullyShardedDataParallelPlugin
 
     return Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**settings_of(strategy)))
 
 
 def rounds_in(accelerator: Any, seconds: float, took: float, most: int, least: int) -> int:
-    """How many rounds fit into a time, if one takes so long; the same on all ranks."""
+    """The number of rounds that fit into a time, given the time of one; equal on all ranks."""
     return int(
         accelerator.process_state.collectives.broadcast_object(min(most, max(least, int(seconds / max(took, 1e-6)))))
     )
 
 
 def time_steps(strategy: str, seconds: float) -> dict[str, float]:
-    """The figures of a step with one strategy."""
+    """Time the training step of one strategy."""
     accelerator = accelerator_for(strategy)
     data = TensorDataset(torch.randn(2 * STEPS * BATCH, WIDTH), torch.randint(4, (2 * STEPS * BATCH,)))
 
@@ -111,7 +109,7 @@ def time_steps(strategy: str, seconds: float) -> dict[str, float]:
 
     prepared = accelerator.prepare(*parts(make_model()))
     variants = {"raw": plain(), "prepared": prepared_epoch(accelerator, *prepared), "raw again": plain()}
-    # The ranks wait for each other, so it is the clock on the wall that counts.
+    # Wall-clock time, because the ranks wait for each other.
     _measure.in_turns(variants, 1, clock=time.perf_counter)
     begin = time.perf_counter()
     _measure.in_turns(variants, 1, warm_up=0, clock=time.perf_counter)
@@ -122,7 +120,7 @@ def time_steps(strategy: str, seconds: float) -> dict[str, float]:
 
 
 def plain_save(model: nn.Module, optimizer: Any, folder: Path) -> None:
-    """One file for each rank, on the disk."""
+    """Save with torch.distributed.checkpoint and fsync."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -132,7 +130,7 @@ def plain_save(model: nn.Module, optimizer: Any, folder: Path) -> None:
 
 
 def plain_load(model: nn.Module, optimizer: Any, folder: Path) -> None:
-    """Back from the files."""
+    """Load with torch.distributed.checkpoint."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -142,7 +140,7 @@ def plain_load(model: nn.Module, optimizer: Any, folder: Path) -> None:
 
 
 def time_checkpoints(strategy: str, megabytes: int, place: Path, seconds: float) -> dict[str, float]:
-    """The figures of saving and loading with one strategy; the state has this size on all ranks together."""
+    """Time saving and loading with one strategy; the size is that of the full state."""
     accelerator = accelerator_for(strategy)
     width = 1024
     model = make_model(width, max(1, megabytes * 2**20 // (3 * 4 * 4 * width * width)))
@@ -155,7 +153,7 @@ def time_checkpoints(strategy: str, megabytes: int, place: Path, seconds: float)
     def clean(folder: Path) -> Path:
         if accelerator.is_main_process:
             shutil.rmtree(folder, ignore_errors=True)
-            os.sync()  # what was written before must not slow the next down
+            os.sync()  # so that pending writes do not slow the next variant down
         accelerator.wait_for_everyone()
         return folder
 
@@ -199,7 +197,7 @@ def time_checkpoints(strategy: str, megabytes: int, place: Path, seconds: float)
 
 
 def work(megabytes: int, parent: str, only: str, seconds: float) -> None:
-    """Measure in this process, one of two."""
+    """Measure in this process, which is one of two ranks."""
     from accel_state import PartialState
 
     torch.set_num_threads(1)
@@ -225,15 +223,15 @@ def work(megabytes: int, parent: str, only: str, seconds: float) -> None:
 
 
 def show_steps(strategy: str, figures: dict[str, float]) -> None:
-    """The table of a step."""
+    """Print the table of a step."""
     _measure.heading(f"A step with {strategy} on two processes")
-    _measure.row("plain PyTorch", f"{figures['raw']:.0f} us", f"(again: {figures['noise']:.3f} x of noise)")
+    _measure.row("plain PyTorch", f"{figures['raw']:.0f} us", f"(noise: {figures['noise']:.3f} x)")
     note = f"target: at most {STEP_TARGET:.2f}: {_measure.verdict(figures['ratio'], STEP_TARGET)}"
-    _measure.row("accel, of plain PyTorch", f"{figures['ratio']:.3f} x", note)
+    _measure.row("accel, relative to plain PyTorch", f"{figures['ratio']:.3f} x", note)
 
 
 def show_checkpoints(strategy: str, figures: dict[str, float], megabytes: int) -> None:
-    """The table of saving and loading."""
+    """Print the table of saving and loading."""
     _measure.heading(f"A checkpoint of {megabytes} MiB with {strategy} on two processes")
     for what, target in (("save", SAVE_TARGET), ("load", LOAD_TARGET)):
         raw = figures[f"raw_{what}"]
@@ -241,7 +239,7 @@ def show_checkpoints(strategy: str, figures: dict[str, float], megabytes: int) -
             f"torch.distributed.checkpoint: {what}", f"{raw * 1e3:.0f} ms", f"{megabytes / 1024 / raw:.2f} GiB/s"
         )
         note = f"target: at most {target:.2f}: {_measure.verdict(figures[what], target)}"
-        _measure.row(f"accel: {what}, of torch's", f"{figures[what]:.3f} x", note)
+        _measure.row(f"accel: {what}, relative to torch", f"{figures[what]:.3f} x", note)
 
 
 def main(megabytes: int, parent: str, only: str, seconds: float) -> None:
@@ -258,12 +256,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=384, help="size of the state in the checkpoints")
     parser.add_argument(
-        "--folder", default=tempfile.gettempdir(), help="where to write (default: the folder for temporary files)"
+        "--folder", default=tempfile.gettempdir(), help="where to write (default: the temporary directory)"
     )
     parser.add_argument("--only", choices=("", "steps", "checkpoints"), default="", help="measure only these")
-    parser.add_argument("--seconds", type=float, default=20, help="how long to measure for each table, about")
+    parser.add_argument("--seconds", type=float, default=20, help="approximate measuring time per table")
     parser.add_argument(
-        "--worker", action="store_true", help="measure in this process (what the benchmark starts itself with)"
+        "--worker", action="store_true", help="measure in this process (used internally for the worker processes)"
     )
     chosen = parser.parse_args()
     (work if chosen.worker else main)(chosen.megabytes, chosen.folder, chosen.only, chosen.seconds)

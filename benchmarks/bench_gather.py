@@ -1,4 +1,4 @@
-"""Gathering a nested batch of many small tensors on two processes, against one all_gather for each tensor.
+"""Gathering a nested batch of many small tensors on two processes, relative to one all_gather per tensor.
 
 python benchmarks/bench_gather.py
 """
@@ -15,8 +15,7 @@ import _measure
 import torch
 import torch.distributed as dist
 
-# One flat collective for all tensors of a dtype should cost a fraction of one for each; there are two dtypes among 40
-# tensors.
+# accel uses one collective per dtype; the 40 tensors have two dtypes.
 TARGET = 0.5
 TENSORS = 40
 CALLS = 10
@@ -24,13 +23,13 @@ ROUNDS = 25
 
 
 def nested_batch() -> dict[str, Any]:
-    """Predictions as evaluation loops gather them: many small tensors, of two dtypes, in lists in a dictionary."""
+    """Predictions of an evaluation loop: many small tensors of two dtypes, in lists in a dictionary."""
     half = TENSORS // 2
     return {"scores": [torch.randn(8, 4) for _ in range(half)], "labels": [torch.randint(4, (8,)) for _ in range(half)]}
 
 
 def one_by_one(batch: dict[str, Any]) -> dict[str, Any]:
-    """The same gather in plain PyTorch: one collective a tensor."""
+    """The same in plain PyTorch, with one collective per tensor."""
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -49,14 +48,14 @@ def repeated(gather: Callable[[Any], Any], batch: Any) -> Callable[[], None]:
 
 
 def work(library: str) -> None:
-    """Measure one library in this process, one of two."""
+    """Measure one library in this process, which is one of two ranks."""
     torch.set_num_threads(1)
     accelerator = importlib.import_module(library).Accelerator(cpu=True)
     batch = nested_batch()
     ours, plain = accelerator.gather(batch), one_by_one(batch)
     for name, tensors in plain.items():
         assert all(torch.equal(one, other) for one, other in zip(tensors, ours[name], strict=True)), (
-            f"{name} was gathered wrongly"
+            f"wrong result for {name}"
         )
     variants = {"raw": repeated(one_by_one, batch), "gathered": repeated(accelerator.gather, batch)}
     times = _measure.in_turns(variants, ROUNDS, clock=time.perf_counter)
@@ -67,23 +66,25 @@ def work(library: str) -> None:
 
 
 def main() -> None:
-    """Print the table and the verdict."""
+    """Print the table and compare the figure with the target."""
     found = _measure.libraries()
     figures = {
         label: _measure.worker(python, __file__, "--library", module, processes=2)
         for label, (python, module) in found.items()
     }
     _measure.heading(f"Gathering {TENSORS} small tensors on two processes")
-    _measure.row("one all_gather for each", f"{figures['accel']['raw']:.0f} us")
+    _measure.row("one all_gather per tensor", f"{figures['accel']['raw']:.0f} us")
     for label, found_figures in figures.items():
         target = f"target: at most {TARGET:.2f}: {_measure.verdict(found_figures['ratio'], TARGET)}"
-        _measure.row(f"{label}, of one for each", f"{found_figures['ratio']:.3f} x", target if label == "accel" else "")
+        _measure.row(
+            f"{label}, relative to that", f"{found_figures['ratio']:.3f} x", target if label == "accel" else ""
+        )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+        "--library", help="measure this library in this process (used internally for the worker processes)"
     )
     chosen = parser.parse_args().library
     work(chosen) if chosen else main()

@@ -1,4 +1,4 @@
-"""What importing costs: the Accelerator against torch alone, and the commands that need no torch.
+"""Import times: the Accelerator relative to torch alone, and commands that do not need torch.
 
 python benchmarks/bench_import.py
 """
@@ -16,7 +16,7 @@ import _measure
 
 IMPORT_TARGET = 1.10
 HELP_TARGET = 0.20
-# Seconds on the clock, and arguments, of the commands that people wait for.
+# Wall-clock seconds of interactive commands, and their arguments.
 COMMAND_TARGET = 0.25
 COMMANDS = {
     "--help": ["--help"],
@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def child_seconds() -> float:
-    """Processor time of all children so far: other processes on the machine hardly disturb it."""
+    """Processor time of all child processes so far; other processes hardly affect it."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -38,7 +38,7 @@ def runner(command: Sequence[str]) -> Callable[[], object]:
 
 
 def commands(python: str, module: str, cli: str) -> dict[str, Callable[[], object]]:
-    """What is timed of one library, in its interpreter."""
+    """The commands to time for one library, in its interpreter."""
     return {
         "raw": runner([python, "-c", "import torch"]),
         "import": runner([python, "-c", f"from {module} import Accelerator"]),
@@ -47,9 +47,7 @@ def commands(python: str, module: str, cli: str) -> dict[str, Callable[[], objec
 
 
 def compile_ours() -> None:
-    """Write the bytecode of our packages, as pip does for what it installs; an editable install leaves it to the first
-    import.
-    """
+    """Compile the packages to bytecode, as pip does; an editable install compiles them at the first import."""
     for package in ("accel", "accel_bigmodel", "accel_data", "accel_fp8", "accel_launch", "accel_state", "accel_track"):
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
@@ -57,12 +55,12 @@ def compile_ours() -> None:
 
 
 def main() -> None:
-    """Print the table and the verdicts."""
+    """Print the tables and compare the figures with the targets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="timed runs of each command (default 7)")
     rounds = parser.parse_args().rounds
     compile_ours()
-    _measure.heading("Importing, in processor time")
+    _measure.heading("Imports (processor time)")
     for label, (python, module) in _measure.libraries().items():
         cli = "accel_launch" if label == "accel" else f"{module}.commands.accelerate_cli"
         times = _measure.in_turns(commands(python, module, cli), rounds, warm_up=1, clock=child_seconds)
@@ -71,15 +69,15 @@ def main() -> None:
         if ours:
             _measure.row("import torch", f"{sorted(times['raw'])[rounds // 2] * 1e3:.0f} ms")
         note = f"target: at most {IMPORT_TARGET:.2f}: {_measure.verdict(imported, IMPORT_TARGET)}" if ours else ""
-        _measure.row(f"{label}: import Accelerator, of import torch", f"{imported:.3f} x", note)
+        _measure.row(f"{label}: import Accelerator, relative to torch", f"{imported:.3f} x", note)
         note = f"target: at most {HELP_TARGET:.2f}: {_measure.verdict(helped, HELP_TARGET)}" if ours else ""
-        _measure.row(f"{label}: --help, of import torch", f"{helped:.3f} x", note)
+        _measure.row(f"{label}: --help, relative to import torch", f"{helped:.3f} x", note)
     waiting(rounds)
 
 
 def waiting(rounds: int) -> None:
-    """What a person waits for, on the clock."""
-    _measure.heading("Commands that need no torch, in seconds on the clock")
+    """Wall-clock time of interactive commands."""
+    _measure.heading("Commands that do not import torch (wall-clock time)")
     for label, (python, module) in _measure.libraries().items():
         ours = label == "accel"
         cli = "accel_launch" if ours else f"{module}.commands.accelerate_cli"

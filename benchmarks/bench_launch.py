@@ -1,9 +1,9 @@
-"""What the launcher costs: its import, its help, one process, two processes. Medians of runs taken in turns, ratios of
-neighbouring runs.
+"""The overhead of the launcher: import, help, one process and two processes.
 
     python benchmarks/bench_launch.py [--runs 7] [--reference PYTHON]
 
-PYTHON is an interpreter in which the reference is installed; its figures are then shown beside ours.
+The figures are medians of interleaved runs; ratios are taken between neighbouring runs. PYTHON is an interpreter with
+the reference, whose figures are then shown too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ACCEL = [sys.executable, "-m", "accel_launch"]
 
 
 def seconds(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> float:
-    """Wall-clock seconds of one run, which must succeed."""
+    """Wall-clock seconds of one run."""
     begin = time.perf_counter()
     _measure.run_command(command, environment, folder)
     return time.perf_counter() - begin
 
 
 def measure(commands: Mapping[str, Sequence[str]], runs: int) -> dict[str, list[float]]:
-    """The seconds of each command. Taking turns, a machine that slows down slows all of them down."""
+    """The seconds of each command in interleaved runs."""
     hidden = ("ACCELERATE_", "TORCHELASTIC_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES), environment.get("PYTHONPATH", "")]).rstrip(
@@ -52,12 +52,12 @@ def measure(commands: Mapping[str, Sequence[str]], runs: int) -> dict[str, list[
 
 
 def ratio(times: Mapping[str, Sequence[float]], label: str, other: str) -> float:
-    """The median of what one command takes of the time that another took in the same turn."""
+    """The median ratio of two commands in the same round."""
     return statistics.median(mine / theirs for mine, theirs in zip(times[label], times[other], strict=True))
 
 
 def commands_of(reference: str | None) -> dict[str, list[str]]:
-    """Everything that is timed."""
+    """The commands to time."""
     commands = {
         "python": [sys.executable, "-c", "pass"],
         "import accel_launch": [sys.executable, "-c", "import accel_launch"],
@@ -86,10 +86,10 @@ def commands_of(reference: str | None) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Print the table and the verdicts."""
+    """Print the tables and compare the figures with the targets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=7, help="timed runs of each command (default 7)")
-    parser.add_argument("--reference", help="an interpreter in which the reference is installed")
+    parser.add_argument("--reference", help="an interpreter with the reference installed")
     arguments = parser.parse_args()
     times = measure(commands_of(arguments.reference), arguments.runs)
     took = {label: statistics.median(values) for label, values in times.items()}
@@ -99,11 +99,11 @@ def main() -> None:
     added = took["accel launch, 1 process"] - took["python noop.py"]
     against_torchrun = ratio(times, "accel launch, 2 processes", "torchrun, 2 processes")
     print(f"\nimport accel_launch adds {(took['import accel_launch'] - took['python']) * 1000:.0f} ms to python")
-    print(f"accel --help takes {help_ratio:.2f} of `import torch` (target: under 0.20)")
+    print(f"accel --help takes {help_ratio:.2f} x `import torch` (target: under 0.20)")
     print(f"accel launch of one process adds {added * 1000:.0f} ms to `python noop.py` (target: under 250)")
-    print(f"accel launch of two processes takes {against_torchrun:.2f} of torchrun (target: at most 1, within noise)")
+    print(f"accel launch of two processes takes {against_torchrun:.2f} x torchrun (target: at most 1, within noise)")
     if arguments.reference:
-        print(f"accel --help takes {ratio(times, 'accel --help', 'reference --help'):.2f} of the reference's")
+        print(f"accel --help takes {ratio(times, 'accel --help', 'reference --help'):.2f} x the reference's time")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What a batch of a prepared loader costs, as a multiple of the same loader of plain PyTorch.
+"""The time per batch of a prepared loader, relative to the same loader in plain PyTorch.
 
     python benchmarks/bench_loader.py
 
-The samples are tiny, so that the loader itself is nearly all there is to measure.
+The samples are tiny, so the figures show the overhead of the loader itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rows(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same samples, one after the other."""
+    """The same samples as an iterable data set."""
 
     def __init__(self, length: int) -> None:
         self.rows = Rows(length)
@@ -47,7 +47,7 @@ class Stream(IterableDataset):
 
 
 def through(loader: Iterable) -> Callable[[], None]:
-    """One pass."""
+    """A function that iterates over the loader once."""
 
     def run() -> None:
         for _ in loader:
@@ -57,7 +57,7 @@ def through(loader: Iterable) -> Callable[[], None]:
 
 
 def cases(prepare: Callable[..., Any]) -> dict[str, tuple[Iterable, Iterable]]:
-    """What is compared: name -> (loader of plain PyTorch, prepared loader)."""
+    """The cases: name -> (plain loader, prepared loader)."""
     rows, stream, device = Rows(BATCHES * BATCH_SIZE), Stream(BATCHES * BATCH_SIZE), torch.device("cpu")
     many = Rows(BATCHES * BATCH_SIZE * WORLD)
     alone = {"device": device, "num_processes": 1, "process_index": 0, "put_on_device": True}
@@ -96,24 +96,24 @@ def work(library: str) -> None:
 
 
 def main() -> None:
-    """Print the table and the verdicts."""
+    """Print the tables and compare the figures with the targets."""
     found = {
         label: _measure.worker(python, __file__, "--library", module)
         for label, (python, module) in _measure.libraries().items()
     }
-    _measure.heading(f"A batch of {BATCH_SIZE} small samples, of a prepared loader")
+    _measure.heading(f"A batch of {BATCH_SIZE} small samples from a prepared loader")
     for name, figures in found["accel"].items():
         _measure.row(f"{name}: raw DataLoader", f"{figures['raw']:.0f} us")
         for label, all_figures in found.items():
             figure = all_figures[name]["ratio"]
             target = f"target: at most {TARGET:.2f}: {_measure.verdict(figure, TARGET)}"
-            _measure.row(f"{name}: {label}, of raw", f"{figure:.3f} x", target if label == "accel" else "")
+            _measure.row(f"{name}: {label}, relative to raw", f"{figure:.3f} x", target if label == "accel" else "")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+        "--library", help="measure this library in this process (used internally for the worker processes)"
     )
     chosen = parser.parse_args().library
     work(chosen) if chosen else main()

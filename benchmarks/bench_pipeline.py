@@ -1,8 +1,8 @@
-"""Pipelined inference on two processes, against stages written by hand on torch.distributed.pipelining.
+"""Pipelined inference on two processes, relative to stages written directly with torch.distributed.pipelining.
 
 python benchmarks/bench_pipeline.py
 
-The reference is not measured: with this schedule it returns a batch of another size than it was given.
+The reference is not measured: with this schedule it returns a batch of the wrong size.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-# On top of stages by hand we run the forward's own Python code, share the inputs of rank 0, and put the chunks
-# together.
+# accel also runs the Python code of the model's forward, broadcasts rank 0's inputs, and concatenates the chunks.
 TARGET = 1.1
 WIDTH, BLOCKS, BATCH, CHUNKS = 256, 8, 32, 4
 ROUNDS = 15
@@ -34,7 +33,7 @@ def blocks() -> list[nn.Module]:
     ]
 
 
-def by_hand(batch: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+def manual_stages(batch: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """Half of the blocks on each rank."""
     rank, half = dist.get_rank(), BLOCKS // 2
     part = nn.Sequential(*blocks()[rank * half : (rank + 1) * half]).eval()
@@ -50,7 +49,7 @@ def by_hand(batch: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
 
 def work(library: str) -> None:
-    """Measure one library in this process, one of two."""
+    """Measure one library in this process, which is one of two ranks."""
     torch.set_num_threads(1)
     accelerator = importlib.import_module(library).Accelerator(cpu=True)
     batch = torch.randn(BATCH, 64, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -59,7 +58,7 @@ def work(library: str) -> None:
     model = prepare(
         nn.Sequential(*blocks()).eval(), split_points=[str(BLOCKS // 2)], example_args=example, num_chunks=CHUNKS
     )
-    raw = by_hand(batch)
+    raw = manual_stages(batch)
 
     def prepared() -> torch.Tensor | None:
         with torch.no_grad():
@@ -76,12 +75,12 @@ def work(library: str) -> None:
 
 
 def main() -> None:
-    """Print the table and the verdict."""
+    """Print the table and compare the figure with the target."""
     figures = _measure.worker(sys.executable, __file__, "--library", "accel", processes=2)
     _measure.heading(f"A batch of {BATCH} in {CHUNKS} chunks through {BLOCKS} blocks on two processes")
-    _measure.row("stages by hand", f"{figures['raw']:.0f} ms")
+    _measure.row("torch.distributed.pipelining", f"{figures['raw']:.0f} ms")
     _measure.row(
-        "accel, of stages by hand",
+        "accel, relative to that",
         f"{figures['ratio']:.3f} x",
         f"target: at most {TARGET:.2f}: {_measure.verdict(figures['ratio'], TARGET)}",
     )
@@ -90,7 +89,7 @@ def main() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+        "--library", help="measure this library in this process (used internally for the worker processes)"
     )
     chosen = parser.parse_args().library
     work(chosen) if chosen else main()

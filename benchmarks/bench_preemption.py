@@ -1,10 +1,10 @@
-"""What saving on a signal and exact random numbers of workers cost while nothing happens.
+"""The overhead of saving on signals and of exact worker random states during normal training.
 
     python benchmarks/bench_preemption.py
 
-A step of an empty loop over a prepared loader with `save_on_signal`, on top of one without; in one process, and on two
-ranks, where a rank asks the store of the process group about four times a second. Then a pass over a loader with two
-worker processes that augment their samples, on top of plain PyTorch's.
+First, the extra time per step of an empty loop with `save_on_signal`, in one process and on two ranks, where each rank
+polls the process group's store about four times a second. Then a pass over a loader with two worker processes that
+augment their samples, relative to plain PyTorch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDS = 15
 
 
 class Rows(Dataset):
-    """Numbers, with noise if they are augmented."""
+    """Random rows, with added noise if ``augment`` is set."""
 
     def __init__(self, length: int, augment: bool = False) -> None:
         self.rows, self.augment = torch.randn(length, 64), augment
@@ -45,7 +45,7 @@ def through(loader: Any) -> None:
 
 
 def work() -> None:
-    """Measure in this process: extra microseconds a step."""
+    """Measure the extra microseconds per step in this process."""
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True, project_dir=tempfile.mkdtemp())
     loader = accelerator.prepare(DataLoader(Rows(STEPS * accelerator.num_processes), batch_size=1))
@@ -63,7 +63,7 @@ def work() -> None:
 
 
 def workers() -> float:
-    """A pass of a prepared loader with workers that augment, as a multiple of a plain one."""
+    """The time of a pass of a prepared loader with augmenting workers, relative to a plain one."""
     data = Rows(6400, augment=True)
     settings: dict[str, Any] = {"batch_size": 32, "num_workers": 2, "persistent_workers": True}
     accelerator = Accelerator(cpu=True)
@@ -76,22 +76,22 @@ def workers() -> float:
 
 
 def main() -> None:
-    """Print the table and the verdicts."""
+    """Print the tables and compare the figures with the targets."""
     import sys
 
-    _measure.heading("While nothing happens")
+    _measure.heading("Overhead without a signal")
     for processes in (1, 2):
         figure = _measure.worker(sys.executable, __file__, "--work", processes=processes)
         target = f"target: at most {TARGET_MICROSECONDS:.0f} us: {_measure.verdict(figure, TARGET_MICROSECONDS)}"
         _measure.row(
-            f"save_on_signal, {processes} process{'es' if processes > 1 else ''}", f"{figure:.2f} us a step", target
+            f"save_on_signal, {processes} process{'es' if processes > 1 else ''}", f"{figure:.2f} us per step", target
         )
-    _measure.row("augmenting workers, of plain PyTorch's", f"{workers():.3f} x")
+    _measure.row("augmenting workers, relative to plain PyTorch", f"{workers():.3f} x")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--work", action="store_true", help="measure in this process (what the benchmark starts itself with)"
+        "--work", action="store_true", help="measure in this process (used internally for the worker processes)"
     )
     work() if parser.parse_args().work else main()

@@ -1,11 +1,10 @@
-"""What a rank's share of 100 million samples costs, on worlds of 1 to 16,384 ranks. No process is started.
+"""The cost of sharding 100 million samples over 1 to 16,384 ranks. No processes are started.
 
     python benchmarks/bench_shard_scale.py [--length N] [--batch-size B] [--batches K]
 
-For each world size the last rank, which has the most to get past, draws batches of indices. Printed are microseconds a
-batch, the time to the first batch from the middle of the epoch (what resuming costs), and the peak of memory that
-Python allocated. A shuffled epoch adds the permutation itself, 8 bytes a sample in one tensor, drawn once an epoch; its
-cost is shown apart and does not depend on the world either.
+For each world size, the last rank, which skips most samples, draws batches of indices. The table shows microseconds per
+batch, the time to the first batch from the middle of the epoch (resuming), and the peak memory allocated by Python. A
+shuffled epoch also draws a permutation once, with 8 bytes per sample; the column "first ms" shows its cost.
 """
 
 from __future__ import annotations
@@ -26,26 +25,24 @@ WORLDS = (1, 2, 8, 64, 512, 4096, 16_384)
 
 
 def shard_of_last_rank(sampler: Any, batch_size: int, world: int) -> BatchSamplerShard:
-    """The share of the rank that has the most other ranks before it."""
+    """The shard of the last rank."""
     return BatchSamplerShard(BatchSampler(sampler, batch_size, False), world, world - 1)
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """The time of a call."""
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
 
 
 def draw(batches: Iterator[Any], count: int) -> int:
-    """Draw some batches; returns how many there were."""
+    """Draw some batches; returns their number."""
     return sum(1 for _ in islice(batches, count))
 
 
 def measure(sampler: Any, length: int, batch_size: int, count: int, world: int) -> tuple[float, float, float, int]:
-    """Microseconds a batch, milliseconds to the first batch from the middle and from the start, and peak memory in
-    bytes.
-    """
+    """Microseconds per batch, milliseconds to the first batch from the middle and from the start, and peak bytes."""
     shard = shard_of_last_rank(sampler, batch_size, world)
     batches = iter(shard)
     first = seconds(lambda: next(batches))
@@ -65,8 +62,8 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=100_000_000, help="samples in the data set")
-    parser.add_argument("--batch-size", type=int, default=8, help="samples a rank gets in a step")
-    parser.add_argument("--batches", type=int, default=2000, help="batches to draw for a figure")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples per rank and step")
+    parser.add_argument("--batches", type=int, default=2000, help="batches to draw per figure")
     options = parser.parse_args()
     data = range(options.length)
     print(f"{options.length:,} samples, batch size {options.batch_size}, last rank of each world")

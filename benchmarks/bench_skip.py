@@ -1,8 +1,8 @@
-"""Resuming at 90% of an epoch: the time to the first batch there, against reading and dropping what comes before it.
+"""Resuming at 90% of an epoch: the time to the first batch, relative to reading and dropping all earlier batches.
 
     python benchmarks/bench_skip.py
 
-A sample is a compressed image that is unpacked when it is read, so that reading costs what it costs in real life.
+The samples are compressed images that are decompressed when they are read, so reading has a realistic cost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import _measure
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-# One batch is read instead of 901: what remains is 1/901, and the start of an epoch.
+# One batch is read instead of 901; the rest is the start of an epoch.
 TARGET = 0.02
 BATCHES = 1000
 SKIPPED = 900
@@ -28,7 +28,7 @@ PIXELS = 64 * 64
 
 
 class Compressed(Dataset):
-    """Images of 64 by 64 bytes, kept compressed. Counts what is read."""
+    """Compressed images of 64 x 64 bytes; counts the reads."""
 
     def __init__(self, length: int) -> None:
         dice = torch.Generator().manual_seed(0)
@@ -59,7 +59,7 @@ def work(library: str) -> None:
     def skip() -> torch.Tensor:
         return next(iter(accelerator.skip_first_batches(prepared, SKIPPED)))
 
-    assert torch.equal(drop(), skip()), "the batch after the skip is another one"
+    assert torch.equal(drop(), skip()), "wrong batch after the skip"
     reads = {name: _reads_of(data, run) for name, run in (("raw", drop), ("skip", skip))}
     times = _measure.in_turns({"raw": drop, "skip": skip}, ROUNDS)
     raw = sorted(times["raw"])[ROUNDS // 2] * 1e3
@@ -73,7 +73,7 @@ def _reads_of(data: Compressed, run: Callable[[], Any]) -> int:
 
 
 def main() -> None:
-    """Print the table and the verdict."""
+    """Print the table and compare the figure with the target."""
     found = {
         label: _measure.worker(python, __file__, "--library", module)
         for label, (python, module) in _measure.libraries().items()
@@ -91,7 +91,7 @@ def main() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+        "--library", help="measure this library in this process (used internally for the worker processes)"
     )
     chosen = parser.parse_args().library
     work(chosen) if chosen else main()

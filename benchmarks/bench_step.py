@@ -1,10 +1,9 @@
-"""What a training step costs more than in plain PyTorch: in one process, and with DDP on two.
+"""The overhead of a training step over plain PyTorch: in one process, and with DDP on two.
 
     python benchmarks/bench_step.py
 
-One process: a model so small that the step is nearly all overhead, in the loop that everybody writes: loader,
-accumulate, forward, backward, optimizer, scheduler, zero_grad. Two processes: a model of a few milliseconds a step
-under DDP over gloo.
+One process: a tiny model, so that the step is mostly overhead, in a loop of loader, accumulate, forward, backward,
+optimizer, scheduler and zero_grad. Two processes: a model with steps of a few milliseconds, with DDP over gloo.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ DDP_ROUNDS = 36
 def parts(
     width: int, depth: int, batches: int, batch_size: int, sampler: Callable[[TensorDataset], Any] | None = None
 ) -> tuple:
-    """A model, its optimizer, its scheduler and its loader; the same ones each time."""
+    """A model, its optimizer, scheduler and loader; identical at each call."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *[layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())], nn.Linear(width, 4)
@@ -47,7 +46,7 @@ def parts(
 
 
 def plain_epoch(model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable) -> Callable[[], None]:
-    """One pass in plain PyTorch."""
+    """A function that runs an epoch in plain PyTorch."""
 
     def run() -> None:
         for inputs, labels in loader:
@@ -63,7 +62,7 @@ def plain_epoch(model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterab
 def prepared_epoch(
     accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable
 ) -> Callable[[], None]:
-    """The same pass with prepared objects."""
+    """A function that runs the same epoch with prepared objects."""
 
     def run() -> None:
         for inputs, labels in loader:
@@ -78,9 +77,7 @@ def prepared_epoch(
 
 
 def figures_of(times: _measure.Times, steps: int) -> dict[str, float]:
-    """Microseconds a step of plain PyTorch, what is added to it, the ratio, and the ratio of plain PyTorch to itself:
-    the noise.
-    """
+    """Microseconds per step of plain PyTorch, the overhead, the ratio, and the noise (plain PyTorch against itself)."""
     scale = 1e6 / steps
     return {
         "raw": statistics.median(times["raw"]) * scale,
@@ -91,7 +88,7 @@ def figures_of(times: _measure.Times, steps: int) -> dict[str, float]:
 
 
 def in_one_process(accelerator: Any) -> dict[str, float]:
-    """The figures of a step that is nearly all overhead."""
+    """Time a step that is mostly overhead."""
     sizes = {"width": 4, "depth": 1, "batches": STEPS, "batch_size": 2}
     variants = {
         "raw": plain_epoch(*parts(**sizes)),
@@ -102,7 +99,7 @@ def in_one_process(accelerator: Any) -> dict[str, float]:
 
 
 def in_two_processes(accelerator: Any) -> dict[str, float]:
-    """The figures under DDP, on rank 0; the process group is the Accelerator's."""
+    """Time a step with DDP in the Accelerator's process group."""
     sizes = {"width": 256, "depth": 6, "batches": DDP_STEPS * 2, "batch_size": 64}
 
     def plain() -> Callable[[], None]:
@@ -114,7 +111,7 @@ def in_two_processes(accelerator: Any) -> dict[str, float]:
         "prepared": prepared_epoch(accelerator, *accelerator.prepare(*parts(**sizes))),
         "raw again": plain(),
     }
-    # The ranks wait for each other, so it is the clock on the wall that counts.
+    # Wall-clock time, because the ranks wait for each other.
     return figures_of(_measure.in_turns(variants, DDP_ROUNDS, clock=time.perf_counter), DDP_STEPS)
 
 
@@ -132,7 +129,7 @@ def work(library: str) -> None:
 
 
 def main() -> None:
-    """Print the table and the verdicts."""
+    """Print the tables and compare the figures with the targets."""
     found = _measure.libraries()
     one = {label: _measure.worker(python, __file__, "--library", module) for label, (python, module) in found.items()}
     two = {
@@ -142,27 +139,25 @@ def main() -> None:
 
     _measure.heading("A step in one process")
     ours = one["accel"]
-    _measure.row(
-        "raw PyTorch", f"{ours['raw']:.0f} us", f"(again: {(ours['noise'] - 1) * ours['raw']:+.1f} us of noise)"
-    )
+    _measure.row("raw PyTorch", f"{ours['raw']:.0f} us", f"(noise: {(ours['noise'] - 1) * ours['raw']:+.1f} us)")
     for label, figures in one.items():
         target = (
             f"target: at most {MICROSECONDS_TARGET:.0f} us: {_measure.verdict(figures['extra'], MICROSECONDS_TARGET)}"
         )
-        _measure.row(f"{label}, over raw", f"{figures['extra']:+.1f} us", target if label == "accel" else "")
+        _measure.row(f"{label}, overhead", f"{figures['extra']:+.1f} us", target if label == "accel" else "")
 
     _measure.heading("A step with DDP on two processes")
     ours = two["accel"]
-    _measure.row("raw DDP", f"{ours['raw']:.0f} us", f"(again: {ours['noise']:.3f} x of noise)")
+    _measure.row("raw DDP", f"{ours['raw']:.0f} us", f"(noise: {ours['noise']:.3f} x)")
     for label, figures in two.items():
         target = f"target: at most {DDP_TARGET:.2f}: {_measure.verdict(figures['ratio'], DDP_TARGET)}"
-        _measure.row(f"{label}, of raw", f"{figures['ratio']:.3f} x", target if label == "accel" else "")
+        _measure.row(f"{label}, relative to raw", f"{figures['ratio']:.3f} x", target if label == "accel" else "")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+        "--library", help="measure this library in this process (used internally for the worker processes)"
     )
     chosen = parser.parse_args().library
     work(chosen) if chosen else main()

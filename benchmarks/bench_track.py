@@ -1,10 +1,9 @@
-"""How long a call of log() with ten tensors keeps the loop waiting, while the trackers write in the background.
+"""The time that log() of ten tensors blocks the training loop while trackers write in the background.
 
     python benchmarks/bench_track.py
 
-A loop of small training steps on the CPU (and on an accelerator, where there is one) logs ten tensors in each step.
-What is timed is the call alone, beside an empty function timed in the same loop: what that shows is the machine, not
-us.
+A loop of small training steps, on an accelerator if there is one, logs ten tensors per step. Only the call is timed;
+an empty function is timed in the same loop to show the noise of the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 def timed_loop(
     log: Callable[[dict[str, torch.Tensor], int], None], device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Times of the call, and of an empty function, in a loop of training steps."""
+    """Time the call and an empty function in a loop of training steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, TENSORS)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -71,23 +70,23 @@ def work(library: str, trackers: list[str]) -> None:
 
 
 def main(trackers: list[str]) -> None:
-    """Print the table and the verdict."""
+    """Print the table and compare the figure with the target."""
     for tracker in trackers:
         _measure.heading(f"log() of {TENSORS} tensors, to {tracker}")
         ours = _measure.worker(sys.executable, __file__, "--library", "accel", "--trackers", tracker)
         note = (
             f"target: at most {MICROSECONDS_TARGET:.0f} us: {_measure.verdict(ours['log']['p50'], MICROSECONDS_TARGET)}"
         )
-        _measure.row("accel, half of the calls within", f"{ours['log']['p50']:.1f} us", note)
+        _measure.row("accel, p50", f"{ours['log']['p50']:.1f} us", note)
         empty = f"(an empty function: {ours['nothing']['p99']:.1f} us)"
-        _measure.row("accel, 99 of 100 within", f"{ours['log']['p99']:.1f} us", empty)
+        _measure.row("accel, p99", f"{ours['log']['p99']:.1f} us", empty)
         for label, figures in reference_figures(tracker).items():
-            _measure.row(f"{label}, half of the calls within", f"{figures['log']['p50']:.1f} us")
-            _measure.row(f"{label}, 99 of 100 within", f"{figures['log']['p99']:.1f} us")
+            _measure.row(f"{label}, p50", f"{figures['log']['p50']:.1f} us")
+            _measure.row(f"{label}, p99", f"{figures['log']['p99']:.1f} us")
 
 
 def reference_figures(tracker: str) -> dict[str, Any]:
-    """The same in the reference, where it has the tracker and the tracker's library."""
+    """The same with the reference, if it supports the tracker and its library is installed."""
     python = _measure.reference_python()
     if python is None or tracker == "jsonl":
         return {}
@@ -105,7 +104,7 @@ def reference_figures(tracker: str) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--library", help="measure this library in this process (what the benchmark starts itself with)"
+        "--library", help="measure this library in this process (used internally for the worker processes)"
     )
     parser.add_argument(
         "--trackers", nargs="+", default=["jsonl", "tensorboard"], help="trackers to log to, one after the other"

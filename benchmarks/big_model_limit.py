@@ -1,10 +1,10 @@
-"""A 6 GB model, loaded and run in a process limited to 2 GB: equal outputs, and nothing written to the disk.
+"""Loads and runs a 6 GB model in a process limited to 2 GB; checks that outputs are equal and nothing is written.
 
-    python benchmarks/big_model_limit.py --folder /a/folder/with/6/GB/free
+    python benchmarks/big_model_limit.py --folder /a/directory/with/6/GB/free
 
-Three processes: one writes the checkpoint (random weights, in shards, a block at a time); one runs the model from
-memory; one runs it from the disk under a limit on its address space, which counts mapped files too (`ulimit -v`). Other
-sizes: --gigabytes and --limit.
+Three processes: one writes the checkpoint (random weights, sharded, one block at a time), one runs the model in memory,
+and one runs it from disk with a limit on its address space, which includes mapped files (`ulimit -v`). --gigabytes and
+--limit select other sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARD_BLOCKS = 8
 
 
 class Block(nn.Module):
-    """A block of a transformer without attention, whose size depends on its width alone."""
+    """A transformer block without attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks one after the other."""
+    """A sequence of blocks."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def count_blocks(gigabytes: float) -> int:
 
 
 def make(folder: Path, blocks: int) -> None:
-    """Write the checkpoint; never more than a few blocks are in memory."""
+    """Write the checkpoint, with only a few blocks in memory at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     weight_map, shard = {}, {}
     for index in range(blocks):
@@ -78,7 +78,7 @@ def inputs() -> torch.Tensor:
 
 
 def run_full(folder: Path, blocks: int) -> None:
-    """Run the model as plain PyTorch does, from memory."""
+    """Run the model in memory with plain PyTorch."""
     from safetensors.torch import load_file
 
     with torch.device("meta"):
@@ -90,7 +90,7 @@ def run_full(folder: Path, blocks: int) -> None:
 
 
 def run_limited(folder: Path, blocks: int, limit: int) -> None:
-    """Run the model from the disk, with a limit on the address space from the start."""
+    """Run the model from disk with a limit on the address space."""
     from accel_bigmodel import init_empty_weights, load_checkpoint_and_dispatch
 
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -120,13 +120,13 @@ def run_limited(folder: Path, blocks: int, limit: int) -> None:
 
 
 def _outputs(model: nn.Module) -> list[torch.Tensor]:
-    """The outputs for several rows, and for a single one."""
+    """The outputs of a batch, and of a single row."""
     with torch.no_grad():
         return [model(inputs()), model(inputs()[:1, :1])]
 
 
 def _written() -> int:
-    """Bytes that this process has had written to disks."""
+    """Bytes that this process has written to disk."""
     return int(Path("/proc/self/io").read_text().split("\nwrite_bytes: ")[1].split()[0])
 
 
@@ -155,8 +155,8 @@ def main(folder: Path, gigabytes: float, limit: float) -> int:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     print(f"model                {size / 1e9:.2f} GB in {blocks} blocks")
     print(f"limit                {limit:.2f} GB of address space")
-    print(f"equal outputs        {'yes' if figures['equal'] else 'NO'}, compared with the whole model in memory")
-    print(f"written to the disk  {figures['bytes written']} bytes")
+    print(f"equal outputs        {'yes' if figures['equal'] else 'NO'}, compared with the model in memory")
+    print(f"written to disk      {figures['bytes written']} bytes")
     print(
         f"peak                 {figures['peak address space'] / 1e9:.2f} GB of address space, "
         f"{figures['peak resident'] / 1e9:.2f} GB resident"
@@ -169,11 +169,11 @@ def main(folder: Path, gigabytes: float, limit: float) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--folder", type=Path, required=True, help="where the checkpoint is written, and found by the next run"
+        "--folder", type=Path, required=True, help="directory of the checkpoint; reused by the next run"
     )
     parser.add_argument("--gigabytes", type=float, default=6.0, help="size of the model (10**9 bytes)")
-    parser.add_argument("--limit", type=float, default=2.0, help="what the process may have (10**9 bytes)")
-    parser.add_argument("--part", choices=["make", "full", "limited"], help="what the script starts itself with")
+    parser.add_argument("--limit", type=float, default=2.0, help="limit of the address space (10**9 bytes)")
+    parser.add_argument("--part", choices=["make", "full", "limited"], help="used internally for the worker processes")
     arguments = parser.parse_args()
     count = count_blocks(arguments.gigabytes)
     if arguments.part == "make":
