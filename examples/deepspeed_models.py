@@ -1,13 +1,12 @@
-"""Two models with DeepSpeed: a student that learns from a frozen teacher, and two models that are trained side by side.
+"""Two models with DeepSpeed: a student that learns from a frozen teacher, and two models trained together.
 
     pip install 'accel[deepspeed]' transformers
     accel launch --cpu --num_processes 2 --use_deepspeed examples/deepspeed_models.py --task distillation
     accel launch --cpu --num_processes 2 --use_deepspeed examples/deepspeed_models.py --task disjoint
 
-Each model has a configuration of its own (examples/deepspeed_configs): the student trains at stage 2, with its
-optimizer and scheduler made by DeepSpeed; the teacher is divided among the processes at stage 3, from the moment it is
-loaded. The sequences are random, so that nothing is downloaded: a class is told by the token that a sequence has most
-of.
+Each model has its own configuration (examples/deepspeed_configs): the student trains at stage 2 with DeepSpeed's
+optimizer and scheduler; the teacher is sharded at stage 3 while it is loaded. The sequences are random, so nothing is
+downloaded; the class of a sequence is its most frequent token.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CLASSES, LENGTH, BATCH = 4, 12, 16
 
 
 class Sequences(Dataset):
-    """Token sequences of which one of the first tokens is the most frequent: that is their class."""
+    """Random token sequences; the most frequent token, one of the first ``CLASSES``, is the class."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -47,7 +46,7 @@ class Sequences(Dataset):
 
 
 def make(width: int, layers: int, seed: int) -> nn.Module:
-    """A small classifier of Transformers."""
+    """A small Transformers classifier."""
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(seed)
@@ -66,15 +65,15 @@ def make(width: int, layers: int, seed: int) -> nn.Module:
 
 
 def joint_loss(teacher: nn.Module, student: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The student's own loss, and how far its probabilities are from the teacher's."""
+    """The student's loss plus the KL divergence from the teacher's probabilities."""
     with torch.no_grad():
-        wanted = teacher(**batch).logits.float().softmax(dim=-1)
+        target = teacher(**batch).logits.float().softmax(dim=-1)
     output = student(**batch)
-    return output.loss + nn.functional.kl_div(output.logits.float().log_softmax(dim=-1), wanted, reduction="batchmean")
+    return output.loss + nn.functional.kl_div(output.logits.float().log_softmax(dim=-1), target, reduction="batchmean")
 
 
 def distillation(steps: int) -> list[float]:
-    """One Accelerator, two plugins: the one in force when a model is prepared is the model's."""
+    """One Accelerator with two plugins; a model uses the plugin that is selected when it is prepared."""
     plugins = {
         "student": DeepSpeedPlugin(hf_ds_config=str(CONFIGS / "student_zero2.json")),
         "teacher": DeepSpeedPlugin(hf_ds_config=str(CONFIGS / "teacher_zero3.json")),
@@ -89,7 +88,7 @@ def distillation(steps: int) -> list[float]:
 
     folder = broadcast_object_list([tempfile.mkdtemp(prefix="accel-teacher-")])[0]
     if accelerator.is_main_process:
-        # Stands for a checkpoint from elsewhere.
+        # Stands in for an existing checkpoint.
         with plugins["teacher"].zero3_init_context_manager(enable=False):
             make(32, 2, seed=2).save_pretrained(folder)
     accelerator.wait_for_everyone()
@@ -108,7 +107,7 @@ def distillation(steps: int) -> list[float]:
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())
     accelerator.print(
-        f"teacher: {sum(p.ds_numel for p in teacher.parameters())} parameters, divided",
+        f"teacher: {sum(p.ds_numel for p in teacher.parameters())} parameters, sharded",
         f"student: {scheduler.get_last_lr()}",
     )
     accelerator.end_training()
@@ -116,7 +115,7 @@ def distillation(steps: int) -> list[float]:
 
 
 def disjoint(steps: int) -> list[float]:
-    """Two Accelerators that share one state; each has an engine, an optimizer and a scheduler."""
+    """Two Accelerators that share one state, each with its own engine and optimizer."""
     plugins = {"first": DeepSpeedPlugin(zero_stage=1), "second": DeepSpeedPlugin(zero_stage=3)}
     first_accelerator = Accelerator(deepspeed_plugins=plugins)
     second_accelerator = Accelerator()
@@ -138,32 +137,33 @@ def disjoint(steps: int) -> list[float]:
 
     losses = []
     for batch in loader:
-        one = first(**batch).loss
-        first_accelerator.backward(one)
+        first_loss = first(**batch).loss
+        first_accelerator.backward(first_loss)
         first_optimizer.step()
         first_scheduler.step()
         first_optimizer.zero_grad()
 
-        two = second(**batch).loss
-        second_accelerator.backward(two)
+        second_loss = second(**batch).loss
+        second_accelerator.backward(second_loss)
         second_optimizer.step()
         second_optimizer.zero_grad()
-        losses += first_accelerator.reduce(torch.stack([one.detach(), two.detach()]), reduction="mean").tolist()
+        both = torch.stack([first_loss.detach(), second_loss.detach()])
+        losses += first_accelerator.reduce(both, reduction="mean").tolist()
     second_accelerator.free_memory()
     first_accelerator.end_training()
     return losses
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--task",
         choices=("distillation", "disjoint"),
         default="distillation",
-        help="what to run (default distillation)",
+        help="the task (default distillation)",
     )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

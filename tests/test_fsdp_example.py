@@ -16,8 +16,8 @@ from workspace import ROOT
 
 SCRIPT = ROOT / "examples" / "fsdp.py"
 CONFIGS = ROOT / "examples" / "fsdp_configs"
-HELD = re.compile(r"(\d) processes, (\d+) parameters on the first")
-LOSS = re.compile(r"final loss: (\d+\.\d{6}), accuracy: (\d\.\d{3}) on 40 sentences \(guessing: 0\.250\)")
+HELD = re.compile(r"(\d) processes, (\d+) parameters on rank 0")
+LOSS = re.compile(r"final loss: (\d+\.\d{6}), accuracy: (\d\.\d{3}) on 40 sentences \(chance: 0\.250\)")
 # The processes of each file, and among how many of them the parameters are divided.
 FILES = {"ddp": (2, 1), "fsdp1": (2, 2), "fsdp2": (2, 2), "tp_fsdp": (4, 4)}
 

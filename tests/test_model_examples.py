@@ -33,11 +33,11 @@ def run(script: Path, *words: str, launch: tuple[str, ...] | None = None) -> lis
 def test_pipelined_inference_on_two_processes(words) -> None:
     pytest.importorskip("transformers")
     stages, held, *batches = run(PIPELINE, *words, launch=("--num_processes", "2"))
-    assert stages.startswith("stages begin at: the start, transformer.h.")
+    assert stages.startswith("split points: transformer.h.")
     mine, whole = (int(word) for word in held.split() if word.isdigit() and len(word) > 1)
     assert mine < 0.7 * whole
     assert batches == [
-        f"batch of {size}: logits of shape ({size}, 3), equal to those of the whole model: True" for size in (6, 5)
+        f"batch of {size}: logits of shape ({size}, 3), equal to those of the full model: True" for size in (6, 5)
     ]
 
 
@@ -49,4 +49,4 @@ def test_quantize() -> None:
     assert [line[:12].strip() for line in lines] == ["float32", "8 bits", "4 bits, nf4", "4 bits, fp4"]
     similarities = [float(line.split("similarity: ")[1].split()[0]) for line in lines[1:]]
     assert similarities[0] > 0.99 and similarities[1] > 0.95
-    assert all(line.endswith("the same after saving and loading: True") for line in lines[1:])
+    assert all(line.endswith("equal after saving and loading: True") for line in lines[1:])

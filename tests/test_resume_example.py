@@ -126,7 +126,7 @@ def test_killed_anywhere_it_ends_the_same(tmp_path: Path, ranks: int, most: int)
         kills += 1
     output = output_of(run)
     assert run.returncode == 0, output
-    assert re.search(r"^going on in epoch \d after \d+ optimizer steps$", output, re.MULTILINE), output
+    assert re.search(r"^resuming in epoch \d after \d+ optimizer steps$", output, re.MULTILINE), output
     expected, found = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "killed"))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
