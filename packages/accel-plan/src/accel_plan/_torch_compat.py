@@ -56,7 +56,8 @@ def process_group_of(arguments: Iterable[Any]) -> dist.ProcessGroup:
         if isinstance(value, str):
             names.append(value)
     # Reductions also take the name of the reduction, before that of the group.
-    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(names[-1])  # type: ignore[attr-defined]
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    group: dist.ProcessGroup = resolve(names[-1])
     return group
 
 

@@ -16,42 +16,25 @@ from .trace import TRACED_BLOCKS, RankBatch, RankTrace, TraceTask, extrapolate, 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A rank of the pipeline, with its stage or stages.
+    """A rank of the pipeline, with its stage or stages."""
 
-    Attributes:
-        rank: the global rank.
-        stages: the indices of its stages.
-        blocks: the indices of the first and the last block of each.
-        parameters: bytes of parameters on the rank.
-        total: bytes that it holds, including activations.
-    """
-
-    rank: int
-    stages: tuple[int, ...]
-    blocks: tuple[tuple[int, int], ...]
-    parameters: int
-    total: int
+    rank: int  # the global rank
+    stages: tuple[int, ...]  # their indices
+    blocks: tuple[tuple[int, int], ...]  # indices of the first and the last block of each stage
+    parameters: int  # bytes
+    total: int  # bytes, including activations
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The pipeline of the requested rank.
-
-    Attributes:
-        schedule: its name.
-        micro_batches: number of parts of the rank's batch.
-        in_flight: largest number of micro batches between forward and backward on the rank.
-        blocks: number of blocks of the full model.
-        stages: every rank of the pipeline, in stage order.
-        fullest: the rank that holds most.
-    """
+    """The pipeline of the requested rank."""
 
     schedule: str
     micro_batches: int
-    in_flight: int
-    blocks: int
-    stages: tuple[StagePlan, ...]
-    fullest: int
+    in_flight: int  # largest number of micro batches between forward and backward on the rank
+    blocks: int  # of the full model
+    stages: tuple[StagePlan, ...]  # all ranks, in stage order
+    fullest: int  # the rank that holds most
 
 
 @dataclass(frozen=True)

@@ -41,42 +41,23 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank holds, sends and reads.
-
-    Attributes:
-        model: the model's name.
-        strategy: how it is sharded, as in ``accel_bigmodel.estimate.training.DIVISIONS``.
-        processes: number of ranks.
-        rank: the rank shown.
-        coordinates: its coordinate on each mesh axis, and the size of the axis.
-        parameters: number of parameter elements in the full model.
-        memory: bytes that the rank holds.
-        collectives: what it sends in an optimizer step.
-        batch: the samples that it gets.
-        seq_length: tokens per sample.
-        local_length: tokens per sample that this rank processes.
-        steps: micro batches per optimizer step.
-        mixed_precision: the compute precision.
-        optimizer: the optimizer.
-        offloaded: the parts of ``memory`` in CPU memory or on a drive.
-        pipeline: the pipeline of the rank, if any.
-    """
+    """What one rank holds, sends and reads."""
 
     model: str
-    strategy: str
-    processes: int
+    strategy: str  # a key of accel_bigmodel.estimate.training.DIVISIONS
+    processes: int  # number of ranks
     rank: int
-    coordinates: Mapping[str, tuple[int, int]]
-    parameters: int
-    memory: TrainingMemory
-    collectives: tuple[Traffic, ...]
+    coordinates: Mapping[str, tuple[int, int]]  # on each mesh axis, with the size of the axis
+    parameters: int  # number of elements in the full model
+    memory: TrainingMemory  # in bytes
+    collectives: tuple[Traffic, ...]  # of an optimizer step
     batch: RankBatch
-    seq_length: int
-    local_length: int
-    steps: int
+    seq_length: int  # tokens per sample
+    local_length: int  # tokens per sample that this rank processes
+    steps: int  # micro batches per optimizer step
     mixed_precision: str
     optimizer: str
-    offloaded: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()  # the parts of memory in CPU memory or on a drive
     pipeline: PipelinePlan | None = None
 
     def as_dict(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def monitored_stage_class() -> Any:
     """A PipelineStage that measures memory around its backward passes and labels its messages."""
     base: Any = local_pipeline_stage()
 
-    class MonitoredStage(base):  # type: ignore[misc]
+    class MonitoredStage(base):
         def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward_one_chunk(*args, **kwargs)
             _MONITOR.get().in_flight += 1

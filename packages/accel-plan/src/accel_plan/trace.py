@@ -34,19 +34,12 @@ TRACED_BLOCKS = 3
 
 @dataclass(frozen=True)
 class RankBatch:
-    """The samples of a rank.
+    """The samples of a rank."""
 
-    Attributes:
-        ranks: number of ranks with different samples.
-        rank: the index of this one among them.
-        global_size: samples in a micro batch of all ranks.
-        samples: this rank's first micro batch, as indices into the unshuffled data set.
-    """
-
-    ranks: int
-    rank: int
-    global_size: int
-    samples: tuple[int, ...]
+    ranks: int  # number of ranks with different samples
+    rank: int  # the index of this one among them
+    global_size: int  # samples in a micro batch of all ranks
+    samples: tuple[int, ...]  # this rank's first micro batch, as indices into the unshuffled data set
 
 
 @dataclass(frozen=True)

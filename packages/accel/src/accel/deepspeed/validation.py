@@ -119,10 +119,11 @@ def _check_stage(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _check_number(config: Mapping[str, Any], key: str, name: str, kinds: tuple[type, ...], minimum: int) -> None:
-    value = config.get(key)
+    value: Any = config.get(key)
     if value is None or value == AUTO:
         return
-    if not isinstance(value, kinds) or isinstance(value, bool) or not minimum <= value < math.inf:
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    if not is_number or not minimum <= value < math.inf:
         kind = "a number" if float in kinds else "an integer"
         raise ConfigurationError(
             f'{name} has {key}: {value!r}, which is neither "auto" nor {kind} of at least {minimum}.'
