@@ -35,25 +35,14 @@ class GlobalStep:
 
 @dataclass
 class BatchSplitter:
-    """Builds global steps from the batches of a torch loader.
+    """Builds global steps from the batches of a torch loader."""
 
-    Attributes:
-        num_processes: number of ranks that get different data.
-        split_batches: one batch is read per step, and sliced; otherwise one for each rank.
-        batch_size: samples in a batch as it is read; None if batches have no fixed size.
-        drop_last: drop an incomplete last step.
-        even_batches: complete an incomplete last step with samples from the start of the epoch up to a multiple of the
-            number of ranks, so that all get batches of the same size.
-        slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts the batch of a rank out of the joined
-            batches; None slices along the first dimension.
-    """
-
-    num_processes: int
-    split_batches: bool = False
-    batch_size: int | None = None
-    drop_last: bool = False
-    even_batches: bool = True
-    slice_fn: Callable[..., Any] | None = None
+    num_processes: int  # ranks that get different data
+    split_batches: bool = False  # read and slice one batch per step; otherwise read one for each rank
+    batch_size: int | None = None  # samples in a batch as it is read; None if batches have no fixed size
+    drop_last: bool = False  # drop an incomplete last step
+    even_batches: bool = True  # complete it from the start of the epoch to a multiple of the number of ranks
+    slice_fn: Callable[..., Any] | None = None  # see DataLoaderDispatcher
 
     @property
     def batches_per_step(self) -> int:

@@ -46,31 +46,18 @@ def knows_position(source: dict[str, Any]) -> bool:
 
 @dataclass
 class ResumePoint:
-    """The content of a loader's state dictionary: where an iteration begins, and with which randomness.
+    """The content of a loader's state dictionary: where an iteration begins, and with which randomness."""
 
-    Attributes:
-        epoch: epoch of the iteration.
-        unit: what positions count: samples, batches or items of the whole stream, or steps if only those are known.
-        position: units handed out since the start of the epoch, on all ranks together.
-        num_processes: number of ranks when the state was saved.
-        num_workers: worker processes of the loader when the state was saved.
-        order: randomness that the epoch's order was drawn from; empty if a new order is to be drawn.
-        begin: generator states when the epoch began; empty to leave the generators alone.
-        read_ahead: generator states before each batch that was read but not handed out.
-        source: state of a StatefulDataLoader.
-        workers: generator states of the worker processes; see :class:`accel_data.worker_rng.WorkerRngStates`.
-    """
-
-    epoch: int
-    unit: str
-    position: int = 0
-    num_processes: int = 1
-    num_workers: int = 0
-    order: dict[str, Any] = field(default_factory=dict)
-    begin: dict[str, Any] = field(default_factory=dict)
-    read_ahead: dict[str, Any] = field(default_factory=dict)
-    source: dict[str, Any] = field(default_factory=dict)
-    workers: dict[str, Any] = field(default_factory=dict)
+    epoch: int  # epoch of the iteration
+    unit: str  # what positions count: samples, batches or items of the whole stream; steps if only those are known
+    position: int = 0  # units handed out since the start of the epoch, on all ranks together
+    num_processes: int = 1  # ranks when the state was saved
+    num_workers: int = 0  # worker processes when the state was saved
+    order: dict[str, Any] = field(default_factory=dict)  # randomness that the order was drawn from; empty draws anew
+    begin: dict[str, Any] = field(default_factory=dict)  # generators at the start of the epoch; empty leaves them alone
+    read_ahead: dict[str, Any] = field(default_factory=dict)  # generators before each batch read but not handed out
+    source: dict[str, Any] = field(default_factory=dict)  # state of a StatefulDataLoader
+    workers: dict[str, Any] = field(default_factory=dict)  # see WorkerRngStates
 
     def to_state(self) -> dict[str, Any]:
         """A dictionary of numbers, strings, tuples and tensors."""
