@@ -1,4 +1,4 @@
-"""The strategies, by the name they are registered under."""
+"""The registered strategies and their plugins."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ PLUGINS: Registry[type[Any]] = Registry(
     },
     entry_point_group="accel.strategy_plugins",
 )
-"""The settings of strategies that have some, by what the launcher and the Accelerator call them. Made without
-arguments, such an object reads what the launcher handed over; its ``strategy`` is the name of the strategy that it
+"""The plugin classes of strategies, by the names that the launcher and the Accelerator use.
+
+Without arguments, such a class takes the launcher's values; its ``strategy`` is the name of the strategy that it
 configures."""
