@@ -232,7 +232,7 @@ def test_heads_must_be_divided_evenly() -> None:
     for model, message in (
         (
             llama(kv_heads=2),
-            "tp_size=4 does not divide num_key_value_heads=2 of LlamaForCausalLM: attention is divided between heads. "
+            "tp_size=4 does not divide num_key_value_heads=2 of LlamaForCausalLM: attention is sharded by heads. "
             "Allowed: 1, 2.",
         ),
         (build("own"), "tp_size=3 does not divide num_heads=4 of blocks.0.attention"),

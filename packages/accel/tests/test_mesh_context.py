@@ -49,7 +49,7 @@ def attention(rotation: str, dtype: torch.dtype, kv_heads: int) -> list[float]:
     (expected * whole[3]).sum().backward()
     parts = [tensor.clone() for tensor in whole]
     with ring.block(parts, [2, 2, -2, 2], None):
-        assert torch.equal(ring.part.positions, positions_of(dist.get_rank(), size, LENGTH))
+        assert torch.equal(ring.shard.positions, positions_of(dist.get_rank(), size, LENGTH))
         own = [tensor.clone().requires_grad_() for tensor in parts[:3]]
         out = functional.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=kv_heads != 4)
         (out * parts[3]).sum().backward()
@@ -91,7 +91,7 @@ def shared_memory() -> None:
     # After an error too.
     with pytest.raises(KeyError), ring.block([inputs], [1], None):
         raise KeyError
-    assert torch.equal(inputs, before[:, :-1]) and ring.part is None
+    assert torch.equal(inputs, before[:, :-1]) and ring.shard is None
     assert functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 
 
@@ -110,7 +110,7 @@ def refusals() -> None:
         ([tokens], [2], None, "buffer_seq_dims has 2 for a buffer of shape"),
         ([torch.zeros(2, 4, requires_grad=True)], [1], None, "requires gradients"),
         ([tokens, tokens[:, :8].clone()], [1, 1], None, r"\[16, 8\] positions"),
-        ([torch.zeros(2, 10)], [1], None, "sequences of 10 positions cannot be shared by cp_size=2"),
+        ([torch.zeros(2, 10)], [1], None, "sequences of 10 positions cannot be split over cp_size=2"),
     ):
         with pytest.raises(ConfigurationError, match=message), ring.block(buffers, dims, kept):
             pass
@@ -142,7 +142,7 @@ def refused_attention(ring: ContextParallel) -> None:
 
 def refused_models(ring: ContextParallel) -> None:
     model = build("llama")
-    ring.adapt(model)
+    ring.prepare_model(model)
     batch = stack(dataset(1))
     tokens, labels = batch["input_ids"], batch["labels"]
     padding = torch.ones_like(tokens)
@@ -151,7 +151,7 @@ def refused_models(ring: ContextParallel) -> None:
         ([labels], {"input_ids": tokens}, "input_ids has 16 positions, and this rank has 8"),
         ([tokens], {"input_ids": tokens, "attention_mask": padding}, "hides more than padding at the end"),
         ([tokens], {"input_ids": tokens, "labels": labels[:, :8].clone()}, "loses the label at its end"),
-        ([tokens], {"input_ids": tokens, "labels": labels[:, 0]}, "are one for each sequence"),
+        ([tokens], {"input_ids": tokens, "labels": labels[:, 0]}, "have one value for each sequence"),
     ):
         with ring.block(buffers, [1], None), pytest.raises(ConfigurationError, match=message):
             model(**call)

@@ -331,17 +331,17 @@ def refusals() -> None:
     )
     for plan, expected in (
         ({"nothing": "colwise"}, "the plan names 'nothing', and Own has no such module"),
-        ({"lm_head": "sideways"}, "the plan divides 'lm_head' by 'sideways', which is not one of colwise"),
-        ({"blocks.0.first": "rowwise"}, "blocks.0.first by 'rowwise', and it is a RMSNorm"),
-        ({"blocks.0.mlp.w1": "packed_colwise"}, "without saying what is packed in it"),
-        ({"blocks.0.mlp.w1": Columns(pieces=3)}, "a layer of 20 outputs holds 3 matrices side by side"),
+        ({"lm_head": "sideways"}, "the plan shards 'lm_head' by 'sideways', which is not one of colwise"),
+        ({"blocks.0.first": "rowwise"}, "blocks.0.first by 'rowwise', which does not support a RMSNorm"),
+        ({"blocks.0.mlp.w1": "packed_colwise"}, "the number of packed matrices is known for gate_up_proj only"),
+        ({"blocks.0.mlp.w1": Columns(pieces=3)}, "a layer of 20 outputs holds 3 matrices"),
     ):
         assert expected in message(accelerator_for({"tp_size": 2}, plan=plan), build("own"))
     divided = build("own")
     divided.lm_head.bias = nn.Parameter(
         distribute_tensor(torch.zeros(VOCABULARY), init_device_mesh("cpu", (2,)), [Shard(0)])
     )
-    assert "the parameters of Own are divided already" in message(accelerator_for({"tp_size": 2}), divided)
+    assert "the parameters of Own are already sharded" in message(accelerator_for({"tp_size": 2}), divided)
     accelerator = accelerator_for({"tp_size": 2})
     with pytest.raises(
         ConfigurationError, match="LocalSGD needs whole models with their own optimizer on each rank; MeshStrategy"

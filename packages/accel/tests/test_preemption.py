@@ -30,7 +30,7 @@ from accel.preemption.handler import resolve
 from accel.preemption.stop_consensus import StopAgreement
 from accel_data import loop_hooks
 from accel_state import AcceleratorState, ConfigurationError, PartialState
-from accel_state.preemption import Note, write_note, read_note, remove_note
+from accel_state.preemption import Note, read_note, remove_note, write_note
 from accel_state.random import set_seed
 
 

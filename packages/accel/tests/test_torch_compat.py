@@ -140,3 +140,18 @@ def test_replaced_optimizers(recwarn: pytest.WarningsRecorder) -> None:
 
 def test_extension_build_directory() -> None:
     assert compat.extension_build_directory("accel_test").name == "accel_test"
+
+
+def test_context_parallelism() -> None:
+    forward, backward = compat.ring_attention_templates()
+    assert callable(forward) and callable(backward)
+    compat.set_rotate_method("allgather")
+
+
+def flattened_size() -> int:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    return int(compat.flatten_mesh(mesh["a", "b"], "ab").size())
+
+
+def test_flattened_mesh() -> None:
+    assert run_world(flattened_size, 2) == [2, 2]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 # Tensors with shapes and devices but without memory. Replaced by nothing public yet (torch.fx uses the same module).
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 

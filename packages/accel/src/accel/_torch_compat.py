@@ -211,6 +211,28 @@ def storage_info(file: str, offset: int, length: int) -> Any:
     return _StorageInfo(file, offset, length)
 
 
+def flatten_mesh(mesh: Any, name: str) -> Any:
+    """The axes of a mesh as one axis, with a process group of its own; torch has announced a public method."""
+    return mesh._flatten(name)
+
+
+# -- context parallelism ---------------------------------------------------------------------------------------------
+
+
+def ring_attention_templates() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Torch's ring attention for any kernel, forward and backward; the public one has no CPU kernel. Torch 2.10."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention._templated_ring_attention, _attention._templated_ring_attention_backward
+
+
+def set_rotate_method(rotation: str) -> None:
+    """How keys and values travel in torch's ``context_parallel``, which has no argument for it. Torch 2.7."""
+    from torch.distributed.tensor.experimental._attention import set_rotate_method as set_method
+
+    set_method(rotation)
+
+
 # -- DeepSpeed's engines ---------------------------------------------------------------------------------------------
 
 

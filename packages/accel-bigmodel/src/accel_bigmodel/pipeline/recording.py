@@ -16,6 +16,8 @@ from accel_state.errors import ConfigurationError
 from accel_state.operations import get_data_structure, recursively_apply
 from accel_state.operations.nested import leaves
 
+from .._torch_compat import storage_key
+
 # A result of a unit: (number of the call, index of the tensor in its output).
 Value: TypeAlias = tuple[int, int]
 # What a tensor was computed from, outside the units: results of units and names of parameters and buffers.
@@ -90,7 +92,7 @@ class _Recorder(TorchDispatchMode):
         self._written: dict[int, Sources] = {}
         self._weights: dict[int, str] = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            self._weights.setdefault(_storage(tensor), name)
+            self._weights.setdefault(storage_key(tensor), name)
 
     def call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a unit and record what it reads and returns."""
@@ -125,7 +127,7 @@ class _Recorder(TorchDispatchMode):
         known = self._sources.get(id(tensor))
         if known is not None:
             return known
-        storage = _storage(tensor)
+        storage = storage_key(tensor)
         weight = self._weights.get(storage)
         written = self._written.get(storage, _NONE)
         return written if weight is None else written | {weight}
@@ -134,7 +136,7 @@ class _Recorder(TorchDispatchMode):
         # Keeping the tensor alive keeps its id unique.
         self._alive.append(tensor)
         self._sources[id(tensor)] = sources
-        self._sharing.setdefault(_storage(tensor), []).append(tensor)
+        self._sharing.setdefault(storage_key(tensor), []).append(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -157,15 +159,11 @@ class _Recorder(TorchDispatchMode):
     def _rewrite(self, changed: list[torch.Tensor], sources: Sources) -> None:
         for tensor in changed:
             # Covers views that were created earlier and are not tracked individually.
-            self._written[_storage(tensor)] = self._written.get(_storage(tensor), _NONE) | sources
-            for alias in [*self._sharing.get(_storage(tensor), []), tensor]:
+            self._written[storage_key(tensor)] = self._written.get(storage_key(tensor), _NONE) | sources
+            for alias in [*self._sharing.get(storage_key(tensor), []), tensor]:
                 before = self._of(alias)
                 self.recording.rewritten |= {source for source in before if not isinstance(source, str)}
                 self._remember(alias, before | sources)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device, type, nn.Module)

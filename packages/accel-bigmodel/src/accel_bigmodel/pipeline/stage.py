@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from accel_state.errors import ConfigurationError
 from accel_state.operations import TensorInformation, get_data_structure, is_tensor_information, recursively_apply
 from accel_state.operations.nested import leaves
 
+from .._torch_compat import FakeTensor, FakeTensorMode, children_of
 from .recording import Value
 from .split import PipelineSplit
 
@@ -44,7 +44,7 @@ class SkippedModule(nn.Module):
         for child_name, child in module.named_children():
             stand_in = SkippedModule(child, f"{name}.{child_name}", tensor)
             # Only what holds weights is registered: other stand-ins must not show up in named_modules.
-            slots: Any = self._modules if any(True for _ in stand_in.parameters()) else self.__dict__
+            slots: Any = children_of(self) if any(True for _ in stand_in.parameters()) else self.__dict__
             slots[child_name] = stand_in
         self._name, self._skip = name, None
 
@@ -115,9 +115,9 @@ def extract(
                     target.__dict__[attribute] = copy.copy(value)
         visited[id(module)] = target
         _replace_tensors(target, module, tensor)
-        for child_name, child in list(module._modules.items()):
+        for child_name, child in list(children_of(module).items()):
             if child is not None:
-                target._modules[child_name] = visit(child, f"{name}.{child_name}" if name else child_name)
+                children_of(target)[child_name] = visit(child, f"{name}.{child_name}" if name else child_name)
         return target
 
     return visit(model, "")

@@ -1,12 +1,10 @@
-"""Attention over sequences that ranks share: torch's ring, with kernels for the CPU too, and refusals of what it would
-compute wrongly.
-"""
+"""Context parallelism: torch's ring attention, with CPU kernels, and errors where its results would be wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,8 @@ from torch.nn import functional
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
-from .sequence_inputs import Call, Part
+from .._torch_compat import ring_attention_templates, set_rotate_method
+from .sequence_inputs import SequenceShard, ShardedCall
 
 Kernel = Callable[..., Any]
 
@@ -28,12 +27,12 @@ def _repeat_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _add_heads(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of repeating: the gradient of a head is the sum of those of its copies."""
+    """The gradient of a head that was repeated: the sum of the gradients of its copies."""
     return gradient if gradient.shape == like.shape else gradient.unflatten(1, (like.shape[1], -1)).sum(2)
 
 
 def _forward_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any) -> Any:
-    # Heads are repeated here and not earlier, so that the ring carries every key and value once.
+    # Heads are repeated here, not earlier, so that the ring sends every key and value once.
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, _repeat_heads(key, query), _repeat_heads(value, query), **settings)
 
@@ -49,19 +48,18 @@ def _backward_kernel(
 
 
 def _templates() -> tuple[Kernel, Kernel]:
-    """Torch's ring, which it uses with kernels of accelerators only."""
+    """Torch's ring, forward and backward, which torch itself uses with kernels of accelerators only."""
     try:
-        from torch.distributed.tensor.experimental._context_parallel import _attention
+        return ring_attention_templates()
     except ImportError as error:
         raise ConfigurationError(
             f"context parallelism on the CPU needs torch 2.10 or newer, and this is {torch.__version__}. Upgrade "
             "torch, or set cp_size=1."
         ) from error
-    return _attention._templated_ring_attention, _attention._templated_ring_attention_backward
 
 
 class _RingOnCPU(torch.autograd.Function):
-    """Torch's ring with the CPU's flash kernels: its own dispatcher does not know them."""
+    """Torch's ring with the CPU's flash kernels, which its own dispatcher lacks."""
 
     @staticmethod
     def forward(
@@ -83,7 +81,7 @@ class _RingOnCPU(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         _, backward = _templates()
         query, key, value, out, logsumexp = ctx.saved_tensors
-        found = backward(
+        gradients_of_inputs = backward(
             ctx.group,
             2,
             _backward_kernel,
@@ -96,18 +94,18 @@ class _RingOnCPU(torch.autograd.Function):
             logsumexp=logsumexp,
             **ctx.settings,
         )
-        return *found, None, None, None
+        return *gradients_of_inputs, None, None, None
 
 
 class RingAttention:
-    """Stands for ``scaled_dot_product_attention`` while ranks share sequences.
+    """Replaces ``scaled_dot_product_attention`` while sequences are split.
 
     Args:
-        mesh: the ranks that share a sequence.
-        inner: the function that torch's ``context_parallel`` has put in its place.
+        mesh: the ranks that a sequence is split over.
+        inner: the function that torch's ``context_parallel`` has installed.
 
     Attributes:
-        calls: how often it has been called.
+        calls: number of calls.
         closed: whether the block in which it may be used has ended.
     """
 
@@ -128,8 +126,7 @@ class RingAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Causal attention of this rank's queries to the keys and values of the whole sequences: shapes ``[B, H, length
-        / cp, D]``.
+        """Causal attention of this rank's queries to all keys and values: shapes ``[B, H, length / cp, D]``.
 
         Raises:
             ConfigurationError: a mask, dropout, or attention that is not causal.
@@ -149,39 +146,35 @@ class RingAttention:
     def _check_open(self, gradient: torch.Tensor) -> None:
         if self.closed:
             raise ConfigurationError(
-                "backward was called after the block of maybe_context_parallel: the backward pass sends keys and "
-                "values around too, and "
-                "needs the block. Call accelerator.backward(loss) inside of it."
+                "backward was called after the block of maybe_context_parallel, but it sends keys and values too. Call "
+                "accelerator.backward(loss) inside the block."
             )
 
 
 def _check_call(
     query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float, is_causal: bool
 ) -> None:
-    advice = "Train this model with cp_size=1, or with sp_size, which shares the heads instead."
+    advice = "Train this model with cp_size=1, or with sp_size, which splits the heads instead."
     if attn_mask is not None:
         raise ConfigurationError(
-            f"scaled_dot_product_attention got a mask of shape {tuple(attn_mask.shape)} where ranks share sequences; "
-            "the ring computes "
-            f"causal attention without a mask. Leave padding at the end and attention_mask out. {advice}"
+            f"scaled_dot_product_attention got a mask of shape {tuple(attn_mask.shape)} with split sequences; ring "
+            f"attention is causal and has no mask. Pad at the end, and leave attention_mask out. {advice}"
         )
     if not is_causal or query.shape[2] != key.shape[2]:
         raise ConfigurationError(
             f"scaled_dot_product_attention got is_causal={is_causal} with {query.shape[2]} queries and {key.shape[2]} "
-            "keys where ranks "
-            f"share sequences; the ring computes causal attention of a sequence to itself. {advice}"
+            f"keys with split sequences; ring attention is causal self-attention. {advice}"
         )
     if dropout_p:
         raise ConfigurationError(
-            f"scaled_dot_product_attention got dropout_p={dropout_p} where ranks share sequences; the ring has no "
-            "dropout. Set the model's "
-            "attention dropout to 0 (attention_dropout, attn_pdrop)."
+            f"scaled_dot_product_attention got dropout_p={dropout_p} with split sequences; ring attention has no "
+            "dropout. Set the model's attention dropout to 0 (attention_dropout, attn_pdrop)."
         )
 
 
 @contextmanager
 def _fused_kernels() -> Iterator[None]:
-    """Only kernels that the ring knows: the others would attend to this rank's part, in silence."""
+    """Only the kernels that the ring supports: others would attend to this rank's shard, without an error."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     unknown = {"ERROR", "MATH", "OVERRIDEABLE"}
@@ -191,9 +184,7 @@ def _fused_kernels() -> Iterator[None]:
 
 @contextmanager
 def ring_attention(mesh: DeviceMesh) -> Iterator[RingAttention]:
-    """Put ring attention in the place of ``torch.nn.functional.scaled_dot_product_attention``, inside torch's own
-    ``context_parallel``.
-    """
+    """Replace ``torch.nn.functional.scaled_dot_product_attention``, within torch's own ``context_parallel``."""
     inner = functional.scaled_dot_product_attention
     ring = RingAttention(mesh, inner)
     functional.scaled_dot_product_attention = ring
@@ -210,15 +201,15 @@ ROTATIONS = ("allgather", "alltoall")
 
 
 class ContextParallel:
-    """Shares sequences among the ranks of one mesh axis, with torch's ``context_parallel``.
+    """Splits sequences over the ranks of one mesh axis, with torch's ``context_parallel``.
 
     Args:
         mesh: the axis, of one dimension.
-        rotation: how keys and values get around: "allgather" (all at once, and the memory of whole keys and values) or
-            "alltoall" (one neighbour's at a time).
+        rotation: how keys and values travel: "allgather" (all at once, with memory for all keys and values) or
+            "alltoall" (from one neighbour at a time).
 
     Raises:
-        ConfigurationError: a rotation that is not known.
+        ConfigurationError: an unknown rotation.
     """
 
     def __init__(self, mesh: DeviceMesh, rotation: str = "allgather") -> None:
@@ -229,29 +220,29 @@ class ContextParallel:
             )
         self.mesh = mesh
         self.rotation = rotation
-        self.part: Part | None = None
+        self.shard: SequenceShard | None = None
         self._called = ""
         self._warned = False
 
-    def adapt(self, model: nn.Module) -> None:
-        """Have a model told, at each call in a block, which positions of the sequences it gets."""
+    def prepare_model(self, model: nn.Module) -> None:
+        """Pass a model the positions of this rank at each call in a block."""
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def _before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        if self.part is None:
+        if self.shard is None:
             return None
         self._called = type(model).__name__
-        return Call(model, args, kwargs, self.part).fit()
+        return ShardedCall(model, args, kwargs, self.shard, "sdpa").correct()
 
     def _warn_without_attention(self, ring: RingAttention) -> None:
         if self._called and not ring.calls and not self._warned:
             self._warned = True
             logger.warning(
                 "%s has not called torch.nn.functional.scaled_dot_product_attention in a block of "
-                "maybe_context_parallel. If it computes "
-                "attention in another way, each rank attended to its own part of the sequences only.",
+                "maybe_context_parallel. If it computes attention in another way, each rank attended to its own shard "
+                "of the sequences only.",
                 self._called,
                 main_process_only=True,
             )
@@ -263,148 +254,136 @@ class ContextParallel:
         seq_dims: Sequence[int] | None,
         no_restore: set[torch.Tensor] | None,
     ) -> Iterator[None]:
-        """Cut the buffers to this rank's part of the sequences, and compute attention over whole ones.
+        """Shard the buffers along their sequences, and compute attention over full ones.
 
         Args:
-            buffers: tensors with a dimension of whole sequences, equal on the ranks of the axis. In the block each
-                holds this rank's part.
-            seq_dims: that dimension of each.
-            no_restore: those of them that keep the part after the block.
+            buffers: tensors with a sequence dimension, equal on the ranks of the axis. In the block each holds this
+                rank's shard.
+            seq_dims: the sequence dimension of each.
+            no_restore: buffers that keep the shard after the block.
 
         Raises:
-            ConfigurationError: no buffers, sequences that cannot be divided, a block within a block, or a torch without
-                rings.
+            ConfigurationError: no buffers, sequences that cannot be split, a nested block, or a version of torch
+                without ring attention.
         """
-        chosen = self._checked(buffers, seq_dims, no_restore)
+        dims = self._check_buffers(buffers, seq_dims, no_restore)
+        buffers = buffers or ()
         kept = {id(tensor) for tensor in no_restore or ()}
-        wholes = [tensor.data for tensor, _ in chosen]
-        length = wholes[0].shape[chosen[0][1]]
-        positions = torch.arange(length, device=wholes[0].device)
-        # Torch cuts in place, in the memory of the tensor. Another tensor may be a view of the same: it cuts copies.
-        parts = [whole.clone(memory_format=torch.contiguous_format) for whole in wholes]
-        with self._shared([positions, *parts], [0, *(dim for _, dim in chosen)]) as ring:
-            for (tensor, _), part in zip(chosen, parts, strict=True):
-                tensor.data = part.clone()
-            del parts
-            known = [
-                (tensor, whole)
-                for (tensor, _), whole in zip(chosen, wholes, strict=True)
-                if not tensor.is_floating_point()
-            ]
-            self.part, self._called = Part(length, positions, self.mesh.size(), known), ""
+        full = [tensor.data for tensor in buffers]
+        length = full[0].shape[dims[0]]
+        positions = torch.arange(length, device=full[0].device)
+        # Torch shards in place, in the memory of the tensor, of which another tensor may be a view: it gets copies.
+        shards = [tensor.clone(memory_format=torch.contiguous_format) for tensor in full]
+        with self._context([positions, *shards], [0, *dims]) as ring:
+            for tensor, shard in zip(buffers, shards, strict=True):
+                tensor.data = shard.clone()
+            del shards
+            pairs = zip(buffers, full, strict=True)
+            integers = [(tensor, data) for tensor, data in pairs if not tensor.is_floating_point()]
+            self.shard, self._called = SequenceShard(length, positions, self.mesh.size(), integers), ""
             try:
                 yield
                 self._warn_without_attention(ring)
             finally:
-                self.part = None
-                for (tensor, _), whole in zip(chosen, wholes, strict=True):
+                self.shard = None
+                for tensor, data in zip(buffers, full, strict=True):
                     if id(tensor) not in kept:
-                        tensor.data = whole
+                        tensor.data = data
 
     @contextmanager
-    def _shared(self, parts: list[torch.Tensor], seq_dims: list[int]) -> Iterator[RingAttention]:
+    def _context(self, shards: list[torch.Tensor], seq_dims: list[int]) -> Iterator[RingAttention]:
         try:
             from torch.distributed.tensor.experimental import context_parallel
-            from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+            set_rotate_method(self.rotation)
         except ImportError as error:
             raise ConfigurationError(
                 f"context parallelism needs torch 2.7 or newer, and this is {torch.__version__}. Upgrade torch, or "
                 "set cp_size=1."
             ) from error
-        set_rotate_method(self.rotation)
-        shared = context_parallel(self.mesh, buffers=parts, buffer_seq_dims=seq_dims, no_restore_buffers=set(parts))
-        with shared, ring_attention(self.mesh) as ring:
+        context = context_parallel(self.mesh, buffers=shards, buffer_seq_dims=seq_dims, no_restore_buffers=set(shards))
+        with context, ring_attention(self.mesh) as ring:
             yield ring
 
-    def _checked(
+    def _check_buffers(
         self,
         buffers: Sequence[torch.Tensor] | None,
         seq_dims: Sequence[int] | None,
         no_restore: set[torch.Tensor] | None,
-    ) -> list[tuple[torch.Tensor, int]]:
-        if self.part is not None:
+    ) -> list[int]:
+        """The sequence dimension of each buffer, not negative."""
+        if self.shard is not None:
             raise ConfigurationError(
-                "maybe_context_parallel was entered within its own block. One block holds forward and backward of a "
+                "maybe_context_parallel was entered within its own block. Use one block for forward and backward of a "
                 "step."
             )
         if not buffers:
             raise ConfigurationError(
-                "maybe_context_parallel got no buffers, so there is nothing to share. Pass "
-                "buffers=[batch['input_ids'], batch['labels']] "
-                "and buffer_seq_dims=[1, 1]."
+                "maybe_context_parallel got no buffers, so there is nothing to split. Pass "
+                "buffers=[batch['input_ids'], batch['labels']] and buffer_seq_dims=[1, 1]."
             )
         if len(buffers) != len(seq_dims or ()):
             raise ConfigurationError(
-                f"maybe_context_parallel got {len(buffers)} buffers and {len(seq_dims or ())} buffer_seq_dims. Give "
+                f"maybe_context_parallel got {len(buffers)} buffers and {len(seq_dims or ())} buffer_seq_dims. Pass "
                 "one dimension for each."
             )
         ids = [id(tensor) for tensor in buffers]
         if len(set(ids)) != len(ids):
             raise ConfigurationError(
-                "buffers holds the same tensor twice. Name it once; labels=input_ids in the call is fine."
+                "buffers holds the same tensor twice. Pass it once; labels=input_ids in the call is fine."
             )
-        strange = [tuple(tensor.shape) for tensor in no_restore or () if id(tensor) not in set(ids)]
-        if strange:
+        unknown = [tuple(tensor.shape) for tensor in no_restore or () if id(tensor) not in set(ids)]
+        if unknown:
             raise ConfigurationError(
-                f"no_restore_buffers has tensors (shapes {strange}) that are not in buffers. Name them in both."
+                f"no_restore_buffers has tensors (shapes {unknown}) that are not in buffers. Pass them in both."
             )
-        chosen = [
-            (tensor, _dim_of(tensor, dim)) for tensor, dim in zip(buffers, cast("Sequence[int]", seq_dims), strict=True)
-        ]
-        self._check_lengths([tensor.shape[dim] for tensor, dim in chosen])
-        return chosen
+        dims = [_check_dim(tensor, dim) for tensor, dim in zip(buffers, seq_dims or (), strict=True)]
+        self._check_lengths([tensor.shape[dim] for tensor, dim in zip(buffers, dims, strict=True)])
+        return dims
 
     def _check_lengths(self, lengths: list[int]) -> None:
         size = self.mesh.size()
         if len(set(lengths)) > 1:
             raise ConfigurationError(
-                f"buffers have sequences of {lengths} positions, and a block has one length. Cut them equally, or "
+                f"buffers have sequences of {lengths} positions, and must have one length. Pad or truncate them, or "
                 "check buffer_seq_dims."
             )
         if lengths[0] % (2 * size):
             raise ConfigurationError(
-                f"sequences of {lengths[0]} positions cannot be shared by cp_size={size} ranks, each of which takes "
-                "two equal pieces. "
-                f"Pad them to a multiple of {2 * size}, for example with pad_to_multiple_of={2 * size} in the collator."
+                f"sequences of {lengths[0]} positions cannot be split over cp_size={size} ranks, each of which takes "
+                f"two equal pieces. Pad them to a multiple of {2 * size}, for example with "
+                f"pad_to_multiple_of={2 * size} in the collator."
             )
 
     def unshard(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
-        """Whole sequences again, in order, on every rank of the axis; without a gradient.
+        """The full sequences, in order, on every rank of the axis, without a gradient.
 
         Args:
-            tensor: this rank's part, for example logits ``[B, length / cp, vocabulary]``.
-            seq_dim: the dimension of the sequence.
+            tensor: this rank's shard, for example logits ``[B, length / cp, vocabulary]``.
+            seq_dim: the sequence dimension.
         """
-        own = tensor.detach().contiguous()
-        parts = [torch.empty_like(own) for _ in range(self.mesh.size())]
-        dist.all_gather(parts, own, group=self.mesh.get_group())
-        order = torch.cat(
-            [
-                positions_of(rank, self.mesh.size(), own.shape[seq_dim] * self.mesh.size())
-                for rank in range(self.mesh.size())
-            ]
-        )
-        return torch.cat(parts, dim=seq_dim).index_select(seq_dim, order.argsort().to(tensor.device))
+        local, size = tensor.detach().contiguous(), self.mesh.size()
+        shards = [torch.empty_like(local) for _ in range(size)]
+        dist.all_gather(shards, local, group=self.mesh.get_group())
+        order = torch.cat([positions_of(rank, size, local.shape[seq_dim] * size) for rank in range(size)])
+        return torch.cat(shards, dim=seq_dim).index_select(seq_dim, order.argsort().to(tensor.device))
 
 
 def positions_of(rank: int, size: int, length: int) -> torch.Tensor:
-    """The positions of a sequence that a rank gets: a piece from the front and its mirror image, so that causal work is
-    equal.
-    """
+    """The positions of a rank: a piece from the front and its mirror image, so that ranks have equal causal work."""
     pieces = torch.arange(length).chunk(2 * size)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
 
-def _dim_of(tensor: torch.Tensor, dim: int) -> int:
+def _check_dim(tensor: torch.Tensor, dim: int) -> int:
     if tensor.requires_grad or isinstance(tensor, nn.Parameter):
         raise ConfigurationError(
-            f"a buffer of shape {tuple(tensor.shape)} requires gradients, and buffers are cut in place. Name inputs, "
-            "labels and tables of "
-            "positions; parameters stay whole."
+            f"a buffer of shape {tuple(tensor.shape)} requires gradients, and buffers are sharded in place. Pass "
+            "inputs, labels and tables of positions, not parameters."
         )
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ConfigurationError(
-            f"buffer_seq_dims has {dim} for a buffer of shape {tuple(tensor.shape)}. Give the dimension of the "
+            f"buffer_seq_dims has {dim} for a buffer of shape {tuple(tensor.shape)}. Pass the dimension of the "
             "sequence."
         )
     return dim % tensor.ndim

@@ -17,6 +17,7 @@ from accel_state.collectives.single import Collectives
 from accel_state.collectives.torch import TorchCollectives
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import flatten_mesh
 from .axes import AVERAGING_AXES, AXES, DATA_AXES, SHARDING_AXES
 
 _GROUPED = {"dp": DATA_AXES, "dp_cp": AVERAGING_AXES, "dp_shard_cp": SHARDING_AXES}
@@ -100,7 +101,7 @@ def _flatten(mesh: DeviceMesh) -> None:
     for name, axes in _GROUPED.items():
         present = tuple(axis for axis in mesh.mesh_dim_names or () if axis in axes)
         if present:
-            flattened[name] = mesh[present]._flatten(name)
+            flattened[name] = flatten_mesh(mesh[present], name)
 
 
 def coordinate(mesh: DeviceMesh | None, axis: str) -> int:

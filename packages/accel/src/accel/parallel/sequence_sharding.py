@@ -1,4 +1,4 @@
-"""What a strategy does where ranks of its mesh share sequences."""
+"""Splitting of sequences over the ranks of a mesh, by context or sequence parallelism."""
 
 from __future__ import annotations
 
@@ -14,44 +14,42 @@ from .context_parallel import ContextParallel
 from .ulysses import SequenceParallel
 
 
-class SharesSequences:
-    """The part of a mesh strategy that is about sequences.
+class SequenceSharding:
+    """The axes of a mesh that sequences are split over; it does nothing where there are none.
 
     Attributes:
-        ring: context parallelism; None where its axis has one rank.
-        heads: sequence parallelism; None where its axis has one rank.
+        context: context parallelism; None where the cp axis has one rank.
+        ulysses: sequence parallelism; None where the sp axis has one rank.
     """
 
-    ring: ContextParallel | None = None
-    heads: SequenceParallel | None = None
-
-    def init_sequences(self, mesh: DeviceMesh | None, settings: ParallelismConfig) -> None:
-        """Set the sharing up, as far as there are axes for it."""
+    def __init__(self, mesh: DeviceMesh | None, settings: ParallelismConfig) -> None:
+        self.context: ContextParallel | None = None
+        self.ulysses: SequenceParallel | None = None
         if mesh is not None and settings.cp_handler is not None and settings.cp_enabled:
-            self.ring = ContextParallel(mesh["cp"], settings.cp_handler.cp_comm_strategy or "allgather")
+            self.context = ContextParallel(mesh["cp"], settings.cp_handler.cp_comm_strategy or "allgather")
         if mesh is not None and settings.sp_handler is not None and settings.sp_enabled:
-            self.heads = SequenceParallel(mesh["sp"], settings.sp_handler)
+            self.ulysses = SequenceParallel(mesh["sp"], settings.sp_handler)
 
-    def share_sequences(self, model: nn.Module) -> None:
-        """Have a model told which parts of sequences it gets; before it is wrapped."""
-        for sharing in (self.ring, self.heads):
-            if sharing is not None:
-                sharing.adapt(model)
+    def prepare_model(self, model: nn.Module) -> None:
+        """Correct the inputs of a model's calls, and its attention; before it is wrapped."""
+        for axis in (self.context, self.ulysses):
+            if axis is not None:
+                axis.prepare_model(model)
 
-    def context_parallel(
+    def block(
         self,
         buffers: list[torch.Tensor] | None,
-        buffer_seq_dims: list[int] | None,
-        no_restore_buffers: set[torch.Tensor] | None,
+        seq_dims: list[int] | None,
+        no_restore: set[torch.Tensor] | None,
     ) -> AbstractContextManager[None]:
-        """A block in which the ranks of the cp axis share the sequences in the buffers."""
-        return nullcontext() if self.ring is None else self.ring.block(buffers, buffer_seq_dims, no_restore_buffers)
+        """A block in which the sequences in the buffers are split over the ranks of the cp axis."""
+        return nullcontext() if self.context is None else self.context.block(buffers, seq_dims, no_restore)
 
-    def whole_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
-        """The parts of the ranks of the cp or sp axis as one, on each of them."""
-        sharing = self.ring or self.heads
-        return tensor if sharing is None else sharing.unshard(tensor, seq_dim)
+    def unshard(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
+        """The full sequences on every rank of the cp or sp axis."""
+        axis = self.context or self.ulysses
+        return tensor if axis is None else axis.unshard(tensor, seq_dim)
 
-    def sequence_parallel_loader(self, loader: Any, model: nn.Module) -> Any:
-        """A loader whose sequences are split between the ranks of the sp axis."""
-        return loader if self.heads is None else self.heads.loader(loader)
+    def loader(self, loader: Any) -> Any:
+        """A loader whose sequences are split over the ranks of the sp axis."""
+        return loader if self.ulysses is None else self.ulysses.loader(loader)

@@ -1,4 +1,4 @@
-"""What passes between ranks that share a layer, with gradients that pass the other way."""
+"""Differentiable collectives of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def share_of(width: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Where a rank's part of ``width`` columns begins, and how many it has; the last ranks may have fewer, or none."""
+    """Offset and number of this rank's columns out of ``width``; the last ranks may have fewer, or none."""
     return _share(width, mesh.size(), mesh.get_local_rank())
 
 
@@ -22,13 +22,13 @@ def _share(width: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def shared(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """An input that all ranks have; its gradient is the sum of theirs."""
+    """An input that is replicated on all ranks; its gradient is the sum over the ranks."""
     out: torch.Tensor = _Shared.apply(x, mesh)
     return out
 
 
 class SharedInput:
-    """One input of several layers of a module, shared once: their gradients are added up before they are sent.
+    """A common input of several layers of a module: its gradients are added and then all-reduced once.
 
     Args:
         module: the module whose forward calls the layers.
@@ -39,15 +39,12 @@ class SharedInput:
         self._mesh = mesh
         self._known: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
         self._open = False
-        # Every rank must find the same inputs to be the same ones, so what is known ends with the forward, and not when
-        # memory is freed.
+        # Every rank must reuse the same inputs, so they are forgotten after the forward, not when memory is freed.
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as :func:`shared` gives it, made once for calls with the same tensor within one forward of the
-        module.
-        """
+        """The result of :func:`shared`, computed once for the same tensor within one forward of the module."""
         if not self._open or x.is_inference():
             return shared(x, self._mesh)
         known, key = self._known, (x._version, torch.is_grad_enabled())
@@ -63,19 +60,19 @@ class SharedInput:
 
 
 def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of what the ranks have, on all of them."""
+    """All-reduce: the sum over the ranks."""
     out: torch.Tensor = _Summed.apply(x, mesh)
     return out
 
 
 def joined(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    """The parts of all ranks side by side along the last dimension, ``width`` columns in all, on all of them."""
+    """All-gather: the columns of all ranks along the last dimension, ``width`` in all."""
     out: torch.Tensor = _Joined.apply(x, mesh, width)
     return out
 
 
 def part(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's columns of an input that all ranks have."""
+    """This rank's columns of a replicated input."""
     out: torch.Tensor = _Part.apply(x, mesh)
     return out
 
@@ -88,11 +85,11 @@ def _all_reduced(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def _all_joined(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
     sizes = [_share(width, mesh.size(), rank)[1] for rank in range(mesh.size())]
-    # What is sent must be of one size on all ranks.
-    own = torch.nn.functional.pad(x, (0, sizes[0] - x.shape[-1])).contiguous()
-    parts = [torch.empty_like(own) for _ in sizes]
-    dist.all_gather(parts, own, group=mesh.get_group())
-    return torch.cat([one[..., :size] for one, size in zip(parts, sizes, strict=True)], dim=-1)
+    # All-gather needs tensors of equal size.
+    padded = torch.nn.functional.pad(x, (0, sizes[0] - x.shape[-1])).contiguous()
+    columns = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(columns, padded, group=mesh.get_group())
+    return torch.cat([item[..., :size] for item, size in zip(columns, sizes, strict=True)], dim=-1)
 
 
 def _columns(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Layers of which each rank of the tensor-parallel axis has a part.
+"""Layers that are sharded over the tensor-parallel axis.
 
-A parameter becomes a DTensor over the axis; the layer's forward computes with this rank's part of it. What goes in and
-comes out are plain tensors: whole ones, the same on all ranks of the axis, or parts along the last dimension.
+A parameter becomes a DTensor over the axis; the layer's forward computes with this rank's shard. Inputs and outputs are
+plain tensors: replicated on the ranks of the axis, or sharded along the last dimension.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 def is_conv1d(module: Any) -> bool:
-    """Whether a module is Transformers' Conv1D: a linear layer whose weight is of shape (inputs, outputs), as GPT-2 has
-    them.
-    """
+    """Whether a module is Transformers' Conv1D: a linear layer whose weight is (inputs, outputs)."""
     return (
         type(module).__name__ == "Conv1D"
         and hasattr(module, "nf")
@@ -37,16 +35,12 @@ def is_conv1d(module: Any) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module computes just what a linear layer does. Subclasses that compute otherwise (quantized, low-rank)
-    do not.
-    """
+    """Whether a module computes exactly a linear layer; quantized or low-rank subclasses do not."""
     return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Whether a module is an embedding of Transformers that multiplies what it has looked up by ``embed_scale``, as
-    Gemma and BART have.
-    """
+    """Whether a module is an embedding of Transformers that multiplies its output by ``embed_scale`` (Gemma, BART)."""
     return (
         isinstance(module, nn.Embedding)
         and type(module).__name__.endswith("ScaledWordEmbedding")
@@ -60,28 +54,28 @@ def _scale_of(module: nn.Module, dtype: torch.dtype) -> Any:
 
 
 class Style:
-    """How a module is divided.
+    """How a module is sharded.
 
     Attributes:
-        divides: the kinds of modules that it can divide, for messages.
+        supported: the kinds of modules that it can shard, for messages.
     """
 
-    divides: ClassVar[str] = ""
+    supported: ClassVar[str] = ""
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether a module can be divided so."""
+        """Whether a module can be sharded this way."""
         return is_linear(module)
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, cut: Cut) -> None:
-        """Divide a module in place; its parameters are whole and the same on all ranks of the axis."""
+    def apply(self, module: nn.Module, mesh: DeviceMesh, sharder: ParameterSharder) -> None:
+        """Shard a module in place; its parameters are the same on all ranks of the axis."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{key}={value}' for key, value in vars(self).items())})"
 
 
-class Cut:
-    """Divides parameters, tied ones once.
+class ParameterSharder:
+    """Shards parameters along the axis, tied ones once.
 
     Args:
         mesh: the axis.
@@ -93,37 +87,36 @@ class Cut:
         self._inputs: dict[nn.Module, SharedInput] = {}
 
     def share_inputs(self, parent: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Let layers that a module calls send the gradient of an input that they have in common once."""
+        """All-reduce the gradient of a common input of these layers of ``parent`` once."""
         self._inputs.update(dict.fromkeys(layers, SharedInput(parent, self.mesh)))
 
     def input_of(self, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What shares a layer's input between the ranks."""
+        """The function that marks a layer's input as replicated."""
         return self._inputs.get(module) or partial(shared, mesh=self.mesh)
 
     def __call__(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
-        """Replace a module's parameter by this rank's part of it along a dimension.
+        """Replace a module's parameter by its shard along a dimension.
 
         Args:
             module: the module.
             name: the parameter's name in it.
             dim: the dimension.
-            pieces: how many tensors lie side by side along it, each of which is divided.
+            pieces: number of tensors that are concatenated along it, each of which is sharded.
 
         Raises:
-            ConfigurationError: the same parameter has been divided along another dimension.
+            ConfigurationError: the same parameter has been sharded along another dimension.
         """
         old = module._parameters[name]
         assert old is not None
         if old not in self._made:
             view = _view(old.data, dim, pieces)
-            own = distribute_tensor(view, self.mesh, [Shard(dim if pieces == 1 else dim + 1)], src_data_rank=None)
-            self._made[old] = nn.Parameter(own, old.requires_grad), dim
+            shard = distribute_tensor(view, self.mesh, [Shard(dim if pieces == 1 else dim + 1)], src_data_rank=None)
+            self._made[old] = nn.Parameter(shard, old.requires_grad), dim
         new, done = self._made[old]
         if done != dim:
             raise ConfigurationError(
-                f"{name} of a {type(module).__name__} is shared with a layer that is divided along another dimension. "
-                "Leave both whole: "
-                "TorchTensorParallelConfig(plan=...)."
+                f"{name} of a {type(module).__name__} is shared with a layer that is sharded along another dimension. "
+                "Shard neither: TorchTensorParallelConfig(plan=...)."
             )
         if pieces > 1:
             remember_packed(module, name, old.shape)
@@ -131,18 +124,18 @@ class Cut:
 
 
 def _view(tensor: torch.Tensor, dim: int, pieces: int) -> torch.Tensor:
-    """The tensor with a dimension of its own for the pieces that lie side by side along ``dim``."""
+    """The tensor with a separate dimension for the pieces that are concatenated along ``dim``."""
     return tensor if pieces == 1 else tensor.unflatten(dim, (pieces, -1))
 
 
-def _own(parameter: Any) -> Any:
-    """This rank's part, through which gradients flow; what is not divided as it is."""
+def _local(parameter: Any) -> Any:
+    """This rank's shard, through which gradients flow, or the parameter itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _product(module: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
-    """The layer's product with this rank's part of the weight."""
-    weight = _own(module.weight)
+    """The product with this rank's shard of the weight."""
+    weight = _local(module.weight)
     if not is_conv1d(module):
         return nn.functional.linear(x, weight.flatten(0, -2), bias)
     return (
@@ -161,69 +154,68 @@ def _replace_forward(module: nn.Module, forward: Forward) -> None:
 
 
 class Columns(Style):
-    """Each rank computes a part of the outputs.
+    """Column-wise: each rank computes a part of the outputs.
 
     Args:
-        pieces: how many matrices the layer holds side by side (3 for fused queries, keys and values); each is divided,
-            so that a rank's part is the same heads of all of them.
-        gathers: whether the outputs are put together again.
+        pieces: number of matrices in the layer (3 for fused queries, keys and values); each is sharded, so that a rank
+            has the same heads of all of them.
+        gathers: whether the outputs are all-gathered.
     """
 
-    divides = "torch.nn.Linear and Conv1D themselves"
+    supported = "torch.nn.Linear and Conv1D themselves"
 
     def __init__(self, pieces: int = 1, gathers: bool = False) -> None:
         self.pieces = pieces
         self.gathers = gathers
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, cut: Cut) -> None:
+    def apply(self, module: nn.Module, mesh: DeviceMesh, sharder: ParameterSharder) -> None:
         outputs = 1 if is_conv1d(module) else 0
         width = int(module.weight.shape[outputs])  # type: ignore[index]
         if self.pieces > 1 and width % (self.pieces * mesh.size()):
             raise ConfigurationError(
-                f"a layer of {width} outputs holds {self.pieces} matrices side by side, which tp_size={mesh.size()} "
-                "does not divide "
-                "evenly. Choose a size that does, or leave the layer whole: TorchTensorParallelConfig(plan=...)."
+                f"a layer of {width} outputs holds {self.pieces} matrices, which tp_size={mesh.size()} does not divide "
+                "evenly. Choose a size that does, or do not shard the layer: TorchTensorParallelConfig(plan=...)."
             )
-        cut(module, "weight", outputs, self.pieces)
+        sharder(module, "weight", outputs, self.pieces)
         if module.bias is not None:
-            cut(module, "bias", 0, self.pieces)
-        gathers, share = self.gathers, cut.input_of(module)
+            sharder(module, "bias", 0, self.pieces)
+        gathers, share = self.gathers, sharder.input_of(module)
 
-        def forward(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            bias = None if own.bias is None else _own(own.bias).flatten()
-            out = _product(own, share(x), bias)
+        def forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            bias = None if layer.bias is None else _local(layer.bias).flatten()
+            out = _product(layer, share(x), bias)
             return joined(out, mesh, width) if gathers else out
 
         _replace_forward(module, forward)
 
 
 class Rows(Style):
-    """Each rank takes a part of the inputs, and the products are added up.
+    """Row-wise: each rank multiplies a part of the inputs, and the products are all-reduced.
 
     Args:
-        splits: whether the inputs are whole, and each rank takes its part of them first.
+        splits: whether the inputs are replicated, and each rank takes its part first.
     """
 
-    divides = "torch.nn.Linear and Conv1D themselves"
+    supported = "torch.nn.Linear and Conv1D themselves"
 
     def __init__(self, splits: bool = False) -> None:
         self.splits = splits
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, cut: Cut) -> None:
-        cut(module, "weight", 0 if is_conv1d(module) else 1)
+    def apply(self, module: nn.Module, mesh: DeviceMesh, sharder: ParameterSharder) -> None:
+        sharder(module, "weight", 0 if is_conv1d(module) else 1)
         splits = self.splits
 
-        def forward(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            out = summed(_product(own, part(x, mesh) if splits else x, None), mesh)
-            return _with_bias(out, own.bias)
+        def forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            out = summed(_product(layer, part(x, mesh) if splits else x, None), mesh)
+            return _with_bias(out, layer.bias)
 
         _replace_forward(module, forward)
 
 
 class VocabularyRows(Style):
-    """Each rank looks up its part of the words."""
+    """Each rank looks up the tokens of its part of the vocabulary."""
 
-    divides = (
+    supported = (
         "torch.nn.Embedding itself and Transformers' ScaledWordEmbedding, without max_norm, scale_grad_by_freq "
         "and sparse"
     )
@@ -235,42 +227,40 @@ class VocabularyRows(Style):
             return False
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, cut: Cut) -> None:
-        words = int(module.weight.shape[0])  # type: ignore[index]
-        begin, size = share_of(words, mesh)
-        cut(module, "weight", 0)
+    def apply(self, module: nn.Module, mesh: DeviceMesh, sharder: ParameterSharder) -> None:
+        vocabulary = int(module.weight.shape[0])  # type: ignore[index]
+        begin, size = share_of(vocabulary, mesh)
+        sharder(module, "weight", 0)
         scaled, padding = is_scaled(module), getattr(module, "padding_idx", None)
-        own_padding = padding - begin if padding is not None and begin <= padding < begin + size else None
+        local_padding = padding - begin if padding is not None and begin <= padding < begin + size else None
 
-        def forward(own: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-            foreign = (ids < begin) | (ids >= begin + size)
-            weight = _own(own.weight)
+        def forward(layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+            is_elsewhere = (ids < begin) | (ids >= begin + size)
+            weight = _local(layer.weight)
             if not size:
-                # More ranks than words: nothing to look up, but the ranks add up together.
-                found = weight.new_zeros((*ids.shape, weight.shape[-1])) + weight.sum()
+                # More ranks than tokens: nothing to look up, but every rank must join the all-reduce.
+                rows = weight.new_zeros((*ids.shape, weight.shape[-1])) + weight.sum()
             else:
-                found = nn.functional.embedding((ids - begin).masked_fill(foreign, 0), weight, own_padding)
-            out = summed(found.masked_fill(foreign.unsqueeze(-1), 0), mesh)
-            return out * _scale_of(own, out.dtype) if scaled else out
+                rows = nn.functional.embedding((ids - begin).masked_fill(is_elsewhere, 0), weight, local_padding)
+            out = summed(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), mesh)
+            return out * _scale_of(layer, out.dtype) if scaled else out
 
         _replace_forward(module, forward)
 
 
 class Heads(Style):
-    """A norm of single heads (of queries or keys, say): whole on every rank, which has a part of the heads to use it
-    on.
-    """
+    """A norm of single heads (of queries or keys): replicated, and applied to the heads of this rank."""
 
-    divides = "modules whose parameters are of one head"
+    supported = "modules with the parameters of one head"
 
     def fits(self, module: nn.Module) -> bool:
         return True
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, cut: Cut) -> None:
+    def apply(self, module: nn.Module, mesh: DeviceMesh, sharder: ParameterSharder) -> None:
         apply_torch_style(module, mesh, SequenceParallel(sequence_dim=2, use_local_output=True))
 
 
 def apply_torch_style(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    """Divide a module by a style of torch; its parameters are the same on all ranks, so nothing is sent."""
+    """Shard a module by a style of torch, without a broadcast: its parameters are the same on all ranks."""
     style.src_data_rank = None
     parallelize_module(module, mesh, style, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""Which modules of a model are divided along the tensor-parallel axis, and how."""
+"""Which modules of a model are sharded along the tensor-parallel axis, and how."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_state.errors import ConfigurationError
 from ..core.unwrap import extract_model_from_parallel
 from .tp_layers import Columns, Heads, Rows, Style, VocabularyRows, is_linear
 
-_WORDS: Mapping[str, Callable[[], Style | None]] = {
+_STYLES: Mapping[str, Callable[[], Style | None]] = {
     "colwise": Columns,
     "packed_colwise": lambda: Columns(pieces=2),
     "colwise_gather_output": lambda: Columns(gathers=True),
@@ -28,21 +28,21 @@ _WORDS: Mapping[str, Callable[[], Style | None]] = {
     "replicated_with_grad_allreduce": Heads,
     "replicate": lambda: None,
 }
-"""The words of plans, as Transformers has them, in its newer and its older spelling."""
+"""The names of styles in the plans of Transformers, newer and older ones."""
 
-Plan = dict[str, Any]
-"""A style (of ours, or a ``ParallelStyle`` of torch) for each module's name."""
+TensorParallelPlan = dict[str, Any]
+"""A :class:`Style`, or a ``ParallelStyle`` of torch, for each module's name."""
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _BlockShape:
     """A kind of block, by the names of its layers.
 
     Attributes:
-        columns: layers whose outputs are divided.
-        rows: layers that add the parts up again; the first of them that there is.
-        attention: whether it is attention, which must be divided between heads.
-        fused: how many matrices the columns hold side by side.
+        columns: layers that are sharded column-wise.
+        rows: candidates for the layer that is sharded row-wise.
+        attention: whether it is attention, which must be sharded by heads.
+        fused: number of matrices in a layer of ``columns``.
     """
 
     columns: tuple[str, ...]
@@ -52,35 +52,35 @@ class _Shape:
 
 
 _SHAPES = (
-    _Shape(("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj"), attention=True),
-    _Shape(("wq", "wk", "wv"), ("wo",), attention=True),
-    _Shape(("c_attn",), ("c_proj",), attention=True, fused=3),
-    _Shape(("gate_proj", "up_proj"), ("down_proj",)),
-    _Shape(("up_proj",), ("down_proj",)),
-    _Shape(("w1", "w3"), ("w2",)),
-    _Shape(("c_fc",), ("c_proj",)),
-    _Shape(("fc1",), ("fc2",)),
+    _BlockShape(("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj"), attention=True),
+    _BlockShape(("wq", "wk", "wv"), ("wo",), attention=True),
+    _BlockShape(("c_attn",), ("c_proj",), attention=True, fused=3),
+    _BlockShape(("gate_proj", "up_proj"), ("down_proj",)),
+    _BlockShape(("up_proj",), ("down_proj",)),
+    _BlockShape(("w1", "w3"), ("w2",)),
+    _BlockShape(("c_fc",), ("c_proj",)),
+    _BlockShape(("fc1",), ("fc2",)),
 )
 
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "num_key_value_heads", "n_kv_heads", "num_kv_heads")
-# What such a block counts of its own part: heads, and the width of each of the fused matrices.
-_COUNTED = (*_HEADS, "n_local_heads", "n_local_kv_heads", "split_size", "all_head_size")
+# Attributes of such a block that must be those of one rank: heads, and the width of each of the fused matrices.
+_PER_RANK = (*_HEADS, "n_local_heads", "n_local_kv_heads", "split_size", "all_head_size")
 
 
-def plan_of(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> tuple[Plan, bool]:
-    """How a model is divided: as the user says, as the model itself says, or as the shape of its blocks says.
+def plan_of(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> tuple[TensorParallelPlan, bool]:
+    """The plan of a model: the user's, the model's own, or one derived from the shape of its blocks.
 
     Args:
         model: the whole model, on any device.
         given: the user's plan, or None.
-        size: of the axis.
+        size: size of the axis.
 
     Returns:
-        A style for each name of a module that is divided (modules that are not named are whole on every rank), and
-        whether that was derived from the shape of the blocks.
+        The style of each module that is sharded (other modules are replicated), and whether the plan was derived from
+        the shape of the blocks.
 
     Raises:
-        ConfigurationError: a plan names what the model has not, or what cannot be divided; or there is no plan.
+        ConfigurationError: a plan names a module that does not exist or cannot be sharded; or there is no plan.
     """
     model = extract_model_from_parallel(model)
     own = getattr(model, "_tp_plan", None) or {}
@@ -94,55 +94,52 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> tup
     if not plan:
         raise ConfigurationError(
             f"{type(model).__name__} has no plan for tensor parallelism, and no blocks of a known shape (q_proj, "
-            "k_proj, v_proj, o_proj; "
-            "gate_proj, up_proj, down_proj; c_attn, c_fc, c_proj; ...). Give one: "
+            "k_proj, v_proj, o_proj; gate_proj, up_proj, down_proj; c_attn, c_fc, c_proj; ...). Pass one: "
             "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={'layers.*.q_proj': 'colwise', ...}))."
         )
     return _with_ties(model, plan), given is None and not own
 
 
-def _resolve(model: nn.Module, plan: Mapping[str, Any], must_match: bool) -> Plan:
+def _resolve(model: nn.Module, plan: Mapping[str, Any], must_match: bool) -> TensorParallelPlan:
     names = [name for name, _ in model.named_modules() if name]
     modules = dict(model.named_modules())
-    found: Plan = {}
-    for pattern, word in plan.items():
-        style = _style(pattern, word)
+    styles: TensorParallelPlan = {}
+    for pattern, given in plan.items():
+        style = _style(pattern, given)
         matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matching and must_match:
             raise ConfigurationError(
-                f"the plan names {pattern!r}, and {type(model).__name__} has no such module. Names are such as "
-                f"{', '.join(names[:5])}."
+                f"the plan names {pattern!r}, and {type(model).__name__} has no such module. Its modules are "
+                f"{', '.join(names[:5])}, ..."
             )
         for name in matching:
             if style is not None:
-                _check_style(name, modules[name], style, word)
-                found[name] = style
-    return found
+                _check_style(name, modules[name], style, given)
+                styles[name] = style
+    return styles
 
 
-def _style(pattern: str, word: Any) -> Any:
-    if isinstance(word, (ParallelStyle, Style)):
-        return word
-    if word not in _WORDS:
+def _style(pattern: str, given: Any) -> Any:
+    if isinstance(given, (ParallelStyle, Style)):
+        return given
+    if given not in _STYLES:
         raise ConfigurationError(
-            f"the plan divides {pattern!r} by {word!r}, which is not one of {', '.join(_WORDS)}, nor a ParallelStyle "
-            "of torch. "
-            "Give a plan without it: TorchTensorParallelConfig(plan=...)."
+            f"the plan shards {pattern!r} by {given!r}, which is not one of {', '.join(_STYLES)}, nor a ParallelStyle "
+            "of torch. Pass a plan without it: TorchTensorParallelConfig(plan=...)."
         )
-    return _WORDS[word]()
+    return _STYLES[given]()
 
 
-def _check_style(name: str, module: nn.Module, style: Any, word: Any) -> None:
+def _check_style(name: str, module: nn.Module, style: Any, given: Any) -> None:
     if isinstance(style, Style) and not style.fits(module):
         raise ConfigurationError(
-            f"the plan divides {name} by {word!r}, and it is a {type(module).__name__}, which that cannot divide. "
-            f"Allowed: {style.divides}."
+            f"the plan shards {name} by {given!r}, which does not support a {type(module).__name__}. Allowed: "
+            f"{style.supported}."
         )
-    if word == "packed_colwise" and "gate_up" not in name:
+    if given == "packed_colwise" and "gate_up" not in name:
         raise ConfigurationError(
-            f"the plan divides {name} by 'packed_colwise' without saying what is packed in it; known is gate_up_proj. "
-            "Give a plan in which "
-            "it is whole, or Columns(pieces=n) of accel.parallel.tp_layers."
+            f"the plan shards {name} by 'packed_colwise', and the number of packed matrices is known for gate_up_proj only. "
+            "Pass a plan without it, or with Columns(pieces=n) of accel.parallel.tp_layers."
         )
 
 
@@ -157,7 +154,7 @@ def _check_heads(where: str, name: str, heads: Any, size: int) -> None:
     if isinstance(heads, int) and heads % size:
         allowed = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigurationError(
-            f"tp_size={size} does not divide {name}={heads} of {where}: attention is divided between heads. Allowed: "
+            f"tp_size={size} does not divide {name}={heads} of {where}: attention is sharded by heads. Allowed: "
             f"{', '.join(allowed)}."
         )
 
@@ -178,7 +175,7 @@ def _derived(model: nn.Module, size: int) -> Iterator[tuple[str, Style]]:
             yield name, Columns(gathers=True)
 
 
-def _shape_of(block: nn.Module) -> _Shape | None:
+def _shape_of(block: nn.Module) -> _BlockShape | None:
     children = dict(block.named_children())
     for shape in _SHAPES:
         last = next((row for row in shape.rows if row in children), None)
@@ -188,37 +185,30 @@ def _shape_of(block: nn.Module) -> _Shape | None:
 
 
 def _count_own_heads(name: str, block: nn.Module, size: int) -> None:
-    """Refuse heads that cannot be shared evenly. What the block counts is corrected when it is divided."""
+    """Refuse heads that the ranks do not divide; :func:`count_parts` corrects their number in the block."""
     known = {key: getattr(block, key) for key in _HEADS if isinstance(getattr(block, key, None), int)}
     if not known:
         raise ConfigurationError(
             f"{name or 'the model'} is attention, but does not say how many heads it has ({', '.join(_HEADS)}), "
-            "between which it would be "
-            "divided. Give a plan: TorchTensorParallelConfig(plan=...)."
+            "by which it would be sharded. Pass a plan: TorchTensorParallelConfig(plan=...)."
         )
     for key, heads in known.items():
         _check_heads(name, key, heads, size)
 
 
-def count_parts(model: nn.Module, plan: Plan, size: int) -> None:
-    """Let attention blocks of a derived plan count the heads of one rank, where their code reads such a number.
-
-    Args:
-        model: the model.
-        plan: of :func:`plan_of`.
-        size: of the axis.
-    """
+def count_parts(model: nn.Module, plan: TensorParallelPlan, size: int) -> None:
+    """Set the numbers of heads in the attention blocks of a derived plan to those of one rank."""
     for name, block in model.named_modules():
         shape = _shape_of(block)
         if shape is not None and shape.attention and f"{name}.{shape.columns[0]}".lstrip(".") in plan:
-            for key in _COUNTED:
+            for key in _PER_RANK:
                 value = vars(block).get(key)
                 if isinstance(value, int) and value % size == 0:
                     setattr(block, key, value // size)
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """How many ranks share each layer of a model; None of a model whose layers are whole.
+    """The number of ranks that a model's layers are sharded over; None without tensor parallelism.
 
     Args:
         model: any model, prepared by accel or loaded by Transformers with a plan.
@@ -229,8 +219,8 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     return sizes[0] if sizes else own
 
 
-def _with_ties(model: nn.Module, plan: Plan) -> Plan:
-    """Divide modules that share a parameter in the same way, or not at all."""
+def _with_ties(model: nn.Module, plan: TensorParallelPlan) -> TensorParallelPlan:
+    """Shard modules that share a parameter in the same way, or not at all."""
     holders: dict[int, list[str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
@@ -241,17 +231,17 @@ def _with_ties(model: nn.Module, plan: Plan) -> Plan:
         planned = [name for name in names if name in plan]
         if len(names) == 1 or not planned:
             continue
-        words = [name for name in names if VocabularyRows().fits(modules[name])]
-        if all(name in words or _divides_outputs(plan.get(name), modules[name]) for name in names):
-            # An output layer's columns are the embedding's rows.
-            plan.update({name: VocabularyRows() for name in words})
-            plan.update({name: Columns(gathers=True) for name in names if name not in words})
+        embeddings = [name for name in names if VocabularyRows().fits(modules[name])]
+        if all(name in embeddings or _is_tied_head(plan.get(name), modules[name]) for name in names):
+            # The columns of the output layer are the rows of the embedding.
+            plan.update({name: VocabularyRows() for name in embeddings})
+            plan.update({name: Columns(gathers=True) for name in names if name not in embeddings})
         elif len({repr(plan.get(name)) for name in names}) > 1:
             for name in planned:
                 del plan[name]
     return plan
 
 
-def _divides_outputs(style: Any, module: nn.Module) -> bool:
+def _is_tied_head(style: Any, module: nn.Module) -> bool:
     plain = isinstance(module, nn.Linear) and module.bias is None
     return plain and (style is None or (isinstance(style, Columns) and style.pieces == 1 and style.gathers))

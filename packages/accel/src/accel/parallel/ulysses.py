@@ -1,4 +1,4 @@
-"""Sequence parallelism: ranks of the sp axis share each sequence, and exchange it for heads in attention (Ulysses)."""
+"""Sequence parallelism (Ulysses): ranks have shards of each sequence, and exchange them for heads in attention."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from torch.nn import functional
 from accel_state.errors import ConfigurationError
 
 from .config import DeepSpeedSequenceParallelConfig
-from .sequence_inputs import Call, Part, shift_labels
+from .sequence_inputs import SequenceShard, ShardedCall, shift_labels
 
 ATTENTION = "accel_ulysses"
-"""The name of this attention among those of Transformers."""
+"""The name of this attention in Transformers."""
 
 
-class _Exchange(torch.autograd.Function):
-    """Gives each rank its part along one dimension, for the parts that all ranks have along another one."""
+class _AllToAll(torch.autograd.Function):
+    """Splits the tensor of each rank along one dimension and concatenates the parts of all ranks along another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any, given: int, taken: int) -> torch.Tensor:
-        ctx.group, ctx.given, ctx.taken = group, given, taken
-        sent = torch.stack(x.chunk(dist.get_world_size(group), given))
+    def forward(ctx: Any, x: torch.Tensor, group: Any, split_dim: int, concat_dim: int) -> torch.Tensor:
+        ctx.group, ctx.split_dim, ctx.concat_dim = group, split_dim, concat_dim
+        sent = torch.stack(x.chunk(dist.get_world_size(group), split_dim))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-        return torch.cat(received.unbind(), taken)
+        return torch.cat(received.unbind(), concat_dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _Exchange.apply(gradients[0], ctx.group, ctx.taken, ctx.given), None, None, None
+        return _AllToAll.apply(gradients[0], ctx.group, ctx.concat_dim, ctx.split_dim), None, None, None
 
 
 class SequenceParallel:
-    """Shares sequences among the ranks of one mesh axis, each of which computes the attention of some heads over whole
-    sequences.
+    """Splits sequences over the ranks of one mesh axis, each of which computes attention of some heads over full ones.
 
     Args:
         mesh: the axis, of one dimension.
@@ -52,35 +51,32 @@ class SequenceParallel:
     def __init__(self, mesh: DeviceMesh, settings: DeepSpeedSequenceParallelConfig) -> None:
         if settings.sp_attn_implementation != "sdpa":
             raise ConfigurationError(
-                f"sp_attn_implementation={settings.sp_attn_implementation!r} is not available here. Use 'sdpa', which "
-                "takes the fastest "
-                "kernel of the device."
+                f"sp_attn_implementation={settings.sp_attn_implementation!r} is not available. Use 'sdpa', which takes "
+                "the fastest kernel of the device."
             )
         self.mesh, self.settings = mesh, settings
         self.size = mesh.size()
-        # Enough for a batch of training that is still in use while another loader is read.
-        self._recent: deque[Part] = deque(maxlen=8)
+        # Enough for a training batch that is still in use while another loader is read.
+        self._recent: deque[SequenceShard] = deque(maxlen=8)
 
-    def adapt(self, model: nn.Module) -> None:
-        """Have a model exchange sequences for heads in its attention, and told which positions it gets.
+    def prepare_model(self, model: nn.Module) -> None:
+        """Replace a model's attention, and pass it the positions of this rank.
 
         Raises:
-            ConfigurationError: it is no model of Transformers, or its heads cannot be divided.
+            ConfigurationError: it is not a model of Transformers, or the number of its heads does not fit.
         """
         config: Any = getattr(model, "config", None)
         set_attention: Any = getattr(model, "set_attn_implementation", None)
         if set_attention is None or not hasattr(config, "_attn_implementation"):
             raise ConfigurationError(
-                f"{type(model).__name__} is no model of Transformers, in whose attention sp_size={self.size} works. "
-                "Share its sequences "
-                "with cp_size and accelerator.maybe_context_parallel."
+                f"{type(model).__name__} is not a model of Transformers, whose attention sp_size={self.size} replaces. "
+                "Split its sequences with cp_size and accelerator.maybe_context_parallel."
             )
         heads = config.get_text_config().num_attention_heads
         if heads % self.size:
             raise ConfigurationError(
-                f"sp_size={self.size} does not divide num_attention_heads={heads} of {type(model).__name__}. Choose "
-                "one that does, or use "
-                "cp_size."
+                f"sp_size={self.size} does not divide num_attention_heads={heads} of {type(model).__name__}. Choose a "
+                "size that does, or use cp_size."
             )
         from transformers import AttentionInterface
 
@@ -91,15 +87,14 @@ class SequenceParallel:
     def _before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        given = {id(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
-        for part in reversed(self._recent):
-            if any(id(tensor) in given for tensor, _ in part.wholes):
-                return Call(model, args, kwargs, part, ATTENTION).fit()
+        passed = {id(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+        for shard in reversed(self._recent):
+            if any(id(tensor) in passed for tensor, _ in shard.tensors):
+                return ShardedCall(model, args, kwargs, shard, ATTENTION).correct()
         raise ConfigurationError(
             f"{type(model).__name__} was called with tensors that are not those of a split batch, and "
-            f"sp_size={self.size} shares "
-            "sequences. Read batches from accelerator.deepspeed_ulysses_dl_adapter(loader, model), and pass their "
-            "tensors on as they are."
+            f"sp_size={self.size} splits sequences. Read batches from "
+            "accelerator.deepspeed_ulysses_dl_adapter(loader, model), and pass their tensors on unchanged."
         )
 
     def attend(
@@ -114,7 +109,7 @@ class SequenceParallel:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention as Transformers calls it, with this rank's part of sequences: ``[B, heads, length / sp, D]``.
+        """Attention as Transformers calls it, on this rank's shard of sequences: ``[B, heads, length / sp, D]``.
 
         Returns:
             ``[B, length / sp, heads, D]``, and no weights.
@@ -123,14 +118,13 @@ class SequenceParallel:
             ConfigurationError: attention that is not causal, or that has a mask or a cap.
         """
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        strange = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-        if not causal or attention_mask is not None or strange or query.shape[2] != key.shape[2]:
+        options = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+        if not causal or attention_mask is not None or options or query.shape[2] != key.shape[2]:
             raise ConfigurationError(
                 f"{type(module).__name__} computes attention of {query.shape[2]} queries to {key.shape[2]} keys with "
-                f"causal={causal}, "
-                f"{'a' if attention_mask is not None else 'no'} mask, {', '.join(strange) or 'nothing else'}; with "
-                f"sp_size={self.size} it is that of a sequence to itself, causal and plain. Train this model with "
-                "sp_size=1."
+                f"causal={causal}, {'a' if attention_mask is not None else 'no'} mask and "
+                f"{', '.join(options) or 'no other options'}; sp_size={self.size} supports causal self-attention "
+                "without a mask. Train this model with sp_size=1."
             )
         group = self.mesh.get_group()
         if query.shape[1] % self.size:
@@ -138,87 +132,83 @@ class SequenceParallel:
                 f"sp_size={self.size} does not divide the {query.shape[1]} heads that tensor parallelism leaves a rank."
             )
         if key.shape[1] % self.size:
-            # Fewer heads of keys than ranks: each rank gets the one that its queries look at.
+            # Fewer key heads than ranks: each rank gets the one that its queries attend to.
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        q, k, v = (_Exchange.apply(x, group, 1, 2) for x in (query, key, value))
-        grouped = q.shape[1] != k.shape[1]
+        q, k, v = (_AllToAll.apply(x, group, 1, 2) for x in (query, key, value))
+        is_grouped = q.shape[1] != k.shape[1]
         attended = functional.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped
         )
-        return _Exchange.apply(attended, group, 2, 1).transpose(1, 2).contiguous(), None
+        return _AllToAll.apply(attended, group, 2, 1).transpose(1, 2).contiguous(), None
 
     def loader(self, loader: Any) -> SplitLoader:
-        """A loader whose batches hold this rank's part of each sequence."""
+        """A loader whose batches hold this rank's shard of each sequence."""
         return SplitLoader(self, loader)
 
     def split(self, batch: Any) -> dict[str, Any]:
-        """This rank's part of a batch, with the positions it has and labels that are shifted already.
+        """This rank's shard of a batch, with its positions and shifted labels.
 
         Raises:
-            ConfigurationError: the batch is no dictionary with input_ids, or its sequences cannot be divided.
+            ConfigurationError: the batch is not a dictionary with input_ids, or its sequences cannot be split.
         """
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
             raise ConfigurationError(
-                f"a batch of {type(batch).__name__} has no input_ids of shape (samples, positions), by which "
-                f"sp_size={self.size} shares "
-                "sequences. Let the collator return a dictionary."
+                f"a batch of {type(batch).__name__} has no input_ids of shape (samples, positions), which "
+                f"sp_size={self.size} needs to split sequences. Let the collator return a dictionary."
             )
-        length = self._check_length(tokens.shape[1])
-        own = length // self.size
-        begin = self.mesh.get_local_rank() * own
-        positions = torch.arange(begin, begin + own, device=tokens.device)
-        part = Part(length, positions, self.size)
+        length = tokens.shape[1]
+        self._check_length(length)
+        local = length // self.size
+        start = self.mesh.get_local_rank() * local
+        shard = SequenceShard(length, torch.arange(start, start + local, device=tokens.device), self.size)
         items = dict(batch)
         if "labels" in items and "shift_labels" not in items:
             items["shift_labels"] = shift_labels(items["labels"])
         items.setdefault("position_ids", torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1))
         for name, value in items.items():
             if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == length:
-                items[name] = part.cut(value, 1)
-                part.wholes.append((items[name], value))
-        self._recent.append(part)
+                items[name] = shard.of(value, 1)
+                shard.tensors.append((items[name], value))
+        self._recent.append(shard)
         return items
 
-    def _check_length(self, length: int) -> int:
-        wanted = self.settings.sp_seq_length
-        if wanted is not None and not self.settings.sp_seq_length_is_variable and length != wanted:
+    def _check_length(self, length: int) -> None:
+        expected = self.settings.sp_seq_length
+        if expected is not None and not self.settings.sp_seq_length_is_variable and length != expected:
             raise ConfigurationError(
-                f"a batch has sequences of {length} positions, and sp_seq_length={wanted} with "
-                "sp_seq_length_is_variable=False. Pad or cut "
-                "them, or let the length vary."
+                f"a batch has sequences of {length} positions, and sp_seq_length={expected} with "
+                "sp_seq_length_is_variable=False. Pad or truncate them, or allow variable lengths."
             )
         if length % self.size:
             raise ConfigurationError(
-                f"sequences of {length} positions cannot be shared by sp_size={self.size} ranks. Pad them to a "
-                "multiple, for example with "
-                f"pad_to_multiple_of={self.size} in the collator."
+                f"sequences of {length} positions cannot be split over sp_size={self.size} ranks. Pad them to a "
+                f"multiple, for example with pad_to_multiple_of={self.size} in the collator."
             )
-        return length
 
     def unshard(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
-        """Whole sequences again on every rank of the axis; without a gradient."""
-        own = tensor.detach().contiguous()
-        parts = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(parts, own, group=self.mesh.get_group())
-        return torch.cat(parts, seq_dim)
+        """The full sequences on every rank of the axis, without a gradient."""
+        local = tensor.detach().contiguous()
+        shards = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(shards, local, group=self.mesh.get_group())
+        return torch.cat(shards, seq_dim)
 
 
 class SplitLoader:
-    """A prepared loader whose batches are split along the sequence; in all else the loader itself.
+    """A prepared loader whose batches are split along the sequence; all other attributes are the loader's.
 
     Args:
-        sharing: what splits them.
+        sharding: splits the batches.
         loader: the prepared loader.
     """
 
-    def __init__(self, sharing: SequenceParallel, loader: Any) -> None:
-        self._sharing = sharing
+    def __init__(self, sharding: SequenceParallel, loader: Any) -> None:
+        self._sharding = sharding
         self._loader = loader
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(self._sharing.split, self._loader)
+        return map(self._sharding.split, self._loader)
 
     def __len__(self) -> int:
         return len(self._loader)

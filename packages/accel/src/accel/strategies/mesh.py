@@ -1,28 +1,21 @@
-"""Several kinds of parallelism on one mesh: layers shared, parameters divided, copies of it all.
+"""Several kinds of parallelism on one device mesh.
 
-How the axes come together, and where each one is attached:
+Where each axis is applied:
 
-============
-======================================================================================================================
-axis         what it does here ============
-======================================================================================================================
-tp           `_divide_layers`, while a unit is still whole: parameters become DTensors over "tp". dp_shard
-``fully_shard`` over :func:`accel.parallel.mesh.fsdp_mesh`, after that: DTensors over two axes. dp_replicate the same
-call: the outer axis of that mesh, along which gradients are averaged. cp, sp       their ranks are part of the axis
-    that ``fully_shard`` divides over ("dp_shard_cp"), so gradients are averaged over all
-             tokens. `data_collectives` leaves them out (they get the same batch), `averaging_collectives` has them.
-             `context_parallel` and `sequence_parallel_loader` share the sequences, `share_sequences` tells a model
-             about it when it is wrapped.
-pp           a stage is a model of its own (:mod:`accel.strategies.mesh_pp`), which `wrap` divides over the stage's part
-of the mesh:
-             `model_collectives` are those of the stage, and `stages` lets clipping add up the norms of all of them.
-============
-======================================================================================================================
+- tp: `_shard_layers`, before a unit is sharded: parameters become DTensors over "tp".
+- dp_shard: ``fully_shard`` over :func:`accel.parallel.mesh.fsdp_mesh`, after that: DTensors over two axes.
+- dp_replicate: the same call; the outer axis of that mesh, along which gradients are averaged.
+- cp, sp: their ranks are part of the axis that ``fully_shard`` shards over ("dp_shard_cp"), so gradients are averaged
+  over all tokens. `data_collectives` leaves them out (they get the same batch), `averaging_collectives` includes them.
+  `sequences` splits the sequences.
+- pp: a stage is a model of its own (:mod:`accel.strategies.mesh_pp`), which `wrap` shards over the stage's part of the
+  mesh: `model_collectives` are those of the stage, and `stages` lets clipping add the norms of all of them.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -45,17 +38,17 @@ from ..parallel.axes import SHARDING_AXES
 from ..parallel.config import ParallelismConfig
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
 from ..parallel.rng_sync import share_generators
-from ..parallel.sequence_sharding import SharesSequences
-from ..parallel.tp_layers import Columns, Cut, Style, apply_torch_style
-from ..parallel.tp_plan import Plan, count_parts, plan_of
+from ..parallel.sequence_sharding import SequenceSharding
+from ..parallel.tp_layers import Columns, ParameterSharder, Style, apply_torch_style
+from ..parallel.tp_plan import TensorParallelPlan, count_parts, plan_of
 from .fsdp2 import FSDP2Strategy
 
 if TYPE_CHECKING:
     from ..kwargs.base import Handlers
 
 
-class MeshStrategy(SharesSequences, FSDP2Strategy):
-    """Tensor parallelism, sharding and copies, as far as the mesh has axes for them.
+class MeshStrategy(FSDP2Strategy):
+    """Tensor parallelism, sharding, replication and split sequences, on the axes that the mesh has.
 
     Args:
         state: rank, world and device.
@@ -96,7 +89,8 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
         self._tp = mesh["tp"] if mesh is not None and settings.tp_enabled else None
         if mesh is not None and settings.pp_enabled:
             self.stages = (mesh.get_group("pp"),)
-        self.init_sequences(mesh, settings)
+        self.sequences = SequenceSharding(mesh, settings)
+        self._sharder: ParameterSharder | None = None
         self._shards = math.prod(settings.size(axis) for axis in SHARDING_AXES) > 1
         self.distributed_type = DistributedType.FSDP if self._shards else None
 
@@ -124,15 +118,28 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
         if self._mesh is not None:
             share_generators(self._mesh, self.state)
 
+    def context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None,
+        buffer_seq_dims: list[int] | None,
+        no_restore_buffers: set[torch.Tensor] | None,
+    ) -> AbstractContextManager[None]:
+        return self.sequences.block(buffers, buffer_seq_dims, no_restore_buffers)
+
+    def whole_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
+        return self.sequences.unshard(tensor, seq_dim)
+
+    def sequence_parallel_loader(self, loader: Any, model: nn.Module) -> Any:
+        return self.sequences.loader(loader)
+
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, FSDPModule) or model in self._wrapped
 
     def check_model(self, model: nn.Module) -> None:
         if not self.is_wrapped(model) and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ConfigurationError(
-                f"the parameters of {type(model).__name__} are divided already (they are DTensors), and a mesh "
-                "divides whole ones. Load "
-                "the model without tp_plan, and without fully_shard."
+                f"the parameters of {type(model).__name__} are already sharded (they are DTensors). Load the model "
+                "without tp_plan, and without fully_shard."
             )
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -141,19 +148,19 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
         plan, derived = self._plan(model)
         modules = dict(model.named_modules())
         self._styles = {modules[name]: style for name, style in plan.items()}
-        self._cut = Cut(self._tp) if self._tp is not None else None
+        self._sharder = ParameterSharder(self._tp) if self._tp is not None else None
         self._share_inputs(modules)
         if derived:
             count_parts(model, plan, self.parallelism.tp_size or 1)
-        self.share_sequences(model)
+        self.sequences.prepare_model(model)
         wrapped = super().wrap(model)
-        self._styles, self._cut = {}, None
+        self._styles, self._sharder = {}, None
         self._wrapped[wrapped] = True
         self.share_generators()
         return wrapped
 
     def _share_inputs(self, modules: dict[str, nn.Module]) -> None:
-        """Find the layers that a module may call with one input: queries, keys and values; gate and up."""
+        """Find the layers that a module calls with one input: queries, keys and values; gate and up projections."""
         callers: dict[str, list[nn.Module]] = {}
         for name, layer in modules.items():
             if isinstance(self._styles.get(layer), Columns):
@@ -162,11 +169,11 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
                     pass
                 callers.setdefault(name, []).append(layer)
         for name, layers in callers.items():
-            if self._cut is not None and len(layers) > 1:
-                self._cut.share_inputs(modules[name], layers)
+            if self._sharder is not None and len(layers) > 1:
+                self._sharder.share_inputs(modules[name], layers)
 
-    def _plan(self, model: nn.Module) -> tuple[Plan, bool]:
-        """How layers are divided, and whether that was derived from the shape of the blocks."""
+    def _plan(self, model: nn.Module) -> tuple[TensorParallelPlan, bool]:
+        """The plan, and whether it was derived from the shape of the blocks."""
         if self._tp is None:
             return {}, False
         given = self.parallelism.tp_handler.plan if self.parallelism.tp_handler is not None else None
@@ -185,7 +192,7 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
             if item is not None and item not in untouched
         }
         self._start(list(before.values()))
-        self._divide_layers(own)
+        self._shard_layers(own)
         if self._sharding is not None:
             fully_shard(
                 unit,
@@ -200,20 +207,20 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
                 self._replace(materialiser.origin(old), new)
 
     def _start(self, parameters: list[nn.Parameter]) -> None:
-        """Put whole parameters on the device, with the values of the first rank."""
+        """Move unsharded parameters to the device, with the values of the first rank."""
         distinct = list(dict.fromkeys(parameters))
         for parameter in distinct:
             parameter.data = parameter.data.to(self.state.device)
         if self.settings.sync_module_states:
             self.model_collectives.broadcast_many([parameter.data for parameter in distinct])
 
-    def _divide_layers(self, own: list[nn.Module]) -> None:
-        if self._tp is None or self._cut is None:
+    def _shard_layers(self, own: list[nn.Module]) -> None:
+        if self._tp is None or self._sharder is None:
             return
         for module in own:
             style = self._styles.get(module)
             if isinstance(style, Style):
-                style.apply(module, self._tp, self._cut)
+                style.apply(module, self._tp, self._sharder)
             elif isinstance(style, ParallelStyle):
                 apply_torch_style(module, self._tp, style)
         if self._sharding is None:
@@ -224,7 +231,7 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
                 parameter.register_post_accumulate_grad_hook(_as_parameter)
 
     def _dimension(self, parameter: nn.Parameter) -> Shard | None:
-        """Of matrices side by side, the first dimension is but their number."""
+        """Shard fused matrices along their columns, since their first dimension is the number of matrices."""
         if not isinstance(parameter, DTensor) or parameter.ndim < 3 or not isinstance(parameter.placements[0], Shard):
             return None
         ranks = cast(DeviceMesh, self._sharding).size(-1)
@@ -255,7 +262,7 @@ class MeshStrategy(SharesSequences, FSDP2Strategy):
 
 
 def _as_parameter(parameter: torch.Tensor) -> None:
-    """Add up a gradient of which each rank of the axis has a summand."""
+    """Reduce a gradient that is a partial sum on each rank of the axis."""
     gradient = parameter.grad
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -1,6 +1,4 @@
-"""Pipelines on a mesh: each rank of the pp axis has some blocks of a model, shared and divided over the other axes of
-its stage.
-"""
+"""Pipeline parallelism on a mesh: each rank of the pp axis has a stage, sharded over the other axes."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..parallel.config import ParallelismConfig, PipelineParallelConfig
 from ..parallel.mesh import collectives_over
 from ..parallel.pipeline import TrainingPipeline
-from ..parallel.tp_plan import Plan
+from ..parallel.tp_plan import TensorParallelPlan
 from .mesh import MeshStrategy
 
 if TYPE_CHECKING:
@@ -48,10 +46,10 @@ class PipelineStrategy(MeshStrategy):
         state: rank, world and device.
         handlers: the settings given to the Accelerator.
         settings: the sizes of the axes.
-        fsdp: how to shard over the axes that shard.
+        fsdp: how to shard over the sharding axes.
 
     Raises:
-        ConfigurationError: an axis that shares sequences is in use too.
+        ConfigurationError: sequences are split too.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class PipelineStrategy(MeshStrategy):
         self._names: Any = WeakIdKeyDictionary()
         self._elsewhere: Any = WeakIdKeyDictionary()
         self._group_names: Any = WeakIdKeyDictionary()
-        self._whole_plan: tuple[dict[str, tuple[nn.Module, Any]], bool] = {}, False
+        self._model_plan: tuple[dict[str, tuple[nn.Module, Any]], bool] = {}, False
         self._scaler: SharedGradScaler | None = None
         super().__init__(state, handlers, settings, fsdp)
 
@@ -74,7 +72,7 @@ class PipelineStrategy(MeshStrategy):
             if self.parallelism.size(axis) > 1:
                 raise ConfigurationError(
                     f"pp_size={self.parallelism.pp_size} with {axis}_size={self.parallelism.size(axis)}: stages of a "
-                    "pipeline pass whole sequences on. Leave one of them at 1, and use tp_size or dp_shard_size "
+                    "pipeline pass whole sequences on. Set one of them to 1, and use tp_size or dp_shard_size "
                     "instead."
                 )
         super().attach(state, handlers)
@@ -94,30 +92,30 @@ class PipelineStrategy(MeshStrategy):
         names = {name: parameter for name, parameter in model.named_parameters()}
         modules = dict(model.named_modules())
         plan, derived = super()._plan(model)
-        self._whole_plan = {name: (modules[name], style) for name, style in plan.items()}, derived
+        self._model_plan = {name: (modules[name], style) for name, style in plan.items()}, derived
         pipeline = TrainingPipeline(
             model, self.mesh["pp"], self.parallelism.pp_handler or PipelineParallelConfig(), self.state.device
         )
         if self._scaler is not None:
             pipeline.loss_scale = self._scaler.get_scale
-        here = {id(parameter) for part in pipeline.parts.values() for parameter in part.parameters()}
+        local_ids = {id(parameter) for part in pipeline.parts.values() for parameter in part.parameters()}
         for name, parameter in names.items():
             self._names[parameter] = name
-            if id(parameter) not in here:
+            if id(parameter) not in local_ids:
                 self._elsewhere[parameter] = True
         del modules, names
         for part in pipeline.parts.values():
             super().wrap(part)
-        self._whole_plan = {}, False
+        self._model_plan = {}, False
         prepared = pipeline.assemble()
         for name, parameter in prepared.named_parameters():
             self._names[parameter] = pipeline.name_in_model(clean_name(name))
         self._wrapped[prepared], self._pipelines[prepared] = True, pipeline
         return prepared
 
-    def _plan(self, model: nn.Module) -> tuple[Plan, bool]:
-        """Of the plan of the whole model, what concerns the modules of a stage."""
-        plan, derived = self._whole_plan
+    def _plan(self, model: nn.Module) -> tuple[TensorParallelPlan, bool]:
+        """The part of the whole model's plan for the modules of a stage."""
+        plan, derived = self._model_plan
         present = dict(model.named_modules())
         return {name: style for name, (module, style) in plan.items() if present.get(name) is module}, derived
 
@@ -146,12 +144,12 @@ class PipelineStrategy(MeshStrategy):
             del optimizer.state[parameter]
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        twins = {id(parameter) for pipeline in self._pipelines.values() for parameter in pipeline.duplicates()}
+        tied = {id(parameter) for pipeline in self._pipelines.values() for parameter in pipeline.duplicates()}
         chosen = list(parameters)
-        norm = super().clip_grad_norm([item for item in chosen if id(item) not in twins], max_norm, norm_type)
-        # They count once, where the first stage has them, and shrink here as they do there.
+        norm = super().clip_grad_norm([item for item in chosen if id(item) not in tied], max_norm, norm_type)
+        # Tied parameters count once, in the first stage, and are scaled in both.
         scale_to_norm(
-            [local(item.grad) for item in chosen if id(item) in twins and item.grad is not None], norm, max_norm
+            [local(item.grad) for item in chosen if id(item) in tied and item.grad is not None], norm, max_norm
         )
         return norm
 
@@ -211,7 +209,7 @@ class PipelineStrategy(MeshStrategy):
 
 
 def _stage_collectives(mesh: DeviceMesh, state: PartialState) -> Collectives:
-    """The communication of the ranks that have parts or copies of the same stage; every rank must call this."""
+    """The collectives of the ranks with shards or copies of the same stage; a collective call."""
     others = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "pp")
     if not others:
         return Collectives()
