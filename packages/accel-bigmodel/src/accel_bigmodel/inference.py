@@ -148,7 +148,7 @@ def build_pipeline(
     if hasattr(model, "hf_pipeline"):
         raise ConfigurationError("this model is already a pipeline. Create the model again to split it differently.")
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
             # Otherwise Transformers would return the keys and values of the last stage alone.
             config.use_cache = False
@@ -173,10 +173,11 @@ def _from_rank_0(make: Callable[[], PipelineSplit]) -> PipelineSplit:
     """Call ``make`` on rank 0 and send its result, or its error, to all ranks."""
     collectives = PartialState().collectives
     if collectives.rank:
-        message = collectives.broadcast_object(None)
+        message: Any = collectives.broadcast_object(None)
         if isinstance(message, str):
             raise ConfigurationError(message)
-        return message  # type: ignore[no-any-return]
+        split: PipelineSplit = message
+        return split
     try:
         split = make()
     except Exception as error:  # the other ranks wait for an answer, whatever it is

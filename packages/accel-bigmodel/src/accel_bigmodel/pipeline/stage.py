@@ -46,13 +46,13 @@ class SkippedModule(nn.Module):
             # Only what holds weights is registered: other stand-ins must not show up in named_modules.
             slots: Any = children_of(self) if any(True for _ in stand_in.parameters()) else self.__dict__
             slots[child_name] = stand_in
-        self._name, self._skip = name, None
+        self._name = name
+        self._skip: Callable[[str], Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        skip: Callable[[str], Any] | None = self._skip
-        if skip is None:
+        if self._skip is None:
             raise RuntimeError(f"the module {self._name} belongs to another stage of the pipeline")
-        return skip(self._name)
+        return self._skip(self._name)
 
 
 def _replace_tensors(
@@ -276,7 +276,7 @@ class Stage:
                 "Compute them from the inputs outside the blocks, or train with pp_size=1."
             )
         if len(tensors) + len(received) > 2:
-            return _JoinGraph.apply(len(tensors), *tensors, *received)  # type: ignore[no-any-return]
+            return _JoinGraph.apply(len(tensors), *tensors, *received)
         return tuple(tensor if tensor.requires_grad else tensor.detach().requires_grad_() for tensor in tensors)
 
     def _before_call(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
