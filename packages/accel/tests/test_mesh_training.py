@@ -333,7 +333,7 @@ def refusals() -> None:
         ({"nothing": "colwise"}, "the plan names 'nothing', and Own has no such module"),
         ({"lm_head": "sideways"}, "the plan shards 'lm_head' by 'sideways', which is not one of colwise"),
         ({"blocks.0.first": "rowwise"}, "blocks.0.first by 'rowwise', which does not support a RMSNorm"),
-        ({"blocks.0.mlp.w1": "packed_colwise"}, "the number of packed matrices is known for gate_up_proj only"),
+        ({"blocks.0.mlp.w1": "packed_colwise"}, "the number of packed matrices is known for gate_up_proj"),
         ({"blocks.0.mlp.w1": Columns(pieces=3)}, "a layer of 20 outputs holds 3 matrices"),
     ):
         assert expected in message(accelerator_for({"tp_size": 2}, plan=plan), build("own"))

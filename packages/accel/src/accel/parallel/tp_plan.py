@@ -138,8 +138,8 @@ def _check_style(name: str, module: nn.Module, style: Any, given: Any) -> None:
         )
     if given == "packed_colwise" and "gate_up" not in name:
         raise ConfigurationError(
-            f"the plan shards {name} by 'packed_colwise', and the number of packed matrices is known for gate_up_proj only. "
-            "Pass a plan without it, or with Columns(pieces=n) of accel.parallel.tp_layers."
+            f"the plan shards {name} by 'packed_colwise', and the number of packed matrices is known for gate_up_proj "
+            "only. Pass a plan without it, or with Columns(pieces=n) of accel.parallel.tp_layers."
         )
 
 
