@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from accel_state import DistributedType, GradientAccumulationPlugin, PartialState
 from accel_state.collectives.single import Collectives
 
+from .._torch_compat import foreach_mul_
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, extract_model_from_parallel, names_in_order, parameter_state_dict, tied_names
 
@@ -211,7 +212,7 @@ class Strategy:
         """Multiply the gradients accumulated so far, in place."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, factor)
+            foreach_mul_(gradients, factor)
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip the global gradient norm; returns the norm before clipping, equal on all ranks."""
