@@ -242,7 +242,7 @@ class StateReader:
         if layouts is None:
             layouts = {id(model): strategy.layout(model) for model in models}
         reader = ShardedReader(
-            folder=self.folder,
+            directory=self.folder,
             names=set(self.names),
             rank=self._rank,
             world_size=self._process.num_processes,

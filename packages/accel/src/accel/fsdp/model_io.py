@@ -103,16 +103,16 @@ def load_fsdp_model(
 
     def plan() -> Callable[[], Any]:
         if names is None:
-            return state_dicts.plan_model(layout, reader.model(model_index, layout), True, reader.folder)
+            return state_dicts.plan_model(layout, reader.model(model_index, layout), True, reader.directory)
         adapter = Layout(layout.model, {name: layout.tensors[full] for name, full in names.items()})
         state = reader.model(model_index, adapter)
         missing = sorted(set(names) - set(state))
         if missing:
             raise CheckpointError(
-                f"{reader.folder} lacks {missing[0]} of the adapter. Load it into the model that was saved."
+                f"{reader.directory} lacks {missing[0]} of the adapter. Load it into the model that was saved."
             )
         weights = {full: state[name] for name, full in names.items()}
-        return state_dicts.plan_model(layout, weights, False, reader.folder)
+        return state_dicts.plan_model(layout, weights, False, reader.directory)
 
     _plan_and_apply(accelerator, f"loading model {model_index} from {input_dir}", plan)
 
@@ -222,7 +222,7 @@ def _adapter_names(model: nn.Module) -> dict[str, str]:
 def _reader(accelerator: Accelerator, directory: Path, use_dcp: bool) -> ShardedReader:
     process = accelerator.process_state
     return ShardedReader(
-        folder=directory,
+        directory=directory,
         names={path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()},
         rank=process.process_index,
         world_size=process.num_processes,

@@ -137,7 +137,7 @@ class ShardedReader:
     """Reads models and optimizers of any format into any layout.
 
     Attributes:
-        folder: the checkpoint.
+        directory: the checkpoint.
         names: its files.
         rank: of this process.
         world_size: number of processes.
@@ -147,7 +147,7 @@ class ShardedReader:
         prefers_ranks: read the files of single ranks even if there is a directory of torch.distributed.checkpoint.
     """
 
-    folder: Path
+    directory: Path
     names: Collection[str]
     rank: int
     world_size: int
@@ -178,8 +178,8 @@ class ShardedReader:
             if name in self.names:
                 self.used.add(name)
                 weights = self.read_safetensors(name) if suffix == "safetensors" else self.read(name)
-                return state_dicts.model_from_full(weights, layout, self.folder / name)
-        raise CheckpointError(f"{self.folder} has no weights of model {index}. Choose another checkpoint.")
+                return state_dicts.model_from_full(weights, layout, self.directory / name)
+        raise CheckpointError(f"{self.directory} has no weights of model {index}. Choose another checkpoint.")
 
     def optimizer(self, index: int, layout: Layout, names: Sequence[str]) -> State:
         """This rank's parts of an optimizer's state by parameter name.
@@ -197,15 +197,15 @@ class ShardedReader:
             return {"state": parts, "param_groups": local_state["param_groups"]}
         name = numbered(OPTIMIZER_NAME, index, "bin")
         if name not in self.names:
-            raise CheckpointError(f"{self.folder} has no state of optimizer {index}. Choose another checkpoint.")
+            raise CheckpointError(f"{self.directory} has no state of optimizer {index}. Choose another checkpoint.")
         self.used.add(name)
-        return state_dicts.optimizer_from_full(self.read(name), layout, names, self.folder / name)
+        return state_dicts.optimizer_from_full(self.read(name), layout, names, self.directory / name)
 
     def _checked_part(self, layout: Layout, name: str, value: Any) -> Any:
         part = _as_part(layout, name, value)
         if isinstance(part, torch.Tensor) and name in layout.tensors and part.shape != layout.tensors[name].shape:
             raise CheckpointError(
-                f"{self.folder} was saved with LOCAL_STATE_DICT, and its part of {name} has shape "
+                f"{self.directory} was saved with LOCAL_STATE_DICT, and its part of {name} has shape "
                 f"{tuple(value.shape)}, which does not match how this strategy shards it. Load it with FSDP on the "
                 "same ranks, or save with SHARDED_STATE_DICT."
             )
@@ -219,7 +219,7 @@ class ShardedReader:
     def _shards(self, stem: str, index: int) -> Path:
         prefix = f"{stem}_{index}/"
         self.used.update(name for name in self.names if name.startswith(prefix))
-        return self.folder / prefix
+        return self.directory / prefix
 
     def _rank_namer(self, stem: str, index: int) -> Callable[[str, int, int], str] | None:
         """The function that names the files of single ranks, if there are any."""
@@ -235,7 +235,7 @@ class ShardedReader:
         saved = content.get("world_size", "other")
         if saved != self.world_size:
             raise CheckpointError(
-                f"{self.folder} was saved with LOCAL_STATE_DICT on {saved} processes and can only be loaded on as "
+                f"{self.directory} was saved with LOCAL_STATE_DICT on {saved} processes and can only be loaded on as "
                 f"many, but there are {self.world_size}. Save with SHARDED_STATE_DICT to load on any number."
             )
         pattern = re.compile(rf"{re.escape(name.rsplit('_rank', 1)[0])}_rank\d+\.bin")
@@ -266,12 +266,12 @@ def plan(
     Raises:
         CheckpointError: something is missing, damaged, or does not fit.
     """
-    require_count("models", reader.count([MODEL_STEM, SAFE_MODEL_NAME, MODEL_NAME]), len(layouts), reader.folder)
-    require_count("optimizers", reader.count([OPTIMIZER_NAME]), len(optimizers), reader.folder)
+    require_count("models", reader.count([MODEL_STEM, SAFE_MODEL_NAME, MODEL_NAME]), len(layouts), reader.directory)
+    require_count("optimizers", reader.count([OPTIMIZER_NAME]), len(optimizers), reader.directory)
     changes: list[Callable[[], Any]] = []
     for index, layout in enumerate(layouts):
         state = reader.model(index, layout)
-        changes.append(state_dicts.plan_model(layout, state, strict, reader.folder))
+        changes.append(state_dicts.plan_model(layout, state, strict, reader.directory))
     for index, (layout, optimizer, names) in enumerate(optimizers):
         changes.append(plan_optimizer(reader, index, layout, optimizer, names))
     return changes
@@ -287,5 +287,5 @@ def plan_optimizer(
     """
     state = reader.optimizer(index, layout, names)
     if layout.elsewhere or any(isinstance(tensor, DTensor) for tensor in layout.tensors.values()):
-        return state_dicts.plan_optimizer(layout, optimizer, state, reader.folder)
-    return partial(optimizer.load_state_dict, state_dicts.numbered(state, names, reader.folder))
+        return state_dicts.plan_optimizer(layout, optimizer, state, reader.directory)
+    return partial(optimizer.load_state_dict, state_dicts.numbered(state, names, reader.directory))
