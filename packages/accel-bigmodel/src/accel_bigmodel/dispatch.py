@@ -50,7 +50,6 @@ def cpu_offload(
     """Keep all weights of a model in host memory; each module gets its own for the duration of its forward.
 
     Args:
-        model: the model; it is changed.
         execution_device: where the model runs. None: the device of its first parameter.
         offload_buffers: offload buffers too.
         state_dict: the weights. None: those of the model.
@@ -62,9 +61,8 @@ def cpu_offload(
     """
     if state_dict is None:
         state_dict = {name: value.to("cpu") for name, value in model.state_dict().items()}
-    weights = (
-        state_dict if isinstance(state_dict, OffloadedWeightsLoader) else OffloadedWeightsLoader(state_dict=state_dict)
-    )
+    is_loader = isinstance(state_dict, OffloadedWeightsLoader)
+    weights = state_dict if is_loader else OffloadedWeightsLoader(state_dict=state_dict)
     return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
 
 
@@ -78,12 +76,10 @@ def disk_offload(
     """Keep all weights of a model in a directory; each module gets its own for the duration of its forward.
 
     Args:
-        model: the model; it is changed.
         offload_dir: the directory. Weights that it holds already (see :func:`offload_state_dict`) are used; otherwise
             those of the model are written.
         execution_device: where the model runs. None: the device of its first parameter.
         offload_buffers: offload buffers too.
-        preload_module_classes: as in :func:`cpu_offload`.
 
     Returns:
         The model.
@@ -97,7 +93,7 @@ def disk_offload(
 def _offload_all(
     model: nn.Module,
     execution_device: Location | None,
-    weights: OffloadedWeightsLoader,
+    weights: Mapping[str, torch.Tensor],
     offload_buffers: bool,
     preload_module_classes: Sequence[str] | None,
 ) -> nn.Module:
@@ -134,7 +130,6 @@ def dispatch_model(
     copied to the main device for each forward; the next ones are fetched meanwhile.
 
     Args:
-        model: the model; it is changed.
         device_map: devices of modules by name: a number, a torch device, "cpu" or "disk".
         main_device: where offloaded modules run. None: the first accelerator of the map, else the CPU.
         state_dict: weights of the modules on the CPU. None: those of the model.
@@ -142,7 +137,6 @@ def dispatch_model(
         offload_index: index of the weights on the disk, as for :class:`OffloadedWeightsLoader`.
         offload_buffers: offload buffers with their modules instead of keeping them on the main device.
         skip_keys: names of keyword arguments, or of items of outputs, that are not moved between devices.
-        preload_module_classes: as in :func:`cpu_offload`.
         force_hooks: attach hooks even if all modules are on one device.
 
     Returns:
@@ -364,23 +358,15 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: the model, preferably on the meta device (:func:`init_empty_weights`).
-        checkpoint: as in :func:`load_checkpoint_in_model`.
         device_map: devices of modules by name; or "auto" and "balanced" (distribute evenly over all accelerators),
             "balanced_low_0" (likewise, with as little as possible on the first one), "sequential" (fill one after the
             other). None: load without dispatching.
         max_memory: as in :func:`get_max_memory`, for the named maps.
         no_split_module_classes: classes whose modules are not split, for the named maps. None: the model's
             ``_no_split_modules``.
-        offload_folder: as in :func:`load_checkpoint_in_model`.
-        offload_buffers: as in :func:`dispatch_model`.
-        dtype: as in :func:`load_checkpoint_in_model`.
         offload_state_dict: ignored; accepted for compatibility.
-        skip_keys: as in :func:`dispatch_model`.
-        preload_module_classes: as in :func:`dispatch_model`.
-        force_hooks: as in :func:`dispatch_model`.
-        strict: as in :func:`load_checkpoint_in_model`.
-        full_state_dict: as in :func:`load_checkpoint_in_model`.
-        broadcast_from_rank0: as in :func:`load_checkpoint_in_model`.
+
+    Other arguments are as in :func:`load_checkpoint_in_model` and :func:`dispatch_model`.
 
     Returns:
         The model.

@@ -281,7 +281,6 @@ def load_offloaded_weights(
     """Load weights from a directory into a model, on the CPU.
 
     Args:
-        model: the model.
         index: the entries of the weights to load; None or empty loads nothing.
         offload_folder: a directory written by :func:`offload_state_dict`.
     """

@@ -58,7 +58,6 @@ def compute_module_sizes(
     """Bytes of each module and tensor of a model, by full name; the model itself is ``""``. Tied weights count once.
 
     Args:
-        model: any model, also on the meta device.
         dtype: the dtype that floating point weights are converted to when loaded.
         special_dtypes: dtypes of single weights by full name; they override ``dtype``.
         buffers_only: leave parameters out.
@@ -192,7 +191,6 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
     """All modules of a model, children before parents.
 
     Args:
-        model: the model.
         return_fqns: return pairs of full name and module.
     """
     pending, modules = [("", model)], []

@@ -26,7 +26,6 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     """Names of the buffers that a state dict leaves out.
 
     Args:
-        module: the module.
         recurse: include submodules.
         fqns: full names from ``module`` on instead of names within each submodule.
     """
@@ -45,7 +44,6 @@ def named_module_tensors(
     """Names and tensors of a module, parameters first. A tied tensor is listed once.
 
     Args:
-        module: the module.
         include_buffers: include buffers.
         recurse: include submodules.
         remove_non_persistent: leave out buffers that state dicts, and thus checkpoints, do not contain.
@@ -138,7 +136,6 @@ def set_module_tensor_to_device(
     ``tied_params_map`` or :func:`retie_parameters`.
 
     Args:
-        module: the module.
         tensor_name: full name of the tensor from ``module`` on.
         device: the target device; "meta" drops the values.
         value: new values, of the same shape; required to leave the meta device.

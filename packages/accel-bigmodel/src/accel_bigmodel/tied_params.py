@@ -17,7 +17,6 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Groups of names that refer to the same parameter, each group sorted by name.
 
     Args:
-        model: any model, also on the meta device.
         **kwargs: ignored; accepted for compatibility.
     """
     names: dict[int, list[str]] = defaultdict(list)
@@ -30,7 +29,6 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
     """Make each group of names refer to one parameter again: the first of the group that has values.
 
     Args:
-        model: the model.
         tied_params: groups of names, from :func:`find_tied_parameters`.
     """
     for group in tied_params:

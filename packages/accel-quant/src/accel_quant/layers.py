@@ -36,7 +36,6 @@ def layers_to_quantize(model: nn.Module, skip: Iterable[str], prefix: str = "") 
     """The linear layers of a model by name, except those in ``skip``.
 
     Args:
-        model: the model.
         skip: names of modules, or parts of names, counted from ``prefix``.
         prefix: the name of ``model`` in a larger model.
 

@@ -19,7 +19,6 @@ class FileStore:
     """Tensors of a safetensors file, mapped when they are read.
 
     Args:
-        file: the file.
         names: the name in the file for each name in the layer's state dict.
     """
 

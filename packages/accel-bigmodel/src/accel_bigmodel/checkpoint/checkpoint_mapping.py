@@ -130,7 +130,6 @@ def check_match(model: nn.Module, checkpoint: str, match: CheckpointMatch, stric
     """Refuse a checkpoint that does not fit the model; warn of harmless differences.
 
     Args:
-        model: the model.
         checkpoint: the name of the checkpoint in messages.
         match: the comparison.
         strict: refuse all missing and unexpected names, not only those that leave a tensor without values.

@@ -18,9 +18,6 @@ from .safetensors_file import SafetensorsFile
 class TorchFile:
     """The tensors of a file written by ``torch.save``, mapped if its format allows. Code in it is never run.
 
-    Args:
-        path: the file.
-
     Raises:
         ConfigurationError: the file holds anything but a dictionary of tensors.
     """

@@ -64,7 +64,6 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Location]) -> No
     """Refuse a device map that leaves out tensors of the model, or names unknown modules or devices.
 
     Args:
-        model: the model.
         device_map: names of modules or tensors, and devices.
 
     Raises:
@@ -95,7 +94,6 @@ def describe_device_map(model: nn.Module, device_map: Mapping[str, Location] | N
     """A device map as text: one line for each entry with its device and size, then the totals by device.
 
     Args:
-        model: the model.
         device_map: the map. None: that of a dispatched model, ``model.hf_device_map``.
 
     Raises:

@@ -39,7 +39,6 @@ def infer_auto_device_map(
     is deterministic, and the time is proportional to the number of modules.
 
     Args:
-        model: the model, also on the meta device.
         max_memory: as in :func:`get_max_memory`. The disk is unlimited.
         no_split_module_classes: classes whose modules are not split, such as those with a residual connection.
         dtype: the dtype that floating point weights are converted to when loaded.

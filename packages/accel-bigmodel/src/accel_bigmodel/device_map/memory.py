@@ -67,7 +67,6 @@ def get_balanced_memory(
     limit. If the model does not fit on the accelerators, all limits stay as they are.
 
     Args:
-        model: the model, also on the meta device.
         max_memory: as in :func:`get_max_memory`; no result exceeds it.
         no_split_module_classes: classes whose modules are not split.
         dtype: the dtype that weights are converted to.

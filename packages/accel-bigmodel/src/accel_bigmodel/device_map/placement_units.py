@@ -41,7 +41,6 @@ class PlacementTree:
     """The placement units of a model.
 
     Args:
-        model: the model.
         no_split: names of classes whose modules are not split.
         dtype: the dtype that weights are converted to.
         special_dtypes: dtypes of single weights.

@@ -77,11 +77,8 @@ class AlignDevicesHook(ModelHook):
         self._autograd_context: Any = None
 
     def __repr__(self) -> str:
-        return (
-            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
-            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
-            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
-        )
+        names = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
     def device(self) -> torch.device | None:
@@ -242,14 +239,8 @@ class _Slot:
         elif self.is_plain:
             self.table[self.key] = nn.Parameter(value, requires_grad=False)
         else:
-            scales = self.name.removesuffix("weight") + "SCB"
-            has_scales = value.dtype == torch.int8 and self.name.endswith("weight") and scales in weights
-            set_module_tensor_to_device(
-                self.owner,
-                self.key,
-                value.device,
-                value=value,
-                dtype=value.dtype,
-                fp16_statistics=weights[scales] if has_scales else None,
-                clear_cache=False,
-            )
+            scales_name = self.name.removesuffix("weight") + "SCB"
+            has_scales = value.dtype == torch.int8 and self.name.endswith("weight") and scales_name in weights
+            scales = weights[scales_name] if has_scales else None
+            options: Any = {"dtype": value.dtype, "fp16_statistics": scales, "clear_cache": False}
+            set_module_tensor_to_device(self.owner, self.key, value.device, value=value, **options)

@@ -30,11 +30,7 @@ def attach_execution_device_hook(
     Modules without weights get no hook, because they run wherever their inputs are.
 
     Args:
-        module: the module.
-        execution_device: the device.
-        skip_keys: as in :class:`AlignDevicesHook`.
         preload_module_classes: classes whose submodules get no hooks, because they are loaded as a whole.
-        tied_params_map: as in :class:`AlignDevicesHook`.
     """
     has_tensors = next(iter(module.state_dict(keep_vars=True)), None) is not None
     if has_tensors and not hasattr(module, "_hf_hook") and not is_param_container(module):
@@ -59,51 +55,40 @@ def attach_align_device_hook(
     """Add an :class:`AlignDevicesHook` to each module inside a module that holds tensors directly.
 
     Args:
-        module: the module.
         execution_device: where its modules run.
         offload: offload the weights.
         weights_map: offloaded weights by full name.
         offload_buffers: offload buffers too.
         module_name: full name of ``module``.
-        skip_keys: as in :class:`AlignDevicesHook`.
         preload_module_classes: classes that are loaded as a whole, because their modules use weights of submodules
             without calling them. torch's attention and encoder layers always are.
-        tied_params_map: as in :class:`AlignDevicesHook`.
     """
-    load_as_whole = offload and reads_child_params(module, preload_module_classes)
-    direct = [name for name, _ in named_module_tensors(module)]
-    read_here = direct if load_as_whole or not offload else list(own_tensors(module))
-    offloaded = {slot.name for hook in align_hooks(module) if hook.offload for slot in hook.slots}
-    if offload and (offloaded & set(read_here) or (load_as_whole and offloaded)):
-        return  # the model holds this module under another name too
-    if load_as_whole or read_here:
-        prefix = f"{module_name}." if module_name else ""
-        reads_containers = len(read_here) > len(direct)
-        hook = AlignDevicesHook(
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=PrefixedDataset(weights_map, prefix) if weights_map is not None else None,
-            offload_buffers=offload_buffers,
-            place_submodules=load_as_whole or reads_containers,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        hook.only = frozenset(read_here) if reads_containers else None
-        add_hook_to_module(module, hook, append=True)
-    if load_as_whole:
-        return
-    for name, child in called_children(module) if offload else module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            f"{module_name}.{name}" if module_name else name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
+    pending = [(module_name, module)]
+    while pending:
+        path, current = pending.pop()
+        prefix = f"{path}." if path else ""
+        load_as_whole = offload and reads_child_params(current, preload_module_classes)
+        direct = [name for name, _ in named_module_tensors(current)]
+        read_here = direct if load_as_whole or not offload else list(own_tensors(current))
+        offloaded = {slot.name for hook in align_hooks(current) if hook.offload for slot in hook.slots}
+        if offload and (offloaded & set(read_here) or (load_as_whole and offloaded)):
+            continue  # the model holds this module under another name too
+        if load_as_whole or read_here:
+            reads_containers = len(read_here) > len(direct)
+            hook = AlignDevicesHook(
+                execution_device=execution_device,
+                offload=offload,
+                weights_map=PrefixedDataset(weights_map, prefix) if weights_map is not None else None,
+                offload_buffers=offload_buffers,
+                place_submodules=load_as_whole or reads_containers,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+            hook.only = frozenset(read_here) if reads_containers else None
+            add_hook_to_module(current, hook, append=True)
+        if not load_as_whole:
+            children = called_children(current) if offload else current.named_children()
+            pending += reversed([(prefix + name, child) for name, child in children])
 
 
 def attach_align_device_hook_on_blocks(
@@ -126,9 +111,6 @@ def attach_align_device_hook_on_blocks(
         weights_map: offloaded weights by full name.
         offload_buffers: offload buffers too.
         module_name: full name of ``module``.
-        skip_keys: as in :class:`AlignDevicesHook`.
-        preload_module_classes: as in :func:`attach_align_device_hook`.
-        tied_params_map: as in :class:`AlignDevicesHook`.
     """
     hook_options: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     attach_options = {**hook_options, "preload_module_classes": preload_module_classes}
@@ -200,7 +182,6 @@ def align_module_device(module: nn.Module, execution_device: Location | None = N
     Offloaded weights are loaded; values written into them are lost at the end. Others are moved and moved back.
 
     Args:
-        module: the module.
         execution_device: the device. None: load offloaded weights to the module's execution device, move no others.
     """
     device = None if execution_device is None else as_device(execution_device)

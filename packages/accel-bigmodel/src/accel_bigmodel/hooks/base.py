@@ -81,33 +81,21 @@ class SequentialHook(ModelHook):
             hook.abort_forward(module)
 
 
-class _ClassForward:
-    """The forward of a module's class. An object, since a bound method is pickled by name and would find the hook."""
+class _Forward:
+    """A module's forward, with its hook or as its class defines it. An object, so that modules can be pickled with it."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, is_hooked: bool) -> None:
         self.module = module
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(type(self.module).forward.__get__(self.module))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-
-class _HookedForward:
-    """Replaces the forward of a module with a hook. An object, so that the module can be copied and pickled."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self.is_hooked = is_hooked
 
     @property
     def __signature__(self) -> inspect.Signature:
         # Libraries inspect the names of a forward's arguments.
-        return inspect.signature(self.module._old_forward)  # type: ignore[arg-type]
+        module: Any = self.module
+        return inspect.signature(module._old_forward if self.is_hooked else type(module).forward.__get__(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _run_with_hook(self.module, *args, **kwargs)
+        return (_run_with_hook if self.is_hooked else type(self.module).forward)(self.module, *args, **kwargs)
 
 
 def _run_with_hook(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,8 +117,6 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     """Run a hook around a module's forward.
 
     Args:
-        module: the module; it is changed.
-        hook: the hook.
         append: keep the module's present hook and run the new one after it. Otherwise the new hook replaces it, without
             undoing its changes (:func:`remove_hook_from_module` does).
 
@@ -143,14 +129,14 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         hook = SequentialHook(old_hook, hook)
     if not hasattr(module, "_old_forward"):
         is_replaced = isinstance(module, GraphModule) or "forward" in module.__dict__
-        module._old_forward = module.forward if is_replaced else _ClassForward(module)
+        module.__dict__["_old_forward"] = module.forward if is_replaced else _Forward(module, is_hooked=False)
     module = hook.init_hook(module)
     module._hf_hook = hook  # type: ignore[assignment]
     if isinstance(module, GraphModule):
         # Each GraphModule has its own class, whose forward it calls.
         module.__class__.forward = _run_with_hook
     else:
-        module.forward = _HookedForward(module)
+        module.forward = _Forward(module, is_hooked=True)
     return module
 
 
@@ -172,7 +158,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
             module.__class__.forward = old_forward.__func__
         else:
             module.__dict__.pop("forward", None)
-            if not isinstance(old_forward, _ClassForward):
+            if not isinstance(old_forward, _Forward):
                 module.forward = old_forward
     if recurse:
         for child in module.children():

@@ -40,12 +40,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """A handle to offload a model that has a :class:`CpuOffload` hook, or to remove the hook.
-
-    Args:
-        model: the model.
-        hook: its hook.
-    """
+    """A handle to offload a model that has a :class:`CpuOffload` hook, or to remove the hook."""
 
     def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
         self.model = model
@@ -69,7 +64,6 @@ def cpu_offload_with_hook(
     hold one whole model.
 
     Args:
-        model: the model.
         execution_device: where the model runs. None: this machine's accelerator, or the CPU without one.
         prev_module_hook: the handle of the previous model in the pipeline, which is offloaded when this model runs.
 

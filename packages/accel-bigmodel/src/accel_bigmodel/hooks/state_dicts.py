@@ -65,7 +65,6 @@ def get_state_dict_from_offload(
     """Put the weights of one module with offloaded weights into a state dict.
 
     Args:
-        module: the module.
         module_name: full name of one of its tensors.
         state_dict: receives the values of those of its names that belong to the module.
         device_to_put_offload: the device of the values.

@@ -26,7 +26,6 @@ def offload_weight(
     """Write a weight to ``<offload_folder>/<weight_name>.dat``, without a header.
 
     Args:
-        weight: the tensor.
         weight_name: its name in the model.
         offload_folder: an existing directory.
         index: receives the dtype and shape, which reading requires.

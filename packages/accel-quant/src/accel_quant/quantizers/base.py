@@ -19,9 +19,6 @@ class Quantizer(ABC):
     Other packages add methods through the entry point group ``accel.quantizers``. A configuration names one in its
     attribute ``quantizer``, and has the attributes ``torch_dtype``, ``skip_modules`` and ``keep_in_fp32_modules``.
 
-    Args:
-        config: the configuration.
-
     Attributes:
         dtype: the dtype of a quantized weight, for the sizes in device maps.
         layer_class: the class of quantized layers.
