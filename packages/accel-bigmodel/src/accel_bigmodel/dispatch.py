@@ -55,9 +55,6 @@ def cpu_offload(
         state_dict: the weights. None: those of the model.
         preload_module_classes: classes that are loaded as a whole, because their modules use weights of submodules
             without calling them.
-
-    Returns:
-        The model.
     """
     if state_dict is None:
         state_dict = {name: value.to("cpu") for name, value in model.state_dict().items()}
@@ -80,9 +77,6 @@ def disk_offload(
             those of the model are written.
         execution_device: where the model runs. None: the device of its first parameter.
         offload_buffers: offload buffers too.
-
-    Returns:
-        The model.
     """
     if not (Path(offload_dir) / OFFLOAD_INDEX_NAME).is_file():
         offload_state_dict(offload_dir, model.state_dict())
@@ -100,13 +94,9 @@ def _offload_all(
     if execution_device is None:
         execution_device = next(model.parameters()).device
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    classes = preload_module_classes
     attach_align_device_hook(
-        model,
-        execution_device=execution_device,
-        offload=True,
-        offload_buffers=offload_buffers,
-        weights_map=weights,
-        preload_module_classes=preload_module_classes,
+        model, execution_device, True, weights, offload_buffers=offload_buffers, preload_module_classes=classes
     )
     attach_prefetcher(model)
     return model
@@ -237,11 +227,7 @@ class _Dispatcher:
         self.refuse_empty(name for name in self.weights or () if location_of(name, self.offload))
 
     def refuse_empty(self, offloaded: Iterable[str]) -> None:
-        """Refuse tensors without values, except offloaded ones.
-
-        Raises:
-            ConfigurationError: naming them.
-        """
+        """Refuse tensors without values, except offloaded ones."""
         empty = on_meta(self.model, offloaded)
         if empty:
             raise ConfigurationError(
@@ -367,9 +353,6 @@ def load_checkpoint_and_dispatch(
         offload_state_dict: ignored; accepted for compatibility.
 
     Other arguments are as in :func:`load_checkpoint_in_model` and :func:`dispatch_model`.
-
-    Returns:
-        The model.
 
     Raises:
         ConfigurationError: an unknown map name; and the errors of :func:`load_checkpoint_in_model` and

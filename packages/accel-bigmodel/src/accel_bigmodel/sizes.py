@@ -19,13 +19,7 @@ Dtype = str | torch.dtype | CustomDtype
 
 
 def tensor_bytes(tensor: torch.Tensor, dtype: Dtype | None = None, special: Dtype | None = None) -> int:
-    """Bytes of a tensor after conversion.
-
-    Args:
-        tensor: any tensor, also on the meta device.
-        dtype: the dtype that floating point values are converted to, if it is smaller than theirs.
-        special: the dtype of this tensor; overrides ``dtype``.
-    """
+    """Bytes of a tensor after conversion."""
     width: float = tensor.element_size()
     if special is not None:
         width = _width(special)

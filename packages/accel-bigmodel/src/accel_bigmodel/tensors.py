@@ -58,11 +58,7 @@ def named_module_tensors(
 
 
 def as_device(location: Location) -> torch.device:
-    """The torch device of a location; a number is an index of this machine's accelerator type.
-
-    Raises:
-        ConfigurationError: a number without an accelerator, or an unknown device name.
-    """
+    """The torch device of a location; a number is an index of this machine's accelerator type."""
     if isinstance(location, torch.device):
         return location
     if isinstance(location, int):
@@ -108,11 +104,7 @@ def is_packed(tensor: torch.Tensor) -> bool:
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A torch dtype from its name ("float16", "torch.float16") or itself.
-
-    Raises:
-        ConfigurationError: unknown name.
-    """
+    """A torch dtype from its name ("float16", "torch.float16") or itself."""
     value = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(value, torch.dtype):
         raise ConfigurationError(f"dtype={dtype!r} is not a torch dtype. Give for example 'float16' or torch.bfloat16.")

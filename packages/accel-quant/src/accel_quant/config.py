@@ -67,7 +67,9 @@ class BnbQuantizationConfig:
             )
         for name in ("skip_modules", "keep_in_fp32_modules"):
             names = getattr(self, name)
-            if names is not None and not (isinstance(names, (list, tuple)) and all(map(_is_name, names))):
+            if names is not None and (
+                not isinstance(names, (list, tuple)) or not all(isinstance(item, str) and item for item in names)
+            ):
                 raise ConfigurationError(f"{name}={names!r} must be a list of module names, such as ['lm_head'].")
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         self.torch_dtype = torch.float16 if self.torch_dtype is None else _dtype("torch_dtype", self.torch_dtype)
@@ -92,10 +94,6 @@ class BnbQuantizationConfig:
     def target_dtype(self) -> torch.dtype | CustomDtype:
         """The dtype of quantized weights."""
         return torch.int8 if self.load_in_8bit else CustomDtype.INT4
-
-
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and name != ""
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:

@@ -33,15 +33,7 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def layers_to_quantize(model: nn.Module, skip: Iterable[str], prefix: str = "") -> dict[str, nn.Linear]:
-    """The linear layers of a model by name, except those in ``skip``.
-
-    Args:
-        skip: names of modules, or parts of names, counted from ``prefix``.
-        prefix: the name of ``model`` in a larger model.
-
-    Raises:
-        ConfigurationError: no layer is left.
-    """
+    """The linear layers of a model by name, except those in ``skip``."""
     skipped = list(skip)
     layers = {
         name: module
@@ -62,11 +54,7 @@ def contains_name(name: str, part: str) -> bool:
 
 
 def check_names(model: nn.Module, option: str, names: Sequence[str] | None) -> None:
-    """Refuse unknown module names, which are usually misspelled.
-
-    Raises:
-        ConfigurationError: listing them.
-    """
+    """Refuse unknown module names, which are usually misspelled."""
     modules = [name for name, _ in model.named_modules()]
     unknown = [part for part in names or () if not any(contains_name(name, part) for name in modules)]
     if unknown:
@@ -89,9 +77,6 @@ def replace_with_bnb_layers(
         bnb_quantization_config: how to quantize.
         modules_to_not_convert: names of modules to leave unchanged, or parts of names.
         current_key_name: components of the name of ``model`` in a larger model, where those names begin.
-
-    Returns:
-        The model.
 
     Raises:
         ConfigurationError: the model has no linear layer to quantize.

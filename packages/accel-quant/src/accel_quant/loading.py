@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +280,12 @@ class _ModelQuantization:
     def load_other_weights(self, location: str | os.PathLike[str] | None) -> None:
         """Load or convert everything that is not quantized."""
         config = self.quantizer.config
-        with self._without_quantized_weights():
+        quantized: dict[Any, Any] = {}
+        for module in self.model.modules():
+            if isinstance(module, self.quantizer.layer_class):
+                layer: Any = module
+                quantized[layer], layer.weight = layer.weight, None
+        try:
             if location is None:
                 for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
                     if is_float(tensor):
@@ -299,19 +303,8 @@ class _ModelQuantization:
                     dtype=config.torch_dtype,
                     keep_in_fp32_modules=config.keep_in_fp32_modules,
                 )
-
-    @contextmanager
-    def _without_quantized_weights(self) -> Iterator[None]:
-        layers: list[Any] = [
-            module for module in self.model.modules() if isinstance(module, self.quantizer.layer_class)
-        ]
-        weights = [layer.weight for layer in layers]
-        for layer in layers:
-            layer.weight = None
-        try:
-            yield
         finally:
-            for layer, weight in zip(layers, weights, strict=True):
+            for layer, weight in quantized.items():
                 layer.weight = weight
 
     def dispatch(self) -> None:

@@ -16,11 +16,7 @@ from .quantizers.base import Quantizer
 
 
 class FileStore:
-    """Tensors of a safetensors file, mapped when they are read.
-
-    Args:
-        names: the name in the file for each name in the layer's state dict.
-    """
+    """Tensors of a safetensors file, mapped when they are read."""
 
     def __init__(self, file: SafetensorsFile, names: Mapping[str, str]) -> None:
         self.file, self.names = file, dict(names)

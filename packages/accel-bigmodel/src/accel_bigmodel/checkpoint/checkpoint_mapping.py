@@ -127,16 +127,7 @@ def match_checkpoint(
 
 
 def check_match(model: nn.Module, checkpoint: str, match: CheckpointMatch, strict: bool) -> None:
-    """Refuse a checkpoint that does not fit the model; warn of harmless differences.
-
-    Args:
-        checkpoint: the name of the checkpoint in messages.
-        match: the comparison.
-        strict: refuse all missing and unexpected names, not only those that leave a tensor without values.
-
-    Raises:
-        ConfigurationError: listing missing, unexpected and misshapen names.
-    """
+    """Refuse a checkpoint that does not fit the model; warn of harmless differences."""
     faults = []
     if match.misshapen:
         details = [f"{name}: {shapes}" for name, shapes in match.misshapen.items()]

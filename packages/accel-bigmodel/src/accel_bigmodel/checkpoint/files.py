@@ -25,15 +25,7 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def checkpoint_files(checkpoint: str | os.PathLike[str]) -> dict[Path, list[str] | None]:
-    """The files of a checkpoint, each with the names that its index lists, or None without an index.
-
-    Args:
-        checkpoint: a file of weights; an index file; a directory with one of the two; or a Hub repository
-            ("openai-community/gpt2"), which is downloaded, or taken from the cache when the Hub is offline.
-
-    Raises:
-        ConfigurationError: checkpoint not found, several candidates, or an invalid index.
-    """
+    """The files of a checkpoint, each with the names that its index lists, or None without an index."""
     path = Path(checkpoint)
     if path.is_dir():
         path = _in_directory(path)
@@ -84,11 +76,7 @@ def _from_hub(repository: str) -> Path:
 
 
 def files_of_index(path: Path) -> dict[Path, list[str]]:
-    """The shards of an index (``{"weight_map": {name: file}}``, or just the inner part), each with its tensor names.
-
-    Raises:
-        ConfigurationError: not an index, missing files, or files outside the directory of the index.
-    """
+    """The shards of an index (``{"weight_map": {name: file}}``, or just the inner part), each with its tensor names."""
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

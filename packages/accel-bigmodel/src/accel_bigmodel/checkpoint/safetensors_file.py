@@ -59,9 +59,6 @@ class SafetensorsFile:
 
     Mappings are private: writing into a tensor changes neither the file nor other tensors read from it. While tensors
     are in use the file must not be overwritten in place; replacing it by renaming another file over it is safe.
-
-    Raises:
-        ConfigurationError: not a safetensors file, or a truncated one.
     """
 
     in_place = True

@@ -16,11 +16,7 @@ _LARGEST_HEADER = 100_000_000
 
 
 def read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
-    """The entries of the header, without ``__metadata__``, and the offset in bytes where the data begins.
-
-    Raises:
-        ConfigurationError: not a safetensors file, or a truncated one.
-    """
+    """The entries of the header, without ``__metadata__``, and the offset in bytes where the data begins."""
     try:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_LARGEST_HEADER, path.stat().st_size - 8):

@@ -16,11 +16,7 @@ from .safetensors_file import SafetensorsFile
 
 
 class TorchFile:
-    """The tensors of a file written by ``torch.save``, mapped if its format allows. Code in it is never run.
-
-    Raises:
-        ConfigurationError: the file holds anything but a dictionary of tensors.
-    """
+    """The tensors of a file written by ``torch.save``, mapped if its format allows. Code in it is never run."""
 
     in_place = False
 

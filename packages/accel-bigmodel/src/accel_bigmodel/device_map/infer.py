@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -185,26 +185,18 @@ class _Allocation:
         limit = self.limits[self.main]
         buffers = 0 if offload_buffers else sum(unit.buffers for unit in self.offloaded)
         largest = 0
-        for unit in self.offloaded:
-            for layer in _unsplittable_units(unit):
-                size = layer.size if offload_buffers else layer.size - layer.buffers
-                if size <= limit:
-                    largest = max(largest, size)
+        pending = list(self.offloaded)
+        while pending:
+            unit = pending.pop()
+            pending.extend(unit.children)
+            size = unit.size if offload_buffers else unit.size - unit.buffers
+            if not unit.children and size <= limit:
+                largest = max(largest, size)
         return min(limit, largest + buffers)
 
 
 def _is_inside(unit: PlacementUnit, other: PlacementUnit) -> bool:
     return other.name in ("", unit.name) or unit.name.startswith(f"{other.name}.")
-
-
-def _unsplittable_units(unit: PlacementUnit) -> Iterator[PlacementUnit]:
-    pending = [unit]
-    while pending:
-        current = pending.pop()
-        if current.children:
-            pending.extend(current.children)
-        else:
-            yield current
 
 
 def fallback_allocate(

@@ -40,11 +40,6 @@ class PlacementUnit:
 class PlacementTree:
     """The placement units of a model.
 
-    Args:
-        no_split: names of classes whose modules are not split.
-        dtype: the dtype that weights are converted to.
-        special_dtypes: dtypes of single weights.
-
     Attributes:
         root: the whole model.
         tied_sizes: bytes of each tensor, by id; used for tied ones.

@@ -54,16 +54,6 @@ def activations_of_config(
     The model runs in training mode, with the dropout of its configuration and torch's CPU attention, which keeps no
     matrix of attention weights unless there is dropout on it. If the attention of a GPU keeps none in that case
     either, the result is an upper bound.
-
-    Args:
-        config_path: the model's ``config.json``.
-        batch_size: samples in a batch of one process.
-        sequence_length: tokens in a sample.
-        mixed_precision: "no", "bf16" or "fp16": autocast.
-        trust_remote_code: run model code that comes with the model.
-
-    Raises:
-        ConfigurationError: the model takes other inputs than tokens or images, or cannot run on fake tensors.
     """
     if mixed_precision not in _AUTOCAST:
         raise ConfigurationError(f"mixed_precision={mixed_precision!r} is not one of {', '.join(_AUTOCAST)}.")
@@ -88,16 +78,7 @@ def activations_of_config(
 
 
 def example_inputs(model: Any, batch_size: int, sequence_length: int) -> dict[str, torch.Tensor]:
-    """A batch for a transformers model that takes tokens, or images of one size.
-
-    Args:
-        model: the model; its cache is switched off.
-        batch_size: samples in the batch.
-        sequence_length: tokens in a sample.
-
-    Raises:
-        ConfigurationError: the model takes other inputs.
-    """
+    """A batch for a transformers model that takes tokens, or images of one size."""
     main, config = str(getattr(model, "main_input_name", "")), model.config
     if main == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         return {main: torch.zeros(batch_size, getattr(config, "num_channels", 3), config.image_size, config.image_size)}

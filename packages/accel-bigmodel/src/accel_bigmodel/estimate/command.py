@@ -34,64 +34,35 @@ def parser(program: str = "accel estimate-memory") -> argparse.ArgumentParser:
         "configuration or the headers of its files.",
     )
     options.add_argument(
-        "model_name",
-        help="a Hub repository, a directory, a .safetensors file or the index of a sharded checkpoint",
+        "model_name", help="a Hub repository, a directory, a .safetensors file or the index of a sharded checkpoint"
     )
-    _add(
-        options,
-        "--library_name",
-        choices=["timm", "transformers", "safetensors"],
-        help="the library that builds the model; safetensors reads the headers of its files and runs no code of the "
-        "model (default: detect)",
-    )
+    libraries = ["timm", "transformers", "safetensors"]
+    text = "the library that builds the model; safetensors reads only the headers of its files (default: detect)"
+    _add(options, "--library_name", choices=libraries, help=text)
+    dtypes = list(DTYPE_BYTES)
     _add(
         options,
         "--dtypes",
         nargs="+",
-        choices=list(DTYPE_BYTES),
-        default=list(DTYPE_BYTES),
+        choices=dtypes,
+        default=dtypes,
         help="dtypes to load the model in (default: all)",
     )
-    _add(
-        options,
-        "--trust_remote_code",
-        action="store_true",
-        help="run Python code that comes with the model; read it first",
-    )
+    _add(options, "--trust_remote_code", action="store_true", help="run the model's own Python code; read it first")
     _add(options, "--json", action="store_true", help="print bytes as JSON instead of tables")
-    training = options.add_argument_group("training", "any of these adds the memory of training on each process")
-    _add(training, "--training", action="store_true", help="training on one process, without activations")
-    _add(training, "--num_processes", type=_positive, help="number of processes (default: 1)")
-    _add(
-        training, "--tensor_parallel", "--tp_size", type=_positive, help="processes that share each layer (default: 1)"
-    )
-    _add(
-        training,
-        "--strategy",
-        nargs="+",
-        choices=list(DIVISIONS),
-        default=list(STRATEGIES),
-        metavar="NAME",
-        help=f"rows of the table, from {', '.join(DIVISIONS)} (default: {' '.join(STRATEGIES)})",
-    )
-    _add(
-        training,
-        "--replicas",
-        "--dp_replicate_size",
-        type=_positive,
-        default=1,
-        help="copies of the model, each sharded separately; hybrid_shard has one on each node (default: 1)",
-    )
-    _add(training, "--batch_size", type=_positive, help="samples in the batch of one process; includes activations")
-    _add(training, "--sequence_length", type=_positive, default=512, help="tokens in a sample (default: 512)")
-    _add(training, "--mixed_precision", choices=["no", "fp16", "bf16"], default="no", help="autocast (default: no)")
-    _add(
-        training,
-        "--optimizer",
-        choices=["adamw", "adam", "sgd", "sgd_momentum"],
-        default="adamw",
-        help="the optimizer, whose state is counted (default: adamw)",
-    )
+    group = options.add_argument_group("training", "any of these adds the memory of training on each process")
+    _add(group, "--training", action="store_true", help="training on one process, without activations")
+    _add(group, "--num_processes", type=_positive, help="number of processes (default: 1)")
+    _add(group, "--tensor_parallel", "--tp_size", type=_positive, help="processes that share each layer (default: 1)")
+    text = f"rows of the table, from {', '.join(DIVISIONS)} (default: {' '.join(STRATEGIES)})"
+    _add(group, "--strategy", nargs="+", choices=list(DIVISIONS), default=list(STRATEGIES), metavar="NAME", help=text)
+    text = "copies of the model, each sharded separately; hybrid_shard has one on each node (default: 1)"
+    _add(group, "--replicas", "--dp_replicate_size", type=_positive, default=1, help=text)
+    _add(group, "--batch_size", type=_positive, help="samples in the batch of one process; includes activations")
+    _add(group, "--sequence_length", type=_positive, default=512, help="tokens in a sample (default: 512)")
+    _add(group, "--mixed_precision", choices=["no", "fp16", "bf16"], default="no", help="autocast (default: no)")
+    text = "the optimizer, whose state is counted (default: adamw)"
+    _add(group, "--optimizer", choices=["adamw", "adam", "sgd", "sgd_momentum"], default="adamw", help=text)
     return options
 
 
@@ -109,12 +80,7 @@ def _positive(text: str) -> int:
 
 
 def run(argv: list[str], program: str = "accel estimate-memory") -> int:
-    """Print an estimate, and return the exit code.
-
-    Raises:
-        ConfigurationError: model not found, or its sizes cannot be determined.
-        MissingDependencyError: the library that builds the model is not installed.
-    """
+    """Print an estimate, and return the exit code."""
     options = parser(program).parse_args(argv)
 
     from . import report

@@ -39,11 +39,7 @@ def size_of_tensors(name: str, tensors: TensorHeaders) -> ModelSize:
 
 
 def read_headers(paths: Iterable[Path]) -> TensorHeaders:
-    """Dtype and shape of every tensor of some safetensors files.
-
-    Raises:
-        ConfigurationError: an invalid file, or no tensors.
-    """
+    """Dtype and shape of every tensor of some safetensors files."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     files = list(paths)
     for path in files:
@@ -56,11 +52,7 @@ def read_headers(paths: Iterable[Path]) -> TensorHeaders:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The safetensors files of a file, an index or a directory; empty if there are none.
-
-    Raises:
-        ConfigurationError: an invalid index, or one that lists missing files.
-    """
+    """The safetensors files of a file, an index or a directory; empty if there are none."""
     if path.is_dir():
         indexes = sorted(path.glob("*.safetensors.index.json"))
         return files_of(indexes[0]) if len(indexes) == 1 else sorted(path.glob("*.safetensors"))

@@ -14,11 +14,7 @@ from .headers import TensorHeaders, files_of, read_headers
 
 
 def config_of(repository: str) -> Path | None:
-    """The ``config.json`` of a repository, or None if it has none.
-
-    Raises:
-        ConfigurationError: repository not found, or not cached and the Hub is unreachable.
-    """
+    """The ``config.json`` of a repository, or None if it has none."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -32,11 +28,7 @@ def config_of(repository: str) -> Path | None:
 
 
 def tensors_of(repository: str) -> TensorHeaders:
-    """Dtype and shape of every tensor of a repository, from cached files or the headers of those on the Hub.
-
-    Raises:
-        ConfigurationError: no safetensors files, or the Hub is unreachable.
-    """
+    """Dtype and shape of every tensor of a repository, from cached files or the headers of those on the Hub."""
     from huggingface_hub import get_safetensors_metadata, try_to_load_from_cache
 
     for name in ("model.safetensors.index.json", "model.safetensors"):
@@ -64,11 +56,7 @@ def library_of(repository: str) -> str | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Parse a ``config.json``.
-
-    Raises:
-        ConfigurationError: it is not a JSON object.
-    """
+    """Parse a ``config.json``."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -32,17 +32,7 @@ def size_of_model(name: str, source: str, model: nn.Module) -> ModelSize:
 
 
 def build_transformers(config_path: Path, trust_remote_code: bool, where: AbstractContextManager[Any]) -> nn.Module:
-    """A transformers model of the class that AutoModel selects for a configuration.
-
-    Args:
-        config_path: its ``config.json``.
-        trust_remote_code: run model code next to the configuration.
-        where: a context in which tensors take no memory (``torch.device("meta")``).
-
-    Raises:
-        ConfigurationError: the model needs its own code without ``trust_remote_code``, or cannot be built.
-        MissingDependencyError: transformers is not installed.
-    """
+    """A transformers model of the class that AutoModel selects for a configuration."""
     transformers = require("transformers", purpose=f"the model of {config_path}", install="transformers")
     try:
         config = transformers.AutoConfig.from_pretrained(str(config_path.parent), trust_remote_code=trust_remote_code)
@@ -62,16 +52,7 @@ def build_transformers(config_path: Path, trust_remote_code: bool, where: Abstra
 
 
 def build_timm(name: str, config: Mapping[str, Any] | None) -> nn.Module:
-    """A timm model on the meta device.
-
-    Args:
-        name: its name, with or without "timm/".
-        config: its ``config.json``, which names the architecture.
-
-    Raises:
-        ConfigurationError: unknown model.
-        MissingDependencyError: timm is not installed.
-    """
+    """A timm model on the meta device."""
     timm = require("timm", purpose=f"the model {name}", install="timm")
     architecture = str((config or {}).get("architecture") or name.removeprefix("timm/"))
     try:

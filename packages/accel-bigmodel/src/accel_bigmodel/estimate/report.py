@@ -19,19 +19,16 @@ def as_json(
     training: Sequence[TrainingMemory] | None,
 ) -> str:
     """All results in bytes."""
+    loading = {}
+    for dtype in dtypes:
+        largest_layer, total = size.largest_layer_in(dtype), size.total_in(dtype)
+        loading[dtype] = {"largest_layer": largest_layer, "total": total, "training_adam": size.adam_in(dtype)}
     answer: dict[str, Any] = {
         "model": size.name,
         "source": size.source,
         "parameters": size.parameters,
         "largest_layer_name": size.largest_layer_name,
-        "dtypes": {
-            dtype: {
-                "largest_layer": size.largest_layer_in(dtype),
-                "total": size.total_in(dtype),
-                "training_adam": size.adam_in(dtype),
-            }
-            for dtype in dtypes
-        },
+        "dtypes": loading,
     }
     if stages is not None:
         answer["training_stages"] = stages

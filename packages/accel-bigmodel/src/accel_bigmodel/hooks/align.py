@@ -73,7 +73,8 @@ class AlignDevicesHook(ModelHook):
         self.slots: list[_Slot] = []
         """The places of the offloaded weights."""
         self.prefetcher: Prefetcher | None = None
-        self._prefetch_index = 0
+        self.prefetch_index = 0
+        """The hook's weights are this group of the prefetcher."""
         self._autograd_context: Any = None
 
     def __repr__(self) -> str:
@@ -158,7 +159,7 @@ class AlignDevicesHook(ModelHook):
     def onload(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """Put the offloaded weights into the module, on ``device`` or the execution device, and return them."""
         if self.prefetcher is not None and device is None:
-            values = self.prefetcher.take(self._prefetch_index, self.device)
+            values = self.prefetcher.take(self.prefetch_index, self.device)
         else:
             values = {slot.name: self._read(slot.name, device or self.device) for slot in self.slots}
         assert self.weights_map is not None or not self.slots
@@ -188,19 +189,9 @@ class AlignDevicesHook(ModelHook):
         is_lookup_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         return WeightGroup([slot.name for slot in self.slots], source, names, nbytes, self.device, is_lookup_table)
 
-    def prefetch_with(self, prefetcher: Prefetcher, index: int) -> None:
-        """Take the weights from a prefetcher, where they are the group ``index``."""
-        self.prefetcher, self._prefetch_index = prefetcher, index
-
 
 class _Slot:
-    """The place of an offloaded tensor in a module; between forwards it holds a placeholder on the meta device.
-
-    Args:
-        module: the module that has the hook.
-        name: the tensor's name from there on.
-        tensor: its present value.
-    """
+    """The place of an offloaded tensor in a module; between forwards it holds a placeholder on the meta device."""
 
     def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         self.name = name

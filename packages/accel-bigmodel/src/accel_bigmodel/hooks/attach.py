@@ -150,7 +150,7 @@ def attach_prefetcher(model: nn.Module) -> None:
     if hooks:
         prefetcher = Prefetcher([hook.weight_group(module) for hook, module in hooks])
         for index, (hook, _) in enumerate(hooks):
-            hook.prefetch_with(prefetcher, index)
+            hook.prefetcher, hook.prefetch_index = prefetcher, index
 
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:

@@ -82,7 +82,7 @@ class SequentialHook(ModelHook):
 
 
 class _Forward:
-    """A module's forward, with its hook or as its class defines it. An object, so that modules can be pickled with it."""
+    """A module's forward, with its hook or as its class defines it. An object, so that it can be pickled."""
 
     def __init__(self, module: nn.Module, is_hooked: bool) -> None:
         self.module = module

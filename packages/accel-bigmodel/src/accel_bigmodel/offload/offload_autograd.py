@@ -21,12 +21,7 @@ class _WeightView:
 
 
 def without_weights(values: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Any:
-    """A context in which autograd does not save the weights, which would keep the whole model until the backward.
-
-    Args:
-        values: the weights in use, by name.
-        read: reads a weight again, to the device where it was.
-    """
+    """A context in which autograd does not save the weights, which would keep the whole model until the backward."""
     ranges = [(value.data_ptr(), value.data_ptr() + value.nbytes, name) for name, value in values.items()]
     dtypes = {name: value.dtype for name, value in values.items()}
 

@@ -47,9 +47,6 @@ class Prefetcher:
     The order is that of the last forward; before the first one, that of the model. Besides the weights in use it holds
     at most one more group, or as many as fit into the size of the largest group. Requests out of order are served at
     once.
-
-    Args:
-        groups: the weights of each hook, in the order of the model.
     """
 
     def __init__(self, groups: Sequence[WeightGroup]) -> None:

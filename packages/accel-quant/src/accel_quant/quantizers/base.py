@@ -64,9 +64,5 @@ class Quantizer(ABC):
 
 
 def bitsandbytes_nn() -> Any:
-    """``bitsandbytes.nn``.
-
-    Raises:
-        MissingDependencyError: bitsandbytes is not installed.
-    """
+    """``bitsandbytes.nn``."""
     return require("bitsandbytes", purpose="BnbQuantizationConfig", install="bitsandbytes").nn
