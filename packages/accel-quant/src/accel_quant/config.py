@@ -66,10 +66,8 @@ class BnbQuantizationConfig:
                 f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not one of {', '.join(_QUANT_TYPES)}."
             )
         for name in ("skip_modules", "keep_in_fp32_modules"):
-            names = getattr(self, name)
-            if names is not None and (
-                not isinstance(names, (list, tuple)) or not all(isinstance(item, str) and item for item in names)
-            ):
+            names = () if getattr(self, name) is None else getattr(self, name)
+            if not isinstance(names, (list, tuple)) or not all(isinstance(item, str) and item for item in names):
                 raise ConfigurationError(f"{name}={names!r} must be a list of module names, such as ['lm_head'].")
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         self.torch_dtype = torch.float16 if self.torch_dtype is None else _dtype("torch_dtype", self.torch_dtype)

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from accel_state.errors import ConfigurationError
 
 from .model import DTYPE_BYTES, ModelSize
 from .training import DIVISIONS, STRATEGIES, TrainingMemory, estimate_training, estimate_training_usage
-
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand for the launcher's entry point group ``accel.commands``.
-
-    Attributes:
-        summary: one line for ``accel --help``.
-        run: takes the arguments, returns the exit code.
-    """
-
-    summary: str
-    run: Callable[[list[str]], int]
 
 
 def parser(program: str = "accel estimate-memory") -> argparse.ArgumentParser:
@@ -148,4 +134,5 @@ def _title(options: argparse.Namespace) -> str:
     return f"Training, bytes on each process ({'; '.join(parts)}):"
 
 
-COMMAND = Command("estimate how much memory a model needs", run)
+# A command of the launcher (entry point group ``accel.commands``), which this package does not depend on.
+COMMAND = SimpleNamespace(summary="estimate how much memory a model needs", run=run)
