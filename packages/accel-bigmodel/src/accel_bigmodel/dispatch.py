@@ -198,7 +198,7 @@ class _Dispatcher:
     def find_offloaded_weights(
         self,
         state_dict: Mapping[str, torch.Tensor] | None,
-        folder: str | os.PathLike[str] | None,
+        offload_dir: str | os.PathLike[str] | None,
         index: Mapping[str, Any] | None,
     ) -> None:
         """Find all weights that are offloaded, and write those that are only in memory and mapped to the disk."""
@@ -208,7 +208,7 @@ class _Dispatcher:
         record = (offload_record(self.model) if index is None else None) or OffloadRecord()
         on_disk = self._mapped_to("disk")
         if on_disk:
-            directory = Path(folder) if folder is not None else record.folder
+            directory = Path(offload_dir) if offload_dir is not None else record.directory
             merged: dict[str, Any] = {**record.index, **(index or {})}
             if not merged and directory is None:
                 raise ConfigurationError(

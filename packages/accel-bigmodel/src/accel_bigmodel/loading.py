@@ -43,12 +43,12 @@ class OffloadRecord:
     Attributes:
         index: as for :class:`OffloadedWeightsLoader`.
         files: the open files that it names.
-        folder: the directory of weights that had to be written.
+        directory: the directory of weights that had to be written.
     """
 
     index: dict[str, Any] = field(default_factory=dict)
     files: dict[str, SafetensorsFile] = field(default_factory=dict)
-    folder: Path | None = None
+    directory: Path | None = None
 
 
 def offload_record(model: nn.Module) -> OffloadRecord | None:
@@ -132,8 +132,8 @@ def load_checkpoint_in_model(
     if device_map is not None:
         check_device_map(model, device_map)
         device_map = with_shared_modules(model, device_map)
-    folder = None if offload_folder is None else Path(offload_folder)
-    loader = _CheckpointLoader(model, device_map, folder, dtype, as_names(keep_in_fp32_modules), offload_buffers)
+    directory = None if offload_folder is None else Path(offload_folder)
+    loader = _CheckpointLoader(model, device_map, directory, dtype, as_names(keep_in_fp32_modules), offload_buffers)
     loader.open(os.fspath(checkpoint), strict)
     loader.load()
 
@@ -142,13 +142,13 @@ def load_checkpoint_in_model(
 class _CheckpointLoader:
     model: nn.Module
     device_map: Mapping[str, Location] | None
-    folder: Path | None
+    directory: Path | None
     dtype: str | torch.dtype | None
     keep_in_fp32: Sequence[str]
     offload_buffers: bool
 
     def __post_init__(self) -> None:
-        self.record = OffloadRecord(folder=self.folder)
+        self.record = OffloadRecord(directory=self.directory)
         self.file_of: dict[str, CheckpointFile] = {}
 
     def open(self, checkpoint: str, strict: bool) -> None:
@@ -174,7 +174,7 @@ class _CheckpointLoader:
             tensors, untied = split_by_location(tensors, lambda name: location_of(name, device_map))
             check_tied_parameters_on_same_device(untied, device_map)
         self.sources = [(tensor, source) for tensor in tensors if (source := source_of[tensor.name]) is not None]
-        if self.folder is None:
+        if self.directory is None:
             self._check_readable_in_place()
 
     def _check_readable_in_place(self) -> None:
@@ -223,21 +223,21 @@ class _CheckpointLoader:
                 self._put(tensor, source, values[source])
         if self.record.index:
             written = {name: entry for name, entry in self.record.index.items() if "safetensors_file" not in entry}
-            if written and self.folder is not None:
-                save_offload_index(written, self.folder)
+            if written and self.directory is not None:
+                save_offload_index(written, self.directory)
             self.model.__dict__[_RECORD] = self.record
 
     def _leave_on_disk(self, file: CheckpointFile, tensor: ModelTensor, source: str) -> None:
         stored = file.dtype(source)
         dtype = self._dtype_for(tensor, stored)
-        if isinstance(file, SafetensorsFile) and (dtype == stored or self.folder is None):
+        if isinstance(file, SafetensorsFile) and (dtype == stored or self.directory is None):
             dtype_name = str(dtype).removeprefix("torch.")
             entry: dict[str, Any] = {"safetensors_file": str(file.path), "weight_name": source, "dtype": dtype_name}
             self.record.files[str(file.path)] = file
         else:
-            assert self.folder is not None
-            self.folder.mkdir(parents=True, exist_ok=True)
-            entry = offload_weight(file.tensors([source])[source].to(dtype), tensor.name, self.folder)[tensor.name]
+            assert self.directory is not None
+            self.directory.mkdir(parents=True, exist_ok=True)
+            entry = offload_weight(file.tensors([source])[source].to(dtype), tensor.name, self.directory)[tensor.name]
             entry["file"] = tensor.name
         # A tied weight is stored once; all its names refer to it.
         self.record.index.update(dict.fromkeys(tensor.names, entry))

@@ -64,8 +64,7 @@ def load_and_quantize_model(
         no_split_module_classes: classes whose modules are not split, for the named maps. None: the model's
             ``_no_split_modules``.
         max_memory: bytes to use on each device, for the named maps.
-        offload_folder: the directory for weights on the disk. Unchanged safetensors checkpoints are read in place
-            instead.
+        offload_folder: the directory for weights on the disk, unless their safetensors file can be read in place.
         offload_state_dict: ignored; accepted for compatibility. Weights are never held twice.
 
     Returns:
@@ -228,10 +227,10 @@ class _ModelQuantization:
         quantizer: Quantizer,
         weights: _Weights,
         locations: dict[str, Location],
-        folder: Path | None,
+        directory: Path | None,
     ) -> None:
         self.model, self.quantizer, self.weights, self.locations = model, quantizer, weights, locations
-        self.folder = folder
+        self.directory = directory
         accelerators = [location for location in locations.values() if str(location) not in ("cpu", "disk")]
         self.main = as_device(accelerators[0]) if accelerators else torch.device("cpu")
 
@@ -269,9 +268,9 @@ class _ModelQuantization:
             offload_layer(layer, self.quantizer, store, self.main)
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> FileStore:
-        assert self.folder is not None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{name}.quantized.safetensors"
+        assert self.directory is not None
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / f"{name}.quantized.safetensors"
         temporary = path.with_suffix(f".{os.getpid()}.part")
         save_file(tensors, temporary)
         temporary.replace(path)
@@ -299,7 +298,7 @@ class _ModelQuantization:
                     self.model,
                     location,
                     device_map=self.locations,
-                    offload_folder=self.folder,
+                    offload_folder=self.directory,
                     dtype=config.torch_dtype,
                     keep_in_fp32_modules=config.keep_in_fp32_modules,
                 )
@@ -313,7 +312,7 @@ class _ModelQuantization:
         for offload in offloads:
             offload.in_state_dict = False  # dispatching must not read or write these weights
         try:
-            dispatch_model(self.model, self.locations, main_device=self.main, offload_dir=self.folder)
+            dispatch_model(self.model, self.locations, main_device=self.main, offload_dir=self.directory)
         finally:
             for offload in offloads:
                 offload.in_state_dict = True

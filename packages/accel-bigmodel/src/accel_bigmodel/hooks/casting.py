@@ -72,9 +72,7 @@ def attach_layerwise_casting_hooks(
     """
     for dtype in (storage_dtype, compute_dtype):
         if not dtype.is_floating_point:
-            raise ConfigurationError(
-                f"{dtype} cannot hold weights: storage_dtype and compute_dtype must be floating point"
-            )
+            raise ConfigurationError(f"{dtype} cannot hold weights: both dtypes must be floating point")
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else tuple(skip_modules_pattern or ())
     skipped = tuple(skip_modules_classes or ())
     pending = [("", module)]
