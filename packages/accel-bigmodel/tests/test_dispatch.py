@@ -51,12 +51,6 @@ def on_disk(file: Path, device_map: dict | None = None, **settings) -> Net:
     return load_checkpoint_and_dispatch(model, file, device_map=device_map or {"": "disk"})
 
 
-def prefetcher_of(model: nn.Module) -> Prefetcher:
-    return next(
-        hook.prefetcher for module in model.modules() for hook in align_hooks(module) if hook.prefetcher is not None
-    )
-
-
 def same(one: object, other: object) -> bool:
     return all(torch.allclose(one[key], other[key], rtol=1e-5, atol=1e-6) for key in ("logits", "hidden"))
 
@@ -303,12 +297,16 @@ def test_any_order_of_modules(tmp_path: Path) -> None:
     assert same(loaded(words()), model(words()))
 
 
-def test_what_comes_next_is_read_while_this_is_computed(tmp_path: Path) -> None:
+def test_the_next_weights_are_read_in_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = on_disk(save(net(), tmp_path / "model.safetensors"))
-    prefetcher = prefetcher_of(loaded)
     read_by: list[str] = []
-    fetch = prefetcher._fetch
-    prefetcher._fetch = lambda index: (read_by.append(threading.current_thread().name), fetch(index))[1]
+    fetch = Prefetcher._fetch
+
+    def note(self: Prefetcher, index: int) -> Any:
+        read_by.append(threading.current_thread().name)
+        return fetch(self, index)
+
+    monkeypatch.setattr(Prefetcher, "_fetch", note)
     loaded(words())
     hooks = sum(bool(hook.slots) for module in loaded.modules() for hook in align_hooks(module))
     assert sum(name.startswith("accel-prefetch") for name in read_by) == hooks - 1, "only the first is waited for"
