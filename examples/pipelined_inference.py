@@ -41,11 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch.no_grad():
         expected = build(options.layers)(tokens, use_cache=False).logits
 
-    model = prepare_pippy(
-        build(options.layers), example_args=(tokens[:2],), num_chunks=options.num_chunks, gather_output=True
-    )
+    model = build(options.layers)
     total = sum(parameter.numel() for parameter in model.parameters())
-    local = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
+    model = prepare_pippy(model, example_args=(tokens[:2],), num_chunks=options.num_chunks, gather_output=True)
+    local = sum(parameter.numel() for parameter in model.parameters())
     state.print(f"split points: {', '.join(model.hf_split_points)}")
     state.print(f"rank 0 holds {local} of {total} parameters")
     for size in (6, 5):  # a batch that is not divisible by the number of chunks is padded, and the output trimmed
