@@ -168,7 +168,7 @@ def test_the_doctor_finds_both_hosts_well(hosts, tmp_path) -> None:
     assert [process.returncode for process in processes] == [0, 0], outputs
     for output in outputs:
         assert "process group  2 process(es) on host0, host1, gloo" in output
-        assert "point to point right" in output and "clocks" in output
+        assert "point to point correct" in output and "clocks" in output
 
 
 def test_the_doctor_says_that_a_host_does_not_answer(hosts, tmp_path) -> None:

@@ -105,7 +105,7 @@ def test_a_launcher_for_each_rank(run) -> None:
     result = run("srun", "-N1", "-n2", *CPU, "--num_processes", 3, "s.py")
     assert (
         result.returncode == 2
-        and "--num_processes 3, but slurm has started 2 launchers, 2 on this node" in result.stderr
+        and "--num_processes 3, but slurm started 2 launchers, 2 on this node" in result.stderr
     )
 
 
@@ -136,7 +136,7 @@ def test_the_first_failure_of_all_nodes_comes_last(run) -> None:
 def test_a_dry_run_starts_nothing(run) -> None:
     result = run("salloc", "-N2", *CPU, "--num_processes", 4, "--dry_run", "s.py", "--lr", "0.1")
     assert result.returncode == 0 and not lines(result)
-    assert "every node of the SLURM job (n1, n2), by one call of srun from here:" in result.stdout
+    assert "every node of the SLURM job (n1, n2), by one call of srun:" in result.stdout
     assert "srun --nodes=2 --ntasks=2 --ntasks-per-node=1" in result.stdout
     command = next(line for line in result.stdout.splitlines() if line.startswith("  command: "))
     assert (

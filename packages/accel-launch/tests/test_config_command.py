@@ -164,6 +164,25 @@ class TestUpdate:
         } | {"config_file": 0}
         assert os.listdir(shell.folder) == ["old.yaml"]
 
+    def test_comments_of_keys_that_move_or_go(self, tmp_path: Path) -> None:
+        path = tmp_path / "old.yaml"
+        path.write_text(
+            "num_processes: 2\n# compile\ndynamo_backend: EAGER  # soon\n\n# macOS\nuse_mps_device: false\n"
+            "debug: no\n# end\n"
+        )
+        update_file(path, path)
+        lines = path.read_text().splitlines()
+        where = lines.index("dynamo_config:")
+        assert lines[where + 1] == "  # compile" and lines[where + 2].split() == [
+            "dynamo_backend:",
+            "EAGER",
+            "#",
+            "soon",
+        ]
+        assert lines[0] == "num_processes: 2" and lines.index("# end") < lines.index("# macOS") == len(lines) - 1
+        assert "use_mps_device" not in path.read_text()
+        assert os.listdir(tmp_path) == ["old.yaml"]
+
     def test_a_file_with_comments_that_becomes_json_is_kept(self, shell, tmp_path: Path) -> None:
         (tmp_path / "old.yaml").write_text(self.OLD)
         notes = update_file(tmp_path / "old.yaml", tmp_path / "new.json")

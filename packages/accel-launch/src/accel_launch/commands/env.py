@@ -21,8 +21,10 @@ from ..parser import ConfigParser, parse_options
 from .base import Command
 
 _GIB = 1024**3
-_LIBRARIES = ("numpy", "safetensors", "transformers", "deepspeed", "bitsandbytes")
-_LIBRARIES += ("torchao", "transformer-engine", "megatron-core", "torch-xla")
+_LIBRARIES = (
+    *("numpy", "safetensors", "transformers", "deepspeed", "bitsandbytes"),
+    *("torchao", "transformer-engine", "megatron-core", "torch-xla"),
+)
 _VARIABLES = re.compile(
     r"(ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|NCCL|CCL|TORCH|OMP|SLURM|OMPI_COMM|PMI)_|.*_VISIBLE_DEVICES$"
 )

@@ -134,7 +134,7 @@ class _Rewriter:
                 mapping.ca.items[key] = comments
 
 
-def _keys(mapping: CommentedMap, depth: int) -> Iterator[tuple[CommentedMap, Any, int]]:
+def _keys(mapping: Any, depth: int) -> Iterator[tuple[CommentedMap, Any, int]]:
     """Every key in the order of the text, with its mapping and depth."""
     for key, value in mapping.items():
         yield mapping, key, depth

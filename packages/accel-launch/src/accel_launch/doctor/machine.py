@@ -33,8 +33,10 @@ MIN_MEMORY = 1 * GIB
 MIN_TEMPORARY = 1 * GIB
 MIN_TORCH = (2, 6)
 _SHARED_MEMORY = "/dev/shm"
-_PACKAGES = ("accel", "accel-launch", "accel-state", "accel-data", "deepspeed", "transformers")
-_PACKAGES += ("bitsandbytes", "megatron-core")
+_PACKAGES = (
+    *("accel", "accel-launch", "accel-state", "accel-data"),
+    *("deepspeed", "transformers", "bitsandbytes", "megatron-core"),
+)
 
 
 def check_versions() -> Iterator[CheckResult]:
