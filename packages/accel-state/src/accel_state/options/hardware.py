@@ -31,7 +31,7 @@ class HardwareOptions(OptionGroup):
 
     multi_gpu: bool = option(
         False,
-        help="Require GPUs: one process per visible GPU unless --num_processes is given; an error if too few.",
+        help="Require GPUs: one process per visible GPU unless --num_processes is given; fails with fewer GPUs.",
     )
     gpu_ids: str | None = option(
         parser=parse_gpu_ids,
