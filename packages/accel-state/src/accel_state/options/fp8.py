@@ -39,9 +39,7 @@ def checked(name: str, value: Any) -> Any:
     if name == "override_linear_precision":
         flags = (value,) * 3 if isinstance(value, bool) else value
         if not isinstance(flags, (list, tuple)) or [type(flag) for flag in flags] != [bool] * 3:
-            raise ConfigurationError(
-                f"{name}={value!r} is not one or three of True or False, for fprop, dgrad and wgrad."
-            )
+            raise ConfigurationError(f"{name}={value!r} must be one or three booleans (fprop, dgrad and wgrad).")
         return tuple(flags)
     known = {opt.field for opt in FP8Options.options()}
     return FP8Options.declaration(name).check(name, value) if name in known else value
