@@ -310,3 +310,31 @@ def test_an_unknown_strategy_is_refused(strategy: object) -> None:
 def test_a_strategy_and_a_plugin_contradict_each_other() -> None:
     with pytest.raises(ConfigurationError, match="contradicts the settings given for torch_tp"):
         Accelerator(strategy="single", torch_tp_plugin=object())
+
+
+class OverridingAccelerator(Accelerator):
+    """A client's subclass."""
+
+    calls: list[str]
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, **kwargs: Any) -> nn.Module:
+        self.calls.append("prepare_model")
+        return super().prepare_model(model, device_placement, **kwargs)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        self.calls.append("get_state_dict")
+        return super().get_state_dict(model, unwrap)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("load_state")
+        super().load_state(*args, **kwargs)
+
+
+def test_methods_that_a_subclass_overrides_are_called(tmp_path: Path) -> None:
+    OverridingAccelerator.calls = []
+    accelerator = OverridingAccelerator(cpu=True, project_dir=str(tmp_path))
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_model(model, tmp_path / "model")
+    accelerator.save_state(tmp_path / "state")
+    assert accelerator.resume()
+    assert accelerator.calls == ["prepare_model", "get_state_dict", "load_state"]

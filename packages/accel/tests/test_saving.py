@@ -221,3 +221,31 @@ def test_projects_know_their_folders(tmp_path: Path) -> None:
     assert Accelerator(cpu=True, project_dir="a", project_config=ProjectConfiguration()).logging_dir == "a"
     with pytest.raises(ConfigurationError, match="contradicts project_config"):
         Accelerator(cpu=True, project_dir="b", project_config=settings)
+
+
+def test_safetensors_files_are_aligned_and_complete(tmp_path: Path) -> None:
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.int8),
+        "wide": torch.rand(5, 2, dtype=torch.float64),
+        "half": torch.rand(7).to(torch.bfloat16),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+        "flags": torch.tensor([True, False]),
+        "transposed": torch.rand(3, 4).t(),
+    }
+    Accelerator(cpu=True).save(tensors, tmp_path / "tensors.safetensors", safe_serialization=True)
+    content = (tmp_path / "tensors.safetensors").read_bytes()
+    assert (8 + int.from_bytes(content[:8], "little")) % 64 == 0
+    loaded = load_file(tmp_path / "tensors.safetensors")
+    assert set(loaded) == set(tensors)
+    assert all(
+        loaded[name].dtype == tensors[name].dtype and torch.equal(loaded[name], tensors[name]) for name in tensors
+    )
+
+
+def test_a_type_that_safetensors_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"torch\.complex128.*safe_serialization=False"):
+        Accelerator(cpu=True).save(
+            {"z": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "z", safe_serialization=True
+        )
+    assert not list(tmp_path.iterdir())

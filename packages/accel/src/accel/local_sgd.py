@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """A block in which each rank trains on its own, and the weights are averaged now and then, and at the end.
+    """A block in which each rank trains on its own, and the weights are averaged every few steps and at the end.
 
     Args:
         accelerator: the Accelerator that prepared the model.
         model: the prepared model.
         local_sgd_steps: optimizer steps between two averages.
-        enabled: whether to do so; in one process there is nothing to do.
+        enabled: whether to average; in one process nothing is averaged.
 
     Raises:
-        ConfigurationError: the strategy cannot leave gradients unsynchronised, or ``local_sgd_steps`` is not positive.
+        ConfigurationError: the strategy cannot skip gradient synchronisation, or ``local_sgd_steps`` is not positive.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -40,9 +40,8 @@ class LocalSGD:
         strategy = accelerator.strategy
         if self.enabled and (not strategy.skips_gradient_sync or strategy.shards_parameters):
             raise ConfigurationError(
-                f"LocalSGD needs whole models with their own optimizer on each rank; {type(strategy).__name__} does "
-                "not keep them so. "
-                "Pass enabled=False, or train with data parallelism."
+                f"LocalSGD needs the full model and its optimizer on each rank, and {type(strategy).__name__} shards them "
+                "or synchronises every step. Pass enabled=False, or train with data parallelism."
             )
         self.accelerator = accelerator
         self.model = model
@@ -63,7 +62,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Call it after ``optimizer.step()``; calls while gradients accumulate do not count."""
+        """Call it after ``optimizer.step()``; calls while gradients accumulate are ignored."""
         if not self.enabled or not self.accelerator.sync_gradients:
             return
         self.num_steps += 1

@@ -18,7 +18,7 @@ from .precision.scaler import SharedGradScaler
 class AcceleratedOptimizer(Optimizer):
     """A prepared optimizer.
 
-    ``step`` and ``zero_grad`` do nothing while gradients accumulate, so the loop can call them for every micro batch.
+    ``step`` and ``zero_grad`` do nothing while gradients accumulate, so the loop calls them for every micro batch.
 
     Args:
         optimizer: the optimizer to wrap; it is at ``.optimizer``.
@@ -29,8 +29,7 @@ class AcceleratedOptimizer(Optimizer):
     def __init__(
         self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
     ) -> None:
-        # Optimizer.__init__ is not called: this is an Optimizer for isinstance, and everything it holds is the wrapped
-        # one's.
+        # Optimizer.__init__ is not called: this is an Optimizer to isinstance, and all state is the wrapped one's.
         self.optimizer = optimizer
         self.scaler = scaler
         self.gradient_state = GradientState()
@@ -38,7 +37,7 @@ class AcceleratedOptimizer(Optimizer):
         self._is_overflow = False
         self._step_called = False
         self.steps_taken = 0
-        """How often the wrapped optimizer has stepped, over all runs if the state was saved and loaded."""
+        """Steps of the wrapped optimizer, including those of earlier runs whose state was loaded."""
         if device_placement and optimizer.state:
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), PartialState().device))
         if isinstance(scaler, SharedGradScaler):
@@ -76,11 +75,11 @@ class AcceleratedOptimizer(Optimizer):
         return optimizer is self or optimizer is self.optimizer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Let the wrapped optimizer update further parameters."""
+        """Add parameters to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a state of :meth:`state_dict` back; its tensors may be on any device."""
+        """Load a state of :meth:`state_dict`; its tensors may be on any device."""
         self.optimizer.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,7 +119,7 @@ class AcceleratedOptimizer(Optimizer):
             closure: as in torch.
 
         Returns:
-            What the wrapped optimizer's step returns; None when it was not called.
+            The result of the wrapped optimizer's step; None if it was not called.
         """
         if not self.gradient_state.sync_gradients:
             return None
@@ -133,17 +132,17 @@ class AcceleratedOptimizer(Optimizer):
         scaler = self.scaler
         assert scaler is not None
         self._step_called = False
-        # The scaler calls optimizer.step only if no gradient overflowed; that is how to know without waiting for the
-        # device.
-        own = vars(self.optimizer).get("step")
+        # The scaler calls optimizer.step only if no gradient overflowed. Detecting the call needs no synchronisation
+        # with the device.
+        former = vars(self.optimizer).get("step")
         self.optimizer.step = patch_optimizer_step(self, self.optimizer.step)  # type: ignore[method-assign]
         try:
             result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure)
         finally:
-            if own is None:
+            if former is None:
                 del self.optimizer.step
             else:  # schedulers put a counting method there
-                self.optimizer.step = own  # type: ignore[method-assign]
+                self.optimizer.step = former  # type: ignore[method-assign]
         scaler.update()
         self._is_overflow = not self._step_called
         self.steps_taken += self._step_called
@@ -151,11 +150,11 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because gradients had overflowed."""
+        """Whether the last step was skipped because gradients had overflowed."""
         return self._is_overflow
 
     def __getattr__(self, name: str) -> Any:
-        # Optimizers of other libraries have methods of their own. `optimizer` itself is missing only while unpickling.
+        # Optimizers of other libraries have further methods. `optimizer` itself is missing only while unpickling.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -172,7 +171,7 @@ class AcceleratedOptimizer(Optimizer):
 
 
 def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A step method that leaves a note in ``accelerated_optimizer`` when it is called."""
+    """A step method that sets ``accelerated_optimizer._step_called`` when it is called."""
 
     @functools.wraps(method)
     def patched_step(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The learning rate scheduler in a prepared loop: it moves when the optimizer does."""
+"""Prepared learning rate schedulers, which step when the optimizer does."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class AcceleratedScheduler:
     """A prepared scheduler.
 
     With ``step_with_optimizer`` (the Accelerator's ``step_scheduler_with_optimizer``) the loop may call ``step`` for
-    every micro batch; the schedule advances only when the optimizers stepped. A schedule is usually written in batches
-    of one process, and n processes consume n of them at a time, so then it advances n steps at once, unless
-    ``split_batches`` says that the loader's batch size is already that of all processes. A scheduler that takes a
-    metric (ReduceLROnPlateau) counts evaluations, so it advances once a call.
+    every micro batch; the schedule advances only when the optimizers stepped. Schedules are usually defined in batches
+    of one process, and n processes consume n of them at a time, so it advances n steps at once, unless with
+    ``split_batches`` the loader's batch size is that of all processes. A scheduler that takes a metric
+    (ReduceLROnPlateau) counts evaluations, so it advances once per call.
 
     Args:
         scheduler: the scheduler to wrap; it is at ``.scheduler``.
         optimizers: the prepared optimizer, or several of them.
         step_with_optimizer: advance together with the optimizer; otherwise every call advances by one.
         split_batches: whether the loader's batch size is that of all processes together.
-        num_processes: how many processes consume batches of their own; None: all.
+        num_processes: how many processes consume different batches; all by default.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.gradient_state = GradientState()
         advances_once = split_batches or not step_with_optimizer or _takes_metric(scheduler)
-        self._steps_a_call = 1 if advances_once else num_processes or PartialState().num_processes
+        self._steps_per_call = 1 if advances_once else num_processes or PartialState().num_processes
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule, if the optimizers moved.
+        """Advance the schedule, if the optimizers stepped.
 
         Args:
             *args: for the wrapped scheduler, such as the metric of ReduceLROnPlateau.
@@ -61,11 +61,11 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        if self._steps_a_call == 1:
+        if self._steps_per_call == 1:
             self.scheduler.step(*args, **kwargs)
             return
-        for _ in range(self._steps_a_call):
-            # A schedule of fixed length raises beyond its end, which the last of several steps at once may be.
+        for _ in range(self._steps_per_call):
+            # A schedule of fixed length raises an error beyond its end, which several steps at once may reach.
             if not self._has_ended():
                 self.scheduler.step(*args, **kwargs)
 
@@ -84,7 +84,7 @@ class AcceleratedScheduler:
         return rates
 
     def print_lr(self, *args: Any, **kwargs: Any) -> None:
-        """Print the learning rates, on the main process, where the wrapped scheduler can."""
+        """Print the learning rates on the main process."""
         if hasattr(self.scheduler, "print_lr"):
             self.scheduler.print_lr(*args, **kwargs)
         else:  # torch dropped it in 2.7
@@ -96,7 +96,7 @@ class AcceleratedScheduler:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a state of :meth:`state_dict` back."""
+        """Load a state of :meth:`state_dict`."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -106,7 +106,7 @@ class AcceleratedScheduler:
 
 
 def _takes_metric(scheduler: Any) -> bool:
-    """Whether the first argument of ``step`` is required, or is called ``metrics``: then it is no step counter."""
+    """Whether the first argument of ``step`` is a metric: it is required, or named ``metrics``."""
     parameters = list(inspect.signature(scheduler.step).parameters.values())
     if not parameters:
         return False

@@ -1,3 +1,1 @@
-"""What the Accelerator is built from: resolved settings, prepared objects, and the way back to the model that was
-passed in.
-"""
+"""Resolving the configuration, preparing and unwrapping objects, and shared data classes."""

@@ -20,20 +20,20 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How prepared models are compiled. A field left at None takes the launcher's setting.
+    """Settings of torch.compile for prepared models. A field left at None takes the launcher's setting.
 
     Args:
-        backend: back end of torch.compile; "NO" compiles nothing.
+        backend: back end of torch.compile; "NO" does not compile.
         mode: "default", "reduce-overhead" or "max-autotune".
-        fullgraph: fail where a model cannot be compiled as one graph.
-        dynamic: compile for shapes that change; None lets torch find out.
+        fullgraph: raise an error if a model cannot be compiled as one graph.
+        dynamic: compile for changing shapes; None lets torch detect them.
         options: settings for the back end; not together with ``mode``.
-        disable: compile nothing, as a switch for debugging.
-        use_regional_compilation: compile repeated blocks on their own, which starts many times faster than the whole
-            model.
+        disable: do not compile, for debugging.
+        use_regional_compilation: compile each repeated block on its own, which starts many times faster than compiling
+            the full model.
 
     Raises:
-        ConfigurationError: a back end or mode that is not known.
+        ConfigurationError: an unknown back end or mode.
     """
 
     backend: DynamoBackend | None = None
@@ -48,7 +48,7 @@ class TorchDynamoPlugin(KwargsHandler):
         launched = DynamoOptions.from_environment()
         self.backend = DynamoBackend(_first(self.backend, launched.backend, "NO"))
         mode_chosen = _first(self.mode, None if self.options is not None else launched.mode)
-        # torch refuses a mode beside options, even the default one.
+        # torch refuses a mode together with options, even the default mode.
         self.mode = mode_chosen if mode_chosen is not None or self.options is not None else "default"
         self.fullgraph = bool(_first(self.fullgraph, launched.use_fullgraph, False))
         self.dynamic = _first(self.dynamic, launched.use_dynamic)
@@ -62,11 +62,11 @@ class TorchDynamoPlugin(KwargsHandler):
 
     @property
     def compiles(self) -> bool:
-        """Whether models are compiled at all."""
+        """Whether models are compiled."""
         return self.backend != DynamoBackend.NO and not self.disable
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings, with the back end by its name in torch."""
+        """All settings, with torch's name of the back end."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         values["backend"] = str(self.backend).lower()
         return values
@@ -88,15 +88,15 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Whether there are repeated blocks somewhere in a module."""
+    """Whether a module contains repeated blocks."""
     return any(is_repeated_blocks(child) for child in module.modules())
 
 
 def compile_model(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile a model in place: it stays of its own class, and its weights keep their names.
+    """Compile a model in place: its class and the names of its weights do not change.
 
     Args:
-        model: the model; already compiled ones are left as they are.
+        model: the model; a compiled one is not changed.
         **compile_kwargs: for ``torch.compile``.
     """
     if not is_compiled_module(model):
@@ -106,9 +106,9 @@ def compile_model(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile a model region by region, in place: each repeated block, and what lies between them.
+    """Compile a model in place, region by region: each repeated block, and the modules between them.
 
-    The blocks of a list share their code, so torch compiles the first and finds the others in its cache.
+    The blocks of a list share their code, so torch compiles the first and reuses it for the others.
 
     Args:
         module: the model.
@@ -123,7 +123,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile a model region by region, as :func:`compile_regions` does: in place, which is what DeepSpeed needs.
+    """Compile a model region by region; the same as :func:`compile_regions`, without a result.
 
     Args:
         module: the model.
@@ -146,7 +146,7 @@ def _regions(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether a submodule is compiled while the module as a whole is not."""
+    """Whether a submodule is compiled and the module as a whole is not."""
     return not is_compiled_module(module) and any(
         is_compiled_module(child) for child in module.modules() if child is not module
     )

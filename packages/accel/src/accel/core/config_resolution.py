@@ -1,4 +1,4 @@
-"""Turning arguments and environment into the parts of an Accelerator, once."""
+"""Resolves arguments and environment into the objects that an Accelerator delegates to, once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .compile import TorchDynamoPlugin
 logger = get_logger(__name__)
 
 
-# The strategy that each of the launcher's switches asks for.
+# The strategy of each switch of the launcher.
 LAUNCHED = {
     "use_deepspeed": "deepspeed",
     "use_fsdp": "fsdp",
@@ -42,11 +42,11 @@ LAUNCHED = {
     "use_parallelism_config": "mesh",
 }
 
-# Where the shared state keeps the settings of engines that may have several.
-_PLACES = {"deepspeed": "deepspeed_plugins", "mesh": "parallelism_config"}
+# The attributes of the shared state that hold the settings of an engine, where they are not `<engine>_plugin`.
+_ATTRIBUTES = {"deepspeed": "deepspeed_plugins", "mesh": "parallelism_config"}
 
-# A mesh may be laid over FSDP, whose settings are then those of its sharded axes.
-_TOGETHER = {"mesh", "fsdp"}
+# Engines that can be combined: FSDP shards the dp_shard axis of a mesh.
+_COMBINABLE = {"mesh", "fsdp"}
 
 
 class _Unset:
@@ -59,7 +59,7 @@ UNSET: Any = _Unset()
 
 @dataclass
 class Setup:
-    """Everything that an Accelerator delegates to."""
+    """The objects that an Accelerator delegates to."""
 
     state: AcceleratorState
     process: PartialState
@@ -82,34 +82,39 @@ def build(
     dynamo: TorchDynamoPlugin,
     engines: dict[str, Any],
 ) -> Setup:
-    """Start the process's state and choose strategy and precision.
+    """Initialise the process's state, and choose strategy and precision.
 
     Args:
         handlers: the settings given as ``kwargs_handlers``.
         owner: the Accelerator, which the state belongs to as long as it is in use.
-        strategy: an object, which is used as it is, or a registered name; None follows from ``engines``.
+        strategy: an object, which is used as it is, or a registered name; None chooses by ``engines``.
         mixed_precision: as given, or None.
-        cpu: stay on the CPU.
+        cpu: use the CPU.
         accumulation_plugin: settings of gradient accumulation.
         dynamo: settings of compilation.
-        engines: settings of strategies other than data parallelism, by the name they are registered under.
+        engines: settings of strategies other than data parallelism, by registered name.
 
     Raises:
-        ConfigurationError: a setting that cannot be used, or the launcher asks for a strategy that is not installed.
+        ConfigurationError: a setting cannot be used, or the launcher requests a strategy that is not installed.
     """
     given = [name for name, settings in engines.items() if settings is not None]
+    requested: list[str] = []
     if strategy is not None:
         check_strategy(strategy, given)
-    asked = [] if strategy is not None else asked_strategies(given)
-    if len(asked) > 1 and not set(asked) <= _TOGETHER:
+    else:
+        requested = asked_strategies(given)
+    if len(requested) > 1 and not set(requested) <= _COMBINABLE:
         raise ConfigurationError(
-            f"one strategy trains a model, but settings were given for {', '.join(asked)}. Pass one of them."
+            f"settings were given for {', '.join(requested)}, but a model is trained by one strategy. Pass one of them."
         )
     _drop_stale_state()
-    asked = asked or ([] if strategy is not None else _strategies_in_use())
-    engine = ("mesh" if "mesh" in asked else asked[0]) if asked else None
+    if strategy is None:
+        requested = requested or _strategies_in_use()
+    engine = None
+    if requested:
+        engine = "mesh" if "mesh" in requested else requested[0]
     settings = _settings_of(engine, engines)
-    beside = {name: _settings_of(name, engines) for name in asked if name != engine}
+    combined = {name: _settings_of(name, engines) for name in requested if name != engine}
     state = _acquire_state(owner, _precision_of(settings, mixed_precision), cpu, handlers)
     _check_recipes(handlers.all(FP8Kwargs), state.mixed_precision)
     process = PartialState()
@@ -118,15 +123,14 @@ def build(
     elif strategy is not None:
         strategy = STRATEGIES.load(strategy)(process, handlers)
     else:
-        strategy = _choose_strategy(engine, settings, beside, handlers, process)
-    # What users ask the state for; inside, nobody branches on it.
+        strategy = _choose_strategy(engine, settings, combined, handlers, process)
+    # For scripts that read the state; accel itself asks the strategy.
     state._distributed_type = strategy.distributed_type
     plugins = {engine: settings} if engine is not None and strategy.settings is not None else {}
-    for name, in_use in {**plugins, **strategy.active_plugins}.items():
-        setattr(state, _PLACES.get(name, f"{name}_plugin"), in_use)
-    precision = PRECISIONS.load("no" if strategy.handles_precision(state.mixed_precision) else state.mixed_precision)(
-        process, handlers
-    )
+    for name, plugin in {**plugins, **strategy.active_plugins}.items():
+        setattr(state, _ATTRIBUTES.get(name, f"{name}_plugin"), plugin)
+    handled = strategy.handles_precision(state.mixed_precision)
+    precision = PRECISIONS.load("no" if handled else state.mixed_precision)(process, handlers)
     if isinstance(precision.scaler, SharedGradScaler):
         strategy.configure_scaler(precision.scaler)
     accumulation_plugin = strategy.accumulation(accumulation_plugin)
@@ -167,63 +171,56 @@ def check_strategy(strategy: Any, given: list[str]) -> None:
 
 
 def _strategies_in_use() -> list[str]:
-    """The engine of another Accelerator in this process: one that asks for nothing else shares it, as it shares the
-    state.
-    """
+    """The strategies of another Accelerator in this process, which one without settings shares."""
     shared = AcceleratorState._shared_state
-    found = [name for name in PLUGINS if shared.get(_PLACES.get(name, f"{name}_plugin")) is not None]
-    return [name for name in found if name in _TOGETHER] if "mesh" in found else found[:1]
+    in_use = [name for name in PLUGINS if shared.get(_ATTRIBUTES.get(name, f"{name}_plugin")) is not None]
+    return [name for name in in_use if name in _COMBINABLE] if "mesh" in in_use else in_use[:1]
 
 
 def _settings_of(engine: str | None, engines: dict[str, Any]) -> Any:
-    """The settings of an engine ("fsdp", ...): those given, those in use, or those of the launcher; None of one that
-    has none.
-    """
+    """The settings of an engine ("fsdp", ...): those given, those in use, or those of the launcher."""
     settings = engines.get(engine) if engine is not None else None
     if engine is None or engine not in PLUGINS:
         return settings
     kind = PLUGINS.load(engine)
     if settings is None:
-        in_use = AcceleratorState._shared_state.get(_PLACES.get(engine, f"{engine}_plugin"))
+        in_use = AcceleratorState._shared_state.get(_ATTRIBUTES.get(engine, f"{engine}_plugin"))
         return kind() if in_use is None else in_use
-    several = list(settings.values()) if isinstance(settings, dict) and engine in _PLACES else [settings]
-    wrong = [one for one in several if not isinstance(one, kind)]
-    if wrong or not several:
-        raise ConfigurationError(f"{engine}_plugin={settings!r} is no {kind.__name__}. Pass one, or leave it out.")
+    plugins = list(settings.values()) if isinstance(settings, dict) and engine in _ATTRIBUTES else [settings]
+    if not plugins or not all(isinstance(plugin, kind) for plugin in plugins):
+        raise ConfigurationError(f"{engine}_plugin={settings!r} must be a {kind.__name__}. Pass one, or leave it out.")
     return settings
 
 
 def _precision_of(settings: Any, mixed_precision: Any) -> Any:
-    """The precision given, unless the settings of the strategy have one themselves, as a DeepSpeed configuration may.
+    """The precision given, or that in the settings of the strategy, such as a DeepSpeed configuration.
 
     Raises:
-        ConfigurationError: both have one, and not the same.
+        ConfigurationError: both are set, and differ.
     """
     launched = CoreOptions.from_environment().mixed_precision
-    # A launcher's "no" is what it hands over where nobody chose.
+    # The launcher passes "no" where nothing was chosen.
     given, source = (
-        (launched if launched != "no" else None),
+        None if launched == "no" else launched,
         f"environment variable ACCELERATE_MIXED_PRECISION={launched}",
     )
     if mixed_precision is not None:
         given, source = str(mixed_precision), f"mixed_precision={str(mixed_precision)!r}"
-    several = list(settings.values()) if isinstance(settings, dict) else [settings]
-    active = next((one for one in several if getattr(one, "selected", False)), several[0])
-    own = getattr(active, "precision", None)
-    if own is not None and given not in (None, own):
+    plugins = list(settings.values()) if isinstance(settings, dict) else [settings]
+    active = next((plugin for plugin in plugins if getattr(plugin, "selected", False)), plugins[0])
+    configured = getattr(active, "precision", None)
+    if configured is not None and given not in (None, configured):
         raise ConfigurationError(
-            f"{source} contradicts {type(active).__name__}, whose configuration enables {own}. Set the precision in "
-            "one of them."
+            f"{source} contradicts {type(active).__name__}, whose configuration enables {configured}. Set the "
+            "precision in one of them."
         )
-    return mixed_precision if own is None else own
+    return mixed_precision if configured is None else configured
 
 
 def _choose_strategy(
-    engine: str | None, settings: Any, beside: dict[str, Any], handlers: Handlers, process: PartialState
+    engine: str | None, settings: Any, combined: dict[str, Any], handlers: Handlers, process: PartialState
 ) -> Strategy:
-    """The strategy of an engine ("fsdp", ...) with its settings, and those of engines beside it; without one, that of
-    the machine.
-    """
+    """The strategy of an engine ("fsdp", ...), with the settings of engines combined with it; or data parallelism."""
     if hasattr(settings, "for_world"):
         settings = settings.for_world(process.num_processes)
     name = engine
@@ -231,14 +228,14 @@ def _choose_strategy(
         name = next(iter(settings.values())).strategy if isinstance(settings, dict) else settings.strategy
     if name is not None and not process.use_distributed and not STRATEGIES.load(name).supports_single_process:
         logger.warning(
-            "%s divides a model among processes, and there is one: it trains as it is. Start several: `accel launch "
-            "--num_processes N`.",
+            "%s shards a model over processes, and there is only one: the model is trained without it. Start several: "
+            "`accel launch --num_processes N`.",
             engine,
         )
         name = None
     if name is None:
         return STRATEGIES.load("ddp" if process.use_distributed else "single")(process, handlers)
-    return STRATEGIES.load(name)(process, handlers, settings, **beside)
+    return STRATEGIES.load(name)(process, handlers, settings, **combined)
 
 
 def _check_recipes(recipes: list[FP8Kwargs], mixed_precision: str) -> None:
@@ -250,58 +247,57 @@ def _check_recipes(recipes: list[FP8Kwargs], mixed_precision: str) -> None:
             "Pass mixed_precision='fp8', or leave it out."
         )
     if len(names) > 1:
-        raise ConfigurationError(
-            f"kwargs_handlers holds {' and '.join(names)}, but one back end computes in 8 bits. Pass one of them."
-        )
+        raise ConfigurationError(f"kwargs_handlers holds {' and '.join(names)}. Pass one recipe for 8 bits.")
 
 
 def asked_strategies(given: list[str]) -> list[str]:
-    """The strategies that the script asks for, or else those of the launcher.
+    """The strategies requested by the script, or else by the launcher.
 
     Args:
         given: names of those that the script has settings for.
 
     Raises:
-        ConfigurationError: script and launcher ask for different ones.
+        ConfigurationError: script and launcher request different ones.
     """
     launched = launched_strategies()
-    if {"mesh"} & {*given, *launched} and {*given, *launched} <= _TOGETHER:
+    if "mesh" in (*given, *launched) and {*given, *launched} <= _COMBINABLE:
         return list(dict.fromkeys([*given, *launched]))
     if given and launched and not set(given) & set(launched):
         raise ConfigurationError(
             f"the script passes settings for {', '.join(given)}, but was launched for {', '.join(launched)} "
-            "(environment variables "
-            f"ACCELERATE_USE_...). Pass no such settings, or launch with the other one."
+            "(environment variables ACCELERATE_USE_...). Remove the settings, or launch it for the same strategy."
         )
     return given or launched
 
 
 def launched_strategies() -> list[str]:
-    """The strategies that the launcher asks for in this process's environment.
+    """The strategies requested by the launcher in this process's environment.
 
     Raises:
-        ConfigurationError: one of them is not installed. To train without it would be another run than the one that was
-            launched.
+        ConfigurationError: one of them is not installed. Training without it would not be the run that was launched.
     """
     launched = ParadigmOptions.from_environment()
-    wanted = [(opt, LAUNCHED[opt.name]) for opt in ParadigmOptions.options() if getattr(launched, opt.field)]
-    for opt, name in wanted:
+    names = []
+    for option in ParadigmOptions.options():
+        if not getattr(launched, option.field):
+            continue
+        name = LAUNCHED[option.name]
+        names.append(name)
         if name not in STRATEGIES and name not in PLUGINS:
             raise ConfigurationError(
-                f"environment variable {opt.env}=true asks for the strategy {name}, which is not installed. Installed: "
-                f"{', '.join(STRATEGIES)}. Launch without {opt.flags[0]} (or distributed_type in the configuration "
-                "file), or install "
-                f"a package that provides the strategy."
+                f"environment variable {option.env}=true requests the strategy {name}, which is not installed. "
+                f"Installed: {', '.join(STRATEGIES)}. Launch without {option.flags[0]} (or distributed_type in the "
+                "configuration file), or install a package that provides the strategy."
             )
-    return [name for _, name in wanted]
+    return names
 
 
 def _drop_stale_state() -> None:
-    """Forget the shared state of an Accelerator which is gone."""
+    """Reset the shared state of an Accelerator that no longer exists."""
     holder = AcceleratorState._shared_state.get("_owner")
     if holder is not None:
         if holder() is not None:
-            gc.collect()  # an Accelerator that was dropped may still wait in a reference cycle
+            gc.collect()  # an unused Accelerator may still be in a reference cycle
         if holder() is None:
             AcceleratorState._reset_state()
 
@@ -321,14 +317,14 @@ def _acquire_state(owner: object, mixed_precision: Any, cpu: bool, handlers: Han
 
 
 def release_state(owner: object) -> None:
-    """Give the shared state up, so that the next Accelerator may choose another precision."""
+    """Release the shared state, so that the next Accelerator may choose another precision."""
     holder = AcceleratorState._shared_state.get("_owner")
     if holder is not None and holder() is owner:
         AcceleratorState._shared_state["_owner"] = lambda: None
 
 
 def accumulation_settings(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    """Settings of gradient accumulation; the launcher's number of steps wins over the script's.
+    """Settings of gradient accumulation; the launcher's number of steps overrides the script's.
 
     Raises:
         ConfigurationError: both a number of steps and a plugin were given, or the number is not positive.
@@ -339,8 +335,7 @@ def accumulation_settings(steps: int, plugin: GradientAccumulationPlugin | None)
     if steps != 1:
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given. Put the number "
-            "into the plugin: "
-            f"GradientAccumulationPlugin(num_steps={steps})."
+            f"into the plugin: GradientAccumulationPlugin(num_steps={steps})."
         )
     return replace(plugin, num_steps=launched or plugin.num_steps or 1)
 
@@ -356,8 +351,7 @@ def loader_settings(config: DataLoaderConfiguration | None, split_batches: Any) 
     if config is not None and config.split_batches != split_batches:
         raise ConfigurationError(
             f"split_batches={split_batches} contradicts dataloader_config.split_batches={config.split_batches}. Set "
-            "it in "
-            "DataLoaderConfiguration only."
+            "it in DataLoaderConfiguration only."
         )
     return replace(config or DataLoaderConfiguration(), split_batches=bool(split_batches))
 
@@ -376,10 +370,10 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDyna
 
 
 def project_settings(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:
-    """Folders of the project.
+    """Directories of the project.
 
     Raises:
-        ConfigurationError: two different folders were given.
+        ConfigurationError: two different directories were given.
     """
     settings = config or ProjectConfiguration(project_dir=project_dir)
     if project_dir is not None and settings.project_dir is None:

@@ -1,4 +1,4 @@
-"""Quantization comes with the extra ``quant``: its names are looked up when they are asked for."""
+"""Names of accel-quant (the extra ``quant``), imported when first used."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Saving on a signal: the handler, the step on which all ranks stop, and the end of an evaluation loop."""
+"""Saving on a signal: the handler, the step at which all ranks stop, and the rollback of an evaluation."""

@@ -63,7 +63,7 @@ class SaveOnSignal:
             raise ConfigurationError("save_on_signal has no signals. Name at least one, or leave save_on_signal out.")
         if not 1 <= self.exit_code <= 125:
             raise ConfigurationError(
-                f"SaveOnSignal(exit_code={self.exit_code}) must be from 1 to 125: other codes mean success, or a signal."
+                f"SaveOnSignal(exit_code={self.exit_code}) must be 1 to 125: other codes mean success, or a signal."
             )
         for name in ("grace_seconds", "meeting_seconds"):
             if not getattr(self, name) > 0:

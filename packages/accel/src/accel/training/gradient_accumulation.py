@@ -183,7 +183,7 @@ class Accumulation:
         self._latest_loader, self._latest_windows = _no_loader, {}
 
     def _close_short(self, window: Window) -> None:
-        """Rescale the gradients of a window that is shorter than expected; those weighted by items need no correction."""
+        """Rescale the gradients of a window that is shorter than expected, unless they are weighted by items."""
         if not window.by_items and window.position > 1:
             self.strategy.scale_gradients(window.parameters, window.divisor / window.position)
         window.divisor = window.position
