@@ -550,4 +550,4 @@ def test_one_process_trains_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     model = accelerator.prepare(Net())
     assert type(model) is Net
-    assert "divides a model among processes, and there is one" in caplog.text
+    assert "shards a model over processes, and there is only one" in caplog.text

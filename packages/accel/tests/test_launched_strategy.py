@@ -23,7 +23,7 @@ def test_a_strategy_that_is_not_installed_is_named(opt, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, text)
     with pytest.raises(
         ConfigurationError,
-        match=f"{opt.env}=true asks for the strategy {LAUNCHED[opt.name]}, .* Launch without --{opt.name}",
+        match=f"{opt.env}=true requests the strategy {LAUNCHED[opt.name]}, .* Launch without --{opt.name}",
     ):
         Accelerator(cpu=True)
 

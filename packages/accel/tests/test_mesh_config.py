@@ -147,7 +147,7 @@ def test_the_launchers_sizes_are_taken_where_the_script_gives_none() -> None:
             lambda: Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2)),
             "tp_size=2 = 2, but there are 1 processes",
         ),
-        (lambda: Accelerator(cpu=True, parallelism_config={"tp_size": 2}), "is no ParallelismConfig"),
+        (lambda: Accelerator(cpu=True, parallelism_config={"tp_size": 2}), "must be a ParallelismConfig"),
     ],
 )
 def test_what_is_refused(make: Any, message: str) -> None:
@@ -177,7 +177,7 @@ def test_one_process_and_a_mesh_of_one_train_as_they_are(caplog: pytest.LogCaptu
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig())
     model = nn.Linear(2, 2)
     assert accelerator.prepare(model) is model and accelerator.parallelism_config is None
-    assert "mesh divides a model among processes, and there is one" in caplog.text
+    assert "mesh shards a model over processes, and there is only one" in caplog.text
 
 
 def kinds(plan: dict[str, Any]) -> dict[str, str]:

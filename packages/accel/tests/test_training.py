@@ -390,7 +390,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="contradicts dataloader_config"):
         Accelerator(cpu=True, split_batches=True, dataloader_config=DataLoaderConfiguration())
     assert Accelerator(cpu=True, split_batches=True).split_batches
-    with pytest.raises(ConfigurationError, match="is no FullyShardedDataParallelPlugin"):
+    with pytest.raises(ConfigurationError, match="must be a FullyShardedDataParallelPlugin"):
         Accelerator(cpu=True, fsdp_plugin=object())
     with patch_environment(ACCELERATE_USE_CPU="1"):
         assert Accelerator().device.type == "cpu"

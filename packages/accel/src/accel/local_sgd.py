@@ -40,8 +40,8 @@ class LocalSGD:
         strategy = accelerator.strategy
         if self.enabled and (not strategy.skips_gradient_sync or strategy.shards_parameters):
             raise ConfigurationError(
-                f"LocalSGD needs the full model and its optimizer on each rank, and {type(strategy).__name__} shards them "
-                "or synchronises every step. Pass enabled=False, or train with data parallelism."
+                f"LocalSGD needs the full model and its optimizer on each rank, and {type(strategy).__name__} shards "
+                "them or synchronises every step. Pass enabled=False, or train with data parallelism."
             )
         self.accelerator = accelerator
         self.model = model

@@ -200,10 +200,8 @@ def _precision_of(settings: Any, mixed_precision: Any) -> Any:
     """
     launched = CoreOptions.from_environment().mixed_precision
     # The launcher passes "no" where nothing was chosen.
-    given, source = (
-        None if launched == "no" else launched,
-        f"environment variable ACCELERATE_MIXED_PRECISION={launched}",
-    )
+    given = None if launched == "no" else launched
+    source = f"environment variable ACCELERATE_MIXED_PRECISION={launched}"
     if mixed_precision is not None:
         given, source = str(mixed_precision), f"mixed_precision={str(mixed_precision)!r}"
     plugins = list(settings.values()) if isinstance(settings, dict) else [settings]
