@@ -182,12 +182,11 @@ def test_memory_is_kept_for_the_next_copy(tmp_path: Path) -> None:
     run.train(1)
     run.accelerator.save_state(tmp_path / "state", blocking=False)
     run.accelerator.wait_for_save()
-    first = {storage.data_ptr() for storage in run.accelerator._checkpointer._host_copies._used if storage.nbytes()}
+    copies = run.accelerator._checkpointer._host_copies
+    first = {storage.data_ptr() for storage in copies._used if storage.nbytes()}
     run.accelerator.save_state(tmp_path / "state", blocking=False)
     run.accelerator.wait_for_save()
-    assert first == {
-        storage.data_ptr() for storage in run.accelerator._checkpointer._host_copies._used if storage.nbytes()
-    }
+    assert first == {storage.data_ptr() for storage in copies._used if storage.nbytes()}
     weights = run.weights()
     run.accelerator.load_state(tmp_path / "state")
     assert same(run.weights(), weights)

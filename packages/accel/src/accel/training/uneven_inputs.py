@@ -24,7 +24,7 @@ def join_uneven_inputs(
         else:
             if strategy.state.use_distributed:
                 warnings.warn(
-                    f"{type(strategy).__name__} cannot join uneven inputs: each rank must get the same number of batches.",
+                    f"{type(strategy).__name__} cannot join uneven inputs: give every rank as many batches.",
                     stacklevel=4,
                 )
             yield
