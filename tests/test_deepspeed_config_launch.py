@@ -1,6 +1,4 @@
-"""DeepSpeed settings through ``accel launch``: from an accel configuration, from a DeepSpeed one, from both, and in
-real engines.
-"""
+"""DeepSpeed settings through ``accel launch``: from configuration files of accel, of DeepSpeed, and of both."""
 
 from __future__ import annotations
 
@@ -121,7 +119,7 @@ AUTOMATIC: dict[str, Any] = {
 
 
 class Folder:
-    """A working folder with the script, a configuration of accel's and one of DeepSpeed's."""
+    """A directory with the script and the configuration files of accel and DeepSpeed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -222,7 +220,7 @@ def test_scenario_3_flags_for_what_is_auto(folder: Folder) -> None:
 
 
 def read_by_deepspeed(count: int) -> int:
-    """Settle random settings, and have DeepSpeed read those that are not refused."""
+    """Resolve random settings, and have DeepSpeed parse those that are not refused."""
     from accel import DeepSpeedPlugin
     from accel.deepspeed.config import PreparedFacts
 
@@ -281,11 +279,11 @@ def read_by_deepspeed(count: int) -> int:
     return read
 
 
-def test_deepspeed_reads_what_is_settled() -> None:
+def test_deepspeed_accepts_resolved_configurations() -> None:
     assert run_world(read_by_deepspeed, 1, 200, timeout=280)[0] > 40
 
 
-def settled_by_an_accelerator() -> list[Any]:
+def resolved_by_an_accelerator() -> list[Any]:
     from accel import Accelerator, DeepSpeedPlugin
     from accel.utils.deepspeed import get_active_deepspeed_plugin
 
@@ -306,7 +304,7 @@ def settled_by_an_accelerator() -> list[Any]:
 
 
 def test_the_configuration_decides_for_the_accelerator() -> None:
-    assert run_world(settled_by_an_accelerator, 1, state=False, timeout=280) == [
+    assert run_world(resolved_by_an_accelerator, 1, state=False, timeout=280) == [
         [10, "bf16", "bf16", "DEEPSPEED", True]
     ]
 
@@ -331,7 +329,7 @@ def moe_leaf_modules() -> list[bool]:
     return untouched + [z3_leaf_module(module) for module in model]
 
 
-def test_layers_of_experts_are_fetched_as_a_whole() -> None:
+def test_expert_layers_are_gathered_at_once() -> None:
     assert run_world(moe_leaf_modules, 1, timeout=280) == [[False, False, False, True]]
 
 
@@ -388,7 +386,7 @@ def fine_tune_divided() -> dict[str, Any]:
 
 
 def train_for_three_steps(model: Any, accelerator: Any = None) -> tuple[Any, list[float]]:
-    """SGD on made-up sentences; each of two ranks has half of every batch of 4."""
+    """SGD on random sentences; each of two ranks has half of every batch of 4."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     tokens = torch.randint(1000, 20000, (12, 8), generator=torch.Generator().manual_seed(0))
     loader: Any = torch.utils.data.DataLoader(tokens, batch_size=4 if accelerator is None else 2)

@@ -1,4 +1,4 @@
-"""The DeepSpeed examples, as their users run them: the configurations on real text, and two models at once."""
+"""The DeepSpeed examples: the configurations on real text, and two models at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 def launch(*words: object) -> str:
-    """What the processes print under the launcher."""
+    """The output of a launched script."""
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
     }
@@ -51,7 +51,7 @@ def module(name: str):
 
 
 def named(folder: Path) -> dict[str, torch.Tensor]:
-    """Saved weights; Transformers gives some of them older names when a divided model is saved."""
+    """Saved weights; Transformers uses older names for some of them when a sharded model is saved."""
     weights = load_file(folder / "model.safetensors")
     return {
         name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): weights[name]
@@ -66,8 +66,8 @@ def worst(folder: Path, reference: Path) -> float:
     return max((found[name].float() - value.float()).abs().max().item() for name, value in expected.items())
 
 
-def test_the_text_example_by_the_plugin(tmp_path: Path) -> None:
-    """The script as it is: at stage 2, and at stage 3 in host memory, it learns what it learns without DeepSpeed."""
+def test_text_example_with_the_plugin(tmp_path: Path) -> None:
+    """Stage 2, and stage 3 with offload, learn the same weights as DDP."""
     if not any(
         Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache/torch_extensions")).rglob("cpu_adam.so")
     ):
@@ -81,8 +81,8 @@ def test_the_text_example_by_the_plugin(tmp_path: Path) -> None:
         assert worst(tmp_path / name, tmp_path / "ddp") < 1e-4, name
 
 
-def test_the_text_example_by_a_deepspeed_configuration(tmp_path: Path) -> None:
-    """Optimizer and schedule are DeepSpeed's: stage 3 in host memory learns what stage 2 does."""
+def test_text_example_with_a_deepspeed_configuration(tmp_path: Path) -> None:
+    """With DeepSpeed's optimizer and scheduler, stage 3 with offload learns what stage 2 does."""
     script = EXAMPLES / "deepspeed_text.py"
     names = ("json_stage2", "json_stage3_offload")
     outputs = [

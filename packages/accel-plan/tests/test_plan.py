@@ -1,4 +1,4 @@
-"""`accel plan`: numbers worked out by hand, the output that the guide shows, and configurations that cannot train."""
+"""`accel plan`: figures derived from shapes, the output in the guide, and invalid configurations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shapes(model: str) -> list[tuple[int, ...]]:
 
 
 def padded(shape: tuple[int, ...], shards: int) -> int:
-    """Values of a parameter on a rank of fully_shard, which cuts the first dimension into equal parts."""
+    """Elements of a parameter per rank with fully_shard, which pads the first dimension."""
     return math.ceil(shape[0] / shards) * math.prod(shape[1:])
 
 
@@ -73,7 +73,7 @@ def mesh(**sizes: int) -> dict[str, object]:
 
 
 def documented() -> list[tuple[str, str]]:
-    """The commands of the guide with their output."""
+    """The commands in the guide and their output."""
     blocks = re.findall(r"```text\n\$ accel plan ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     return [(command.replace("\\\n", " "), output) for command, output in blocks if "error:" not in output]
 
@@ -101,7 +101,7 @@ def figure(output: str, name: str) -> int:
 
 @pytest.mark.parametrize("number", range(6))
 def test_the_figures_of_the_guide_follow_from_the_shapes(number) -> None:
-    """What the guide explains, in a few lines: no torch is asked."""
+    """The derivation in the guide, without torch."""
     command, output = documented()[number]
     model = re.search(r"--model (\S+)", command)[1]
     ranks = int(re.search(r"--num_processes (\d+)", command)[1])
@@ -176,7 +176,7 @@ def test_the_figures_of_the_pipeline_follow_from_the_shapes() -> None:
         },
     ],
 )
-def test_three_blocks_say_what_all_of_them_do(tmp_path, options) -> None:
+def test_extrapolation_equals_tracing_all_blocks(tmp_path, options) -> None:
     model = small(tmp_path, num_hidden_layers=5)
     quick, whole = (
         make_plan(PlanRequest(settings_of(**options), model, rank=3, batch_size=2, seq_length=16, all_blocks=every))
@@ -202,9 +202,7 @@ def test_ranks_that_share_layers_or_sequences_share_samples(tmp_path) -> None:
 
 
 def test_sequences_shared_by_heads_are_exchanged_around_attention(tmp_path) -> None:
-    """Queries, keys and values go to the ranks of their heads, and the result comes back: four exchanges in each
-    direction of a block.
-    """
+    """Four all-to-alls per block in the forward and in the backward pass: queries, keys, values and the output."""
     model = small(tmp_path, num_attention_heads=8)
     found = make_plan(PlanRequest(settings_of(**mesh(dp_shard=2, sp=2)), model, rank=1, batch_size=2, seq_length=32))
     exchanged = next(one for one in found.collectives if one.kind == "all-to-all")
@@ -214,8 +212,8 @@ def test_sequences_shared_by_heads_are_exchanged_around_attention(tmp_path) -> N
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_activations_are_about_what_autograd_keeps(tmp_path, precision) -> None:
-    """The estimate counts tensors that autograd saves, the plan memory that is alive, outputs included."""
+def test_activations_are_close_to_saved_tensors(tmp_path, precision) -> None:
+    """The estimate counts tensors saved by autograd; the plan counts live memory, including outputs."""
     model = small(tmp_path, hidden_size=96, intermediate_size=256, num_hidden_layers=3)
     found = make_plan(
         PlanRequest(settings_of(num_processes=1, mixed_precision=precision), model, batch_size=2, seq_length=64)
@@ -260,7 +258,7 @@ def test_tied_weights_are_held_and_sent_once(tmp_path, kind) -> None:
     assert next(one.payload for one in found.collectives if one.kind == "all-reduce") == 4 * found.parameters
 
 
-def test_what_is_offloaded_is_said(tmp_path) -> None:
+def test_offloaded_parts_are_marked(tmp_path) -> None:
     found = make_plan(
         PlanRequest(settings_of(**FSDP2, num_processes=2, fsdp_offload_params=True), small(tmp_path), seq_length=16)
     )
@@ -284,7 +282,7 @@ def test_accumulation_reduces_once_and_gathers_with_every_micro_batch(tmp_path) 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_deepspeed_by_arithmetic(tmp_path, stage) -> None:
+def test_deepspeed_stages(tmp_path, stage) -> None:
     options = {
         "use_deepspeed": True,
         "zero_stage": stage,
@@ -363,7 +361,7 @@ def test_deepspeed_by_arithmetic(tmp_path, stage) -> None:
         ),
     ],
 )
-def test_what_cannot_train_is_refused(tmp_path, options, asked, message) -> None:
+def test_invalid_configurations(tmp_path, options, asked, message) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make_plan(PlanRequest(settings_of(**options), small(tmp_path), **{"seq_length": 16, **asked}))
 
@@ -381,7 +379,7 @@ def test_what_cannot_train_is_refused(tmp_path, options, asked, message) -> None
         ("{folder}/odd.json", "is not a Transformers model configuration"),
     ],
 )
-def test_models_that_are_none_are_refused(tmp_path, model, message) -> None:
+def test_invalid_models(tmp_path, model, message) -> None:
     for name, content in (("list", "[]"), ("bare", "{}"), ("odd", '{"model_type": "no-such-model"}')):
         (tmp_path / f"{name}.json").write_text(content)
     with pytest.raises(ConfigurationError, match=message):

@@ -1,6 +1,4 @@
-"""`accel plan` of pipelines: against real runs on 2 and 4 ranks, against figures worked out by hand, and what it
-refuses.
-"""
+"""`accel plan` of pipelines: compared with real runs on 2 and 4 ranks and with derived figures, and errors."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ def planned(
 
 
 class Counter:
-    """Counts micro batches in flight in the real stages of this rank, and the bytes that are alive with so many."""
+    """Counts the micro batches in flight on this rank, and measures live memory."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, recorder: Recorder) -> None:
         self.model, self.optimizer, self.recorder = model, optimizer, recorder
@@ -140,7 +138,7 @@ def held(optimizer: Any) -> list[torch.Tensor]:
 
 
 def train(case: Case, path: str) -> dict[str, Any]:
-    """Two real steps; in the first the stages tell each other their shapes, the second is recorded."""
+    """Two real steps; the stages exchange shapes in the first, the second is recorded."""
     sizes, pipeline, _ = case
     config = ParallelismConfig(
         **{f"{axis}_size": size for axis, size in sizes.items()}, pp_handler=PipelineParallelConfig(**pipeline)
@@ -177,7 +175,7 @@ def train(case: Case, path: str) -> dict[str, Any]:
 
 
 def sums(collectives: Any) -> dict[str, tuple[int, int]]:
-    """Calls and bytes by kind, without the loss and its shape, which the last rank tells the others."""
+    """Calls and bytes by kind, without the broadcast of the loss."""
     found: dict[str, tuple[int, int]] = {}
     for one in collectives:
         kind = "send" if one.kind in POINT_TO_POINT else one.kind
@@ -192,7 +190,7 @@ def train_all(cases: list[Case], paths: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)])
-def test_ranks_hold_and_send_what_the_plan_says(tmp_path, world, cases) -> None:
+def test_real_runs_equal_the_plan(tmp_path, world, cases) -> None:
     paths = [folder_of(tmp_path / str(number), **changed) for number, (_, _, changed) in enumerate(cases.values())]
     ranks = run_world(train_all, world, list(cases.values()), paths, timeout=250)
     for number, (name, (sizes, pipeline, _)) in enumerate(cases.items()):
@@ -209,7 +207,7 @@ def test_ranks_hold_and_send_what_the_plan_says(tmp_path, world, cases) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_few_traces_say_what_every_rank_holds(tmp_path, schedule) -> None:
+def test_extrapolated_ranks_equal_traced_ranks(tmp_path, schedule) -> None:
     """14 blocks on 4 stages: two have 4, two have 3. What is said of another rank is what that one is told when it
     asks.
     """
@@ -278,7 +276,7 @@ def test_the_command_takes_the_settings_of_a_pipeline(tmp_path, capsys) -> None:
         COMMAND.run([str(file), *options[:8], "--pp_schedule", "gpipe"])
 
 
-def test_the_text_names_the_fullest_rank(tmp_path) -> None:
+def test_the_report_marks_the_largest_rank(tmp_path) -> None:
     found = planned(folder_of(tmp_path), {"pp": 2}, {}, fsdp=False)
     lines = as_text(found).splitlines()
     assert (
@@ -311,13 +309,13 @@ def test_the_text_names_the_fullest_rank(tmp_path) -> None:
         ({"pp": 2}, {"stages_per_rank": 2}, "--pp_stages_per_rank=2 does not go with --pp_schedule='1f1b'"),
     ],
 )
-def test_what_a_pipeline_refuses_the_plan_refuses(tmp_path, sizes, asked, message) -> None:
-    """The messages are those of the strategy: its own code is run."""
+def test_invalid_pipelines(tmp_path, sizes, asked, message) -> None:
+    """The strategy's own code raises; the messages name the options of the command."""
     with pytest.raises(ConfigurationError, match=message):
         planned(folder_of(tmp_path), sizes, {}, **asked)
 
 
-def test_deepspeed_and_a_mesh_are_refused_as_by_the_accelerator(tmp_path, monkeypatch) -> None:
+def test_deepspeed_with_a_mesh_is_refused(tmp_path, monkeypatch) -> None:
     message = "one strategy trains a model, but settings were given for deepspeed, mesh"
     named = {
         "use_deepspeed": "true",

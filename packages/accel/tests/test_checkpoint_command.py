@@ -122,7 +122,7 @@ def test_no_torch_is_loaded(folder: Path) -> None:
     assert "verify" in result.stdout and result.stdout.endswith("False\n")
 
 
-def test_folders_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for action in ("list", "verify"):
         assert main(["checkpoint", action, str(tmp_path / "none")]) == 2
         assert "is not a directory" in capsys.readouterr().err

@@ -52,7 +52,7 @@ def prepared(
 
 
 def loop(parts: tuple[Any, ...], folder: str = "", begin: int = 0) -> list[float]:
-    """Train to the end of the epoch; with a folder, save on the way, with the loop waiting and beside it."""
+    """Train to the end of the epoch; with a folder, save in between, blocking and in the background."""
     accelerator, model, optimizer, scheduler, loader = parts
     losses = []
     for index, (x, y) in enumerate(loader, begin):
@@ -139,10 +139,8 @@ def resume_with_an_optimizer_of_another_form(folder: str) -> dict[int, tuple[lis
     return found
 
 
-def test_schedulers_go_on_where_the_engine_has_another_form_of_the_optimizer(tmp_path: Path) -> None:
-    """As with DeepSpeed's optimizers for host memory, there are two: loading makes new parameter groups in the
-    engine's.
-    """
+def test_resumed_schedulers_reach_a_replaced_optimizer(tmp_path: Path) -> None:
+    """Loading creates new parameter groups in the engine's optimizer, which is not the script's."""
     for stage, (full, resumed) in run_world(resume_with_an_optimizer_of_another_form, 2, str(tmp_path), timeout=500)[
         0
     ].items():
@@ -150,8 +148,8 @@ def test_schedulers_go_on_where_the_engine_has_another_form_of_the_optimizer(tmp
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_whole_weights_of_a_state(saved: tuple[Path, dict[int, dict[str, Any]]], stage: int, tmp_path: Path) -> None:
-    """What is beside the engines makes fp32 weights of them: those of plain PyTorch after as many steps."""
+def test_zero_to_fp32_script(saved: tuple[Path, dict[int, dict[str, Any]]], stage: int, tmp_path: Path) -> None:
+    """The script in the checkpoint recovers fp32 weights, equal to those of plain PyTorch."""
     folder = saved[0] / str(stage) / "waiting"
     command = [sys.executable, folder / "zero_to_fp32.py", folder, tmp_path / "whole"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=250)
@@ -163,7 +161,7 @@ def test_whole_weights_of_a_state(saved: tuple[Path, dict[int, dict[str, Any]]],
 
 
 @pytest.mark.slow
-def test_on_another_number_of_ranks(saved: tuple[Path, dict[int, dict[str, Any]]]) -> None:
+def test_resuming_on_another_number_of_ranks(saved: tuple[Path, dict[int, dict[str, Any]]]) -> None:
     folder, results = saved
     found = run_world(resume_only, 1, str(folder), STAGES, timeout=500)[0]
     for stage, losses in found.items():
@@ -185,7 +183,7 @@ def load_with_ddp(folder: str) -> None:
     accelerator.load_state(folder)
 
 
-def test_what_does_not_fit_is_refused(saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path) -> None:
+def test_damaged_and_foreign_checkpoints(saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path) -> None:
     folder = saved[0] / "2" / "waiting"
     damaged = tmp_path / "damaged"
     subprocess.run(["cp", "-r", folder, damaged], check=True)
@@ -212,5 +210,5 @@ def save_in_a_window(folder: str) -> tuple[bool, str]:
     return Path(folder, "gradients_0.bin").exists(), str(caught.value)
 
 
-def test_a_window_is_no_part_of_a_state(tmp_path: Path) -> None:
+def test_open_accumulation_windows_are_not_saved(tmp_path: Path) -> None:
     assert run_world(save_in_a_window, 1, str(tmp_path / "state"), timeout=500)[0][0] is False

@@ -1,4 +1,4 @@
-"""What "auto" stands for when a model is prepared with DeepSpeed, and what contradicts itself."""
+"""The values of "auto" when a model is prepared with DeepSpeed, and contradictions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def state(fresh_states: None) -> None:
 
 
 def trained(**changes: Any) -> PreparedFacts:
-    """What prepare() knows of a model with an optimizer of torch and a loader of 4 samples a process."""
+    """The facts of a model with a torch optimizer and a loader with a batch size of 4."""
     known: dict[str, Any] = {
         "world_size": 2,
         "micro_batch_sizes": (4,),
@@ -87,14 +87,14 @@ class TestBatches:
         done = resolve({**ZERO2, **config}, trained(**facts))
         assert (done[MICRO], done[STEPS], done[TRAIN]) == sizes
 
-    def test_steps_that_follow_from_the_other_two(self) -> None:
+    def test_accumulation_steps_are_derived(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config={**ZERO2, TRAIN: 24, MICRO: 4})
         assert plugin.accumulation_steps == 6  # of one process
         plugin.resolve(trained(world_size=1, gradient_accumulation_steps=6))
         assert plugin.accumulation_steps == 6 and plugin.get_value(STEPS) == 6
         assert DeepSpeedPlugin(hf_ds_config={**ZERO2, TRAIN: 24, MICRO: 4, STEPS: "auto"}).accumulation_steps is None
 
-    def test_the_largest_batch_where_asked(self) -> None:
+    def test_largest_batch_of_several_loaders(self) -> None:
         assert resolve(ZERO2, trained(micro_batch_sizes=(8, 4)), is_train_batch_min=False)[MICRO] == 8
 
     @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ class TestBatches:
         for part in ["hf_ds_config has ", *parts]:
             assert part in str(caught.value)
 
-    def test_a_micro_batch_that_no_loader_has_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_micro_batch_that_differs_from_the_loaders_warns(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING):
             resolve({**ZERO2, MICRO: 5}, trained(micro_batch_sizes=(7,)))
         assert f"hf_ds_config has {MICRO}: 5, but the loaders have batch sizes of 7 per process" in caplog.text
 
-    def test_the_other_plugins_batch_where_a_model_has_no_loader(self) -> None:
+    def test_micro_batch_of_another_plugin(self) -> None:
         first, second = DeepSpeedPlugin(zero_stage=2), DeepSpeedPlugin(zero_stage=3)
         AcceleratorState().deepspeed_plugins = {"first": first, "second": second}
         with pytest.raises(ConfigurationError, match="no loader came with the model"):
@@ -166,7 +166,7 @@ class TestHiddenSize:
             (None, None),
         ],
     )
-    def test_where_it_is_found(self, model: Any, size: int | None) -> None:
+    def test_lookup(self, model: Any, size: int | None) -> None:
         assert hidden_size(model) == size
 
     def test_the_three_values(self) -> None:
@@ -186,7 +186,7 @@ class TestHiddenSize:
         ]
         assert sizes == [64, 256] and plugin.get_value("zero_optimization.reduce_bucket_size") == 256
 
-    def test_a_number_set_in_between_stays(self) -> None:
+    def test_values_set_by_the_script_are_kept(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config=BY_HIDDEN_SIZE)
         plugin.resolve(trained())
         plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = 5
@@ -198,7 +198,7 @@ class TestHiddenSize:
         )
         assert (done[MICRO], done[TRAIN]) == (2, 12)
 
-    def test_without_one(self) -> None:
+    def test_missing_hidden_size(self) -> None:
         with pytest.raises(
             ConfigurationError,
             match=r"reduce_bucket_size, .*stage3_param_persistence_threshold, .* but Linear has neither",
@@ -218,14 +218,14 @@ def dummies(**changes: Any) -> PreparedFacts:
 
 
 class CustomSchedule:
-    """A scheduler of the script that takes whatever optimizer there is."""
+    """A scheduler that accepts any optimizer."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
 
 class TestDummies:
-    def test_both_of_deepspeed(self) -> None:
+    def test_optimizer_and_scheduler_of_the_configuration(self) -> None:
         done = resolve({**ZERO2, "optimizer": ADAMW, "scheduler": DECAY}, dummies())
         assert done["optimizer"]["params"] == {"lr": 0.25, "weight_decay": 0.5, "torch_adam": True, "adam_w_mode": True}
         assert done["scheduler"]["params"] == {
@@ -236,20 +236,20 @@ class TestDummies:
         }
         assert "zero_allow_untested_optimizer" not in done
 
-    def test_steps_that_are_counted_by_every_process(self) -> None:
-        """A script that schedules 101 steps of one process takes 51 steps on two."""
+    def test_scheduler_steps_are_divided_by_the_processes(self) -> None:
+        """A schedule of 101 steps on one process has 51 steps on two."""
         optimizer = DummyOptim([], lr=1.0)
         facts = trained(optimizer=optimizer, scheduler=DummyScheduler(optimizer, 101, 10), scheduler_steps_per_step=2)
         params = resolve({**ZERO2, "optimizer": ADAMW, "scheduler": DECAY}, facts)["scheduler"]["params"]
         assert (params["total_num_steps"], params["warmup_num_steps"]) == (51, 5)
 
-    def test_both_of_the_script(self) -> None:
+    def test_optimizer_and_scheduler_of_the_script(self) -> None:
         optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1)
         done = resolve(ZERO2, trained(optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1)))
         assert done["zero_allow_untested_optimizer"] is True and "optimizer" not in done and "scheduler" not in done
         assert resolve({**ZERO2, "zero_allow_untested_optimizer": False})["zero_allow_untested_optimizer"] is False
 
-    def test_the_scripts_optimizer_with_deepspeeds_schedule(self) -> None:
+    def test_script_optimizer_with_configured_scheduler(self) -> None:
         optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.7)
         done = resolve(
             {**ZERO2, "scheduler": DECAY}, trained(optimizer=optimizer, scheduler=DummyScheduler(optimizer, 8, 2))
@@ -258,8 +258,8 @@ class TestDummies:
             done["scheduler"]["params"]["warmup_max_lr"] == 0.7 and done["scheduler"]["params"]["total_num_steps"] == 8
         )
 
-    def test_deepspeeds_optimizer_with_a_schedule_of_the_script(self) -> None:
-        """The combination that cannot be, and the one way there is."""
+    def test_configured_optimizer_with_script_scheduler(self) -> None:
+        """Refused, except with lr_scheduler_callable."""
         optimizer = DummyOptim([], lr=0.1)
         with pytest.raises(
             ConfigurationError, match="prepares DummyOptim and CustomSchedule, but only DeepSpeed can schedule"
@@ -268,7 +268,7 @@ class TestDummies:
         facts = trained(optimizer=optimizer, scheduler=DummyScheduler(optimizer, lr_scheduler_callable=CustomSchedule))
         assert "scheduler" not in resolve({**ZERO2, "optimizer": ADAMW}, facts)
 
-    def test_further_values(self) -> None:
+    def test_further_parameters(self) -> None:
         config = {**ZERO2, "optimizer": {"type": "AdamW", "params": {"lr": 3.0, "betas": "auto", "eps": "auto"}}}
         config["scheduler"] = {
             "type": "WarmupCosineLR",
@@ -312,11 +312,11 @@ class TestDummies:
             ),
         ],
     )
-    def test_what_does_not_go_together(self, config: dict[str, Any], facts: PreparedFacts, message: str) -> None:
+    def test_refused_combinations(self, config: dict[str, Any], facts: PreparedFacts, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             resolve({**ZERO2, **config}, facts)
 
-    def test_a_model_that_is_not_trained_needs_neither(self) -> None:
+    def test_models_that_are_not_trained(self) -> None:
         plugin = DeepSpeedPlugin(
             hf_ds_config={"zero_optimization": {"stage": 3}, "optimizer": ADAMW, "scheduler": DECAY, MICRO: 1}
         )
@@ -327,12 +327,12 @@ class TestDummies:
 
 
 class TestTheRest:
-    def test_clipping_that_nobody_asked_for(self) -> None:
+    def test_clipping_is_off_by_default(self) -> None:
         for config in (ZERO2, {**ZERO2, "gradient_clipping": "auto"}, {**ZERO2, "gradient_clipping": None}):
             assert resolve(config)["gradient_clipping"] == 0.0
         assert resolve({**ZERO2, "gradient_clipping": 0.7})["gradient_clipping"] == 0.7
 
-    def test_what_deepspeed_has_a_default_for_is_left_to_it(self) -> None:
+    def test_auto_values_with_a_default_in_deepspeed_are_removed(self) -> None:
         config = {
             "zero_optimization": {
                 "stage": 3,
@@ -351,7 +351,7 @@ class TestTheRest:
         with pytest.raises(ConfigurationError, match=r'optimizer.params.betas.0: "auto"'):
             resolve(config, dummies(scheduler=None))
 
-    def test_sections_that_are_null_are_none(self) -> None:
+    def test_null_sections(self) -> None:
         plugin = DeepSpeedPlugin(
             hf_ds_config={"zero_optimization": {"stage": 3, "offload_param": None}, "fp16": None, "optimizer": None},
             offload_param_device="cpu",
@@ -364,7 +364,7 @@ class TestTheRest:
         with pytest.raises(ConfigurationError, match="scheduler: 5, which must be a JSON object"):
             plugin.resolve(trained())
 
-    def test_what_nobody_knows(self) -> None:
+    def test_auto_values_that_cannot_be_determined(self) -> None:
         with pytest.raises(
             ConfigurationError,
             match='hf_ds_config has comms_logger.verbose: "auto", which cannot be determined here',
@@ -372,7 +372,7 @@ class TestTheRest:
             resolve({**ZERO2, "comms_logger": {"verbose": "auto"}})
 
     @pytest.mark.parametrize("kind", ["optimizer", "param"])
-    def test_nvme_without_a_folder(self, kind: str) -> None:
+    def test_nvme_without_a_path(self, kind: str) -> None:
         plugin = DeepSpeedPlugin(zero_stage=3, **{f"offload_{kind}_device": "nvme"})
         with pytest.raises(
             ConfigurationError, match=f"offload_{kind}.device: nvme without a path. Set .*--offload_{kind}_nvme_path"
@@ -386,7 +386,7 @@ class TestTheRest:
             "nvme_path": "/drive",
         }
 
-    def test_groups_of_zero_plus_plus_divide_the_processes(self) -> None:
+    def test_zero_plus_plus_group_size_must_divide_the_processes(self) -> None:
         config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
         with pytest.raises(
             ConfigurationError, match="zero_hpz_partition_size: 3, which does not divide the 2 processes"
@@ -397,24 +397,24 @@ class TestTheRest:
     @pytest.mark.parametrize(
         ("stage", "value", "message"), [(1, "none", "neither true nor false"), (2, 1, "extends ZeRO stage 3, not 2")]
     )
-    def test_switches_of_zero_plus_plus_are_switches(self, stage: int, value: Any, message: str) -> None:
+    def test_zero_plus_plus_flags_are_booleans(self, stage: int, value: Any, message: str) -> None:
         with pytest.raises(ConfigurationError, match=f"zero_quantized_weights.*{message}"):
             resolve({"zero_optimization": {"stage": stage, "zero_quantized_weights": value}})
         assert (
             resolve({"zero_optimization": {"stage": 3, "zero_quantized_weights": 1}})["zero_optimization"]["stage"] == 3
         )
 
-    def test_a_change_of_the_script_is_checked(self) -> None:
+    def test_changes_by_the_script_are_checked(self) -> None:
         plugin = DeepSpeedPlugin(zero_stage=2)
         plugin.deepspeed_config["zero_optimization"]["offload_param"]["device"] = "cpu"
         with pytest.raises(ConfigurationError, match="offload_param.device: cpu, which needs ZeRO stage 3, not 2"):
             plugin.resolve(trained())
 
-    def test_precision_is_entered(self) -> None:
+    def test_precision_is_filled_in(self) -> None:
         done = resolve(ZERO2, trained(mixed_precision="bf16"))
         assert done["bf16"] == {"enabled": True} and done["fp16"] == {"enabled": False}
 
-    def test_the_plugin_shows_what_was_settled(self) -> None:
+    def test_the_plugin_shows_resolved_values(self) -> None:
         plugin = DeepSpeedPlugin()
         done = plugin.resolve(trained())
         assert plugin.deepspeed_config == done and plugin.deepspeed_config is not done
@@ -426,7 +426,7 @@ class TestTheRest:
 
 
 def maybe(*values: Any) -> st.SearchStrategy[Any]:
-    """Missing, "auto", or one of some values; often missing, or nearly all of them would contradict each other."""
+    """Missing, "auto" or one of the values; often missing, because most combinations contradict each other."""
     return st.sampled_from([None, None, None, None, "auto", "auto", *values])
 
 
@@ -486,7 +486,7 @@ FACTS = st.builds(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(config=st.none() | JSONS, fields=FIELDS, facts=FACTS)
-def test_a_configuration_is_consistent_or_refused(
+def test_resolved_configurations_are_consistent(
     config: dict[str, Any] | None, fields: dict[str, Any], facts: PreparedFacts
 ) -> None:
     before, done = copy.deepcopy(config), None
@@ -497,7 +497,7 @@ def test_a_configuration_is_consistent_or_refused(
     event("refused" if done is None else "consistent")
     if done is not None:
         check_consistent(done, facts)
-        check_nobody_is_overruled(done, config or {}, fields)
+        check_explicit_values_are_kept(done, config or {}, fields)
         assert (plugin.zero_stage, plugin.gradient_accumulation_steps) == (
             done["zero_optimization"]["stage"],
             done[STEPS],
@@ -545,14 +545,14 @@ ANYTHING = st.fixed_dictionaries(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(config=ANYTHING, stage=st.sampled_from([None, 2]), facts=FACTS)
-def test_nothing_but_a_configuration_error_comes_of_any_json(
+def test_any_json_raises_only_configuration_errors(
     config: dict[str, Any], stage: int | None, facts: PreparedFacts
 ) -> None:
     with contextlib.suppress(ConfigurationError):
         check_consistent(DeepSpeedPlugin(hf_ds_config=config, zero_stage=stage).resolve(facts), facts)  # type: ignore[arg-type]
 
 
-def check_nobody_is_overruled(done: dict[str, Any], config: dict[str, Any], fields: dict[str, Any]) -> None:
+def check_explicit_values_are_kept(done: dict[str, Any], config: dict[str, Any], fields: dict[str, Any]) -> None:
     for field, path in FILE_PATHS.items():
         for value in (fields.get(field), get_value(config, path)):
             assert value in (None, "auto") or get_value(done, path) == value

@@ -1,6 +1,4 @@
-"""Several engines: joint losses, models that are not trained, dictionaries of plugins; and what prepare() makes of
-stand-ins.
-"""
+"""Several engines: joint losses, models that are not trained, several plugins; DummyOptim and DummyScheduler."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def agreement(one: nn.Module, two: nn.Module, x: torch.Tensor, y: torch.Tensor) 
 
 
 def joint(stages: tuple[int, int], clip: float) -> dict[str, Any]:
-    """Two models with optimizers of their own, and one loss of both; every second step only the first one's."""
+    """Two models with one loss; every second step uses the first model only."""
     accelerator = accelerator_of(config(stages[0]))
     first = net()
     first, first_opt, loader = accelerator.prepare(first, adamw(groups(first)), batches(accelerator))
@@ -100,7 +98,7 @@ def test_a_loss_of_two_models() -> None:
 
 
 def dictionary() -> dict[str, Any]:
-    """A student at stage 2 and a frozen teacher at stage 3 that is divided; the plugin in force decides."""
+    """A student at stage 2 and a frozen, sharded teacher at stage 3, each prepared with its plugin."""
     from accel import Accelerator
     from accel.deepspeed.plugin import DeepSpeedPlugin
 
@@ -142,7 +140,7 @@ def dictionary() -> dict[str, Any]:
     return facts
 
 
-def test_a_student_and_a_teacher_that_is_divided() -> None:
+def test_student_and_sharded_teacher() -> None:
     found = run_world(dictionary, 2, timeout=500)[0]
     student, teacher = net(), net(seed=1)
     opt = adamw(groups(student))
@@ -163,7 +161,7 @@ def test_a_student_and_a_teacher_that_is_divided() -> None:
 
 
 def stand_ins() -> dict[str, Any]:
-    """An optimizer and a scheduler of the configuration; a scheduler made by a function; and a model without either."""
+    """A configured optimizer and scheduler; a scheduler from a callable; and a model without either."""
     from accel.deepspeed.engine import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
     from accel.deepspeed.optimizer import DummyOptim, DummyScheduler
 
@@ -213,7 +211,7 @@ def stand_ins() -> dict[str, Any]:
     return found
 
 
-def test_stand_ins() -> None:
+def test_dummies() -> None:
     found = run_world(stand_ins, 2, timeout=500)[0]
     assert found["types"] == (True, True)
     # DeepSpeed's first rate is that before the warm-up, and its second too.
@@ -236,7 +234,7 @@ def test_stand_ins() -> None:
 
 
 class Experts(nn.Module):
-    """Each sample goes to one of two experts, so ranks may run different ones."""
+    """Routes each sample to one of two experts, so ranks may run different ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +242,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = (x.detach().sum(dim=1) > 0).long()
-        # An expert without samples takes part with none, so that each has a gradient.
+        # Every expert runs, so that each has a gradient.
         return torch.stack([expert(x) * (chosen == index)[:, None] for index, expert in enumerate(self.experts)]).sum(
             dim=0
         )
@@ -263,7 +261,7 @@ class Mixture(nn.Module):
 
 
 def mixture() -> dict[str, Any]:
-    """A layer of experts that is fetched as a whole, and a model that is created divided, with deepspeed.zero.Init."""
+    """A leaf module of experts, and a model created with deepspeed.zero.Init."""
     from accel.deepspeed.plugin import DeepSpeedPlugin
 
     accelerator = accelerator_of(DeepSpeedPlugin(hf_ds_config=config(3), transformer_moe_cls_names="Experts"))
@@ -293,7 +291,7 @@ def mixture() -> dict[str, Any]:
     return {"leaves": leaves, "weights": weights, "held": held, "created": initialised}
 
 
-def test_experts_and_models_that_are_created_divided() -> None:
+def test_expert_layers_and_models_created_sharded() -> None:
     found = run_world(mixture, 2, timeout=500)[0]
     model = Mixture()
     opt = adamw(model.parameters())

@@ -1,4 +1,4 @@
-"""The settings of DeepSpeed: from code, from the launcher's variables and from a JSON, and what is refused."""
+"""DeepSpeedPlugin: settings from code, from the launcher's variables and from JSON, and errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ AUTOMATIC: dict[str, Any] = {
 ZERO3 = {"zero_optimization": {"stage": 3}}
 PREFIX = "ACCELERATE_DEEPSPEED_"
 
-# What the launcher hands over, and what the plugin makes of it: the field and the value in the configuration.
+# Variables of the launcher, and the resulting field and configuration value of the plugin.
 LAUNCHED: list[tuple[dict[str, str], str, Any, str, Any]] = [
     ({}, "zero_stage", 2, "zero_optimization.stage", 2),
     ({}, "gradient_accumulation_steps", "auto", "gradient_accumulation_steps", "auto"),
@@ -118,9 +118,7 @@ LAUNCHED: list[tuple[dict[str, str], str, Any, str, Any]] = [
 
 
 @pytest.mark.parametrize(("variables", "field", "value", "key", "inside"), LAUNCHED, ids=str)
-def test_the_launchers_variables_are_read(
-    variables: dict[str, str], field: str, value: Any, key: str, inside: Any
-) -> None:
+def test_launcher_variables(variables: dict[str, str], field: str, value: Any, key: str, inside: Any) -> None:
     with patch_environment(**variables):
         plugin = DeepSpeedPlugin()
     assert getattr(plugin, field) == value
@@ -159,7 +157,7 @@ class TestJson:
             HfDeepSpeedConfig(CONCRETE),
         ]
 
-    def test_every_form_says_the_same(self, forms: list[Any]) -> None:
+    def test_all_forms_are_equivalent(self, forms: list[Any]) -> None:
         for form in forms:
             plugin = DeepSpeedPlugin(hf_ds_config=form)
             assert plugin.deepspeed_config == {**CONCRETE, "steps_per_print": math.inf}
@@ -167,17 +165,17 @@ class TestJson:
             assert plugin.zero3_init_flag and not plugin.zero3_save_16bit_model and plugin.precision == "bf16"
             assert plugin.hf_ds_config.config is plugin.deepspeed_config
 
-    def test_a_dictionary_of_the_script_stays_as_it_is(self) -> None:
+    def test_dictionaries_are_not_modified(self) -> None:
         config = copy.deepcopy(AUTOMATIC)
         plugin = DeepSpeedPlugin(hf_ds_config=config)
         assert config == AUTOMATIC and plugin.deepspeed_config is not config
 
-    def test_an_object_goes_on_reading_its_own_dictionary(self) -> None:
+    def test_configs_of_objects_are_modified_in_place(self) -> None:
         held = as_object(copy.deepcopy(AUTOMATIC))
         plugin = DeepSpeedPlugin(hf_ds_config=held, zero_stage=1)
         assert plugin.hf_ds_config is held and held.config["zero_optimization"]["stage"] == 1
 
-    def test_auto_becomes_what_code_or_launcher_say(self) -> None:
+    def test_auto_takes_the_value_of_code_or_launcher(self) -> None:
         with patch_environment(ACCELERATE_GRADIENT_CLIPPING="1.0", ACCELERATE_GRADIENT_ACCUMULATION_STEPS="5"):
             plugin = DeepSpeedPlugin(
                 hf_ds_config=AUTOMATIC,
@@ -202,7 +200,7 @@ class TestJson:
         }
         assert plugin.accumulation_steps == 5
 
-    def test_auto_without_a_word_from_anybody(self) -> None:
+    def test_auto_takes_the_default(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config=AUTOMATIC)
         assert plugin.zero_stage == 2 and plugin.offload_param_device == plugin.offload_optimizer_device == "none"
         assert (
@@ -211,7 +209,7 @@ class TestJson:
             and not plugin.is_auto("no.such.key")
         )
 
-    def test_what_the_json_leaves_out_is_added(self) -> None:
+    def test_missing_values_are_added(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config=ZERO3, gradient_clipping=0.3, offload_optimizer_device="cpu")
         assert plugin.deepspeed_config["gradient_clipping"] == 0.3
         assert plugin.deepspeed_config["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
@@ -241,7 +239,7 @@ class TestJson:
             ("a" * 5000, "aaa... is neither|neither the path"),
         ],
     )
-    def test_what_is_no_configuration(self, form: Any, message: str) -> None:
+    def test_invalid_forms(self, form: Any, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             DeepSpeedPlugin(hf_ds_config=form)
 
@@ -253,14 +251,14 @@ class TestJson:
             ('{"a": {"b": 1, "b": 2}}', "the key 'b' is given twice"),
         ],
     )
-    def test_files_that_cannot_be_read(self, tmp_path: Path, text: str, message: str) -> None:
+    def test_invalid_files(self, tmp_path: Path, text: str, message: str) -> None:
         path = tmp_path / "ds.json"
         path.write_text(text)
         with pytest.raises(ConfigurationError, match=message) as caught:
             DeepSpeedPlugin(hf_ds_config=str(path))
         assert "ds.json" in str(caught.value)
 
-    def test_a_file_of_the_launcher_that_is_missing(self, tmp_path: Path) -> None:
+    def test_missing_launcher_file(self, tmp_path: Path) -> None:
         with (
             patch_environment(ACCELERATE_DEEPSPEED_CONFIG_FILE=str(tmp_path / "no.json")),
             pytest.raises(ConfigurationError, match=r"ACCELERATE_DEEPSPEED_CONFIG_FILE=.*no\.json: No such file"),
@@ -292,7 +290,7 @@ def json_with(field: str, value: Any) -> dict[str, Any]:
 
 
 class TestConflicts:
-    def test_all_settings_are_tried(self) -> None:
+    def test_all_settings_are_covered(self) -> None:
         assert set(OTHERS) == set(FILE_PATHS)
 
     @pytest.mark.parametrize("field", OTHERS)
@@ -304,7 +302,7 @@ class TestConflicts:
         assert f"hf_ds_config has {FILE_PATHS[field]}: {json.dumps(inside)}" in str(caught.value)
 
     @pytest.mark.parametrize("field", OTHERS)
-    def test_the_same_twice_is_no_conflict(self, field: str) -> None:
+    def test_equal_values_do_not_conflict(self, field: str) -> None:
         inside, _ = OTHERS[field]
         assert getattr(DeepSpeedPlugin(hf_ds_config=json_with(field, inside), **{field: inside}), field) == inside
 
@@ -321,7 +319,7 @@ class TestConflicts:
         )
 
     def test_launcher_and_its_own_file(self, tmp_path: Path) -> None:
-        """Scenario 1, where something else than ``accel launch`` set the variables."""
+        """Scenario 1 of the guide, with variables that were not set by ``accel launch``."""
         path = tmp_path / "ds_config.json"
         path.write_text(json.dumps(CONCRETE))
         variables = {
@@ -439,7 +437,7 @@ def test_zero_plus_plus_at_stage_3() -> None:
     assert DeepSpeedPlugin(hf_ds_config=config).deepspeed_config["zero_optimization"] == config["zero_optimization"]
 
 
-def test_unknown_keys_that_are_no_slip_of_the_pen_pass() -> None:
+def test_unknown_keys_are_accepted_unless_misspelt() -> None:
     assert (
         DeepSpeedPlugin(hf_ds_config={**ZERO3, "a_key_of_next_year": {"x": 1}}).get_value("a_key_of_next_year.x") == 1
     )
@@ -450,7 +448,7 @@ def test_unknown_fields() -> None:
         DeepSpeedPlugin(zero_stge=2)  # type: ignore[call-arg]
 
 
-def test_zero3_init_without_stage_3_is_taken_back_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_zero3_init_without_stage_3_is_disabled_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with patch_environment(ACCELERATE_DEEPSPEED_ZERO3_INIT="true"):
         plugins = {
             "mine": DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True),
@@ -467,7 +465,7 @@ def test_zero3_init_without_stage_3_is_taken_back_and_told_once(caplog: pytest.L
     ]
 
 
-def test_a_plugin_can_be_made_from_another() -> None:
+def test_dataclasses_replace() -> None:
     plugin = dataclasses.replace(DeepSpeedPlugin(zero_stage=3, gradient_clipping=1.0), zero3_init_flag=False)
     assert (plugin.zero_stage, plugin.gradient_clipping, plugin.zero3_init_flag, plugin.strategy) == (
         3,
@@ -506,14 +504,14 @@ class TestPrecision:
         assert plugin.precision == next((name for name in sections if sections[name] == ON), None)
 
     @pytest.mark.parametrize(("precision", "other"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp8", "fp16")])
-    def test_another_one_is_enabled(self, precision: str, other: str) -> None:
+    def test_another_precision_is_enabled(self, precision: str, other: str) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, other: {"enabled": True}})
         with pytest.raises(
             ConfigurationError, match=f"mixed_precision='{precision}', but hf_ds_config has {other}.enabled: true"
         ):
             plugin.set_mixed_precision(precision)
 
-    def test_the_same_one_is_turned_off(self) -> None:
+    def test_the_precision_is_disabled(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, "bf16": {"enabled": False}})
         with pytest.raises(
             ConfigurationError, match="mixed_precision='bf16', but hf_ds_config has bf16.enabled: false"
@@ -528,7 +526,7 @@ class TestPrecision:
             (None, "fp16", "environment variable ACCELERATE_MIXED_PRECISION=fp16 contradicts DeepSpeedPlugin"),
         ],
     )
-    def test_the_accelerator_asks_for_another_one(self, argument: Any, launched: Any, message: str) -> None:
+    def test_the_accelerator_requests_another_precision(self, argument: Any, launched: Any, message: str) -> None:
         plugins = {"first": DeepSpeedPlugin(hf_ds_config=CONCRETE), "second": DeepSpeedPlugin()}
         with (
             patch_environment(**({"ACCELERATE_MIXED_PRECISION": launched} if launched else {})),
@@ -536,7 +534,7 @@ class TestPrecision:
         ):
             Accelerator(cpu=True, mixed_precision=argument, deepspeed_plugins=plugins)
 
-    def test_no_such_precision(self) -> None:
+    def test_unknown_precision(self) -> None:
         with pytest.raises(ConfigurationError, match="mixed_precision='fp61' is not one of fp16, bf16, fp8, no"):
             DeepSpeedPlugin().set_mixed_precision("fp61")
 
@@ -548,7 +546,7 @@ class TestPrecision:
 
 
 class TestProcessing:
-    """What other libraries fill in themselves."""
+    """The functions with which other libraries fill in "auto" values."""
 
     def test_a_difference_is_noted(self) -> None:
         plugin, lines = DeepSpeedPlugin(hf_ds_config=CONCRETE), []
@@ -557,7 +555,7 @@ class TestProcessing:
         plugin.fill_match("no.such.key", lines, **{"no.such.key": 1})
         assert lines == ["- ds gradient_clipping=1.0 vs arg gradient_clipping=2.0"]
 
-    def test_auto_is_filled_or_missed(self) -> None:
+    def test_auto_is_filled_or_raises(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config=CONCRETE)
         with pytest.raises(ConfigurationError, match="`train_batch_size` not found in kwargs"):
             plugin.fill_match("train_batch_size")
@@ -583,7 +581,7 @@ class TestProcessing:
 
 
 class TestHfDeepSpeedConfig:
-    def test_questions(self) -> None:
+    def test_queries(self) -> None:
         config = HfDeepSpeedConfig({**CONCRETE, "a": {"b": {"yes": 1, "no": 0, "nothing": None}}})
         assert config.is_zero3() and not config.is_zero2() and not config.is_offload()
         assert config.get_value("a.b.yes") == 1 and config.get_value("a.x.yes", "other") == "other"
@@ -594,7 +592,7 @@ class TestHfDeepSpeedConfig:
         assert config.is_false("a.b.no") and not config.is_false("a.b.yes") and not config.is_false("a.b.missing")
         assert not config.is_false("a.b.nothing")
 
-    def test_stage_and_offload_follow_changes_when_told(self) -> None:
+    def test_stage_and_offload_are_updated_on_request(self) -> None:
         config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
         config.config["zero_optimization"] = {"stage": 3, "offload_param": {"device": "nvme"}}
         assert config.is_zero2()
@@ -612,13 +610,13 @@ class TestHfDeepSpeedConfig:
         with pytest.raises(ConfigurationError, match="has no x.y. Its keys: bf16, zero_optimization"):
             config.del_config_sub_tree("x.y", must_exist=True)
 
-    def test_nothing_is_no_configuration(self) -> None:
+    def test_none_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match=r"HfDeepSpeedConfig\(None\)"):
             HfDeepSpeedConfig(None)
 
 
 class TestSelection:
-    def test_only_the_state_selects(self) -> None:
+    def test_plugins_are_selected_through_the_state(self) -> None:
         plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=2)}
         state = AcceleratorState(cpu=True, deepspeed_plugin=plugins)
         with pytest.raises(ConfigurationError, match=r"select_deepspeed_plugin\(name\)"):
@@ -634,7 +632,7 @@ class TestSelection:
         assert [plugin.selected for plugin in plugins.values()] == [True, False]
         assert f"ds_config: {plugins['student'].deepspeed_config}\n" in repr(state)
 
-    def test_a_function_that_needs_deepspeed(self) -> None:
+    def test_deepspeed_required(self) -> None:
         @deepspeed_required
         def stage() -> int:
             return AcceleratorState().deepspeed_plugin.zero_stage if AcceleratorState._shared_state else -1
@@ -647,7 +645,7 @@ class TestSelection:
         AcceleratorState(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
         assert stage() == 1
 
-    def test_parameters_that_are_whole_need_no_gathering(self) -> None:
+    def test_gathering_unsharded_parameters_does_nothing(self) -> None:
         model = nn.Linear(2, 2)
         for given in (model, list(model.parameters()), model.weight):
             with GatheredParameters(given, modifier_rank=0) as nothing, torch.no_grad():
@@ -660,7 +658,7 @@ def test_regions_are_compiled_in_place() -> None:
 
 
 class TestTransformers:
-    """Transformers creates models sharded while somebody keeps a configuration of stage 3 alive."""
+    """Transformers creates sharded models while a stage 3 configuration is alive."""
 
     @pytest.fixture
     def enabled(self) -> Any:
@@ -685,7 +683,7 @@ class TestTransformers:
         AcceleratorState._reset_state()
         assert not enabled()
 
-    def test_a_configuration_of_the_script_itself_stays(self, enabled: Any) -> None:
+    def test_a_configuration_set_by_the_script_is_kept(self, enabled: Any) -> None:
         from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
         own = type("OwnConfig", (), {"config": {}, "is_zero3": lambda self: True})()

@@ -1,6 +1,4 @@
-"""DeepSpeed's engines give the numbers of plain PyTorch: every stage, offload, accumulation, clipping, precision, and
-bad input.
-"""
+"""DeepSpeed engines equal plain PyTorch: all stages, offload, accumulation, clipping, precision; and errors."""
 
 from __future__ import annotations
 
@@ -61,14 +59,14 @@ def run_cases(names: list[str]) -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def found(ranks: int) -> dict[str, dict[str, Any]]:
-    """All cases, trained in one world: tests come in any order, and ask for theirs."""
+    """The results of all cases, trained once; tests run in any order."""
     return run_world(run_cases, ranks, list(CASES), timeout=500)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_numbers(name: str, ranks: int) -> None:
+def test_equals_plain_pytorch(name: str, ranks: int) -> None:
     arguments = CASES[name][1]
     expected = plain(**arguments)
     check_same(found(ranks)[name], expected)
@@ -76,13 +74,13 @@ def test_numbers(name: str, ranks: int) -> None:
 
 
 def computes_in_fp16() -> bool:
-    """Whether this CPU has the kernels that DeepSpeed asks for."""
+    """Whether this CPU has the kernels that DeepSpeed needs."""
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator().is_fp16_supported())
 
 
-def what_cpus_run() -> dict[str, Any]:
+def train_on_cpu() -> dict[str, Any]:
     results: dict[str, Any] = {f"stage {stage}": train(config(stage), mixed_precision="bf16") for stage in (1, 2, 3)}
     if computes_in_fp16():
         # At the default scale of 65536 the first steps would overflow, and be skipped.
@@ -108,9 +106,9 @@ def what_cpus_run() -> dict[str, Any]:
     return results
 
 
-def test_what_cpus_run() -> None:
-    """bf16 has 8 bits: after 20 steps the losses are within 0.05 of fp32, and the model has learned as much."""
-    results = run_world(what_cpus_run, 2, timeout=500)[0]
+def test_precisions_on_cpu() -> None:
+    """After 20 steps in bf16, losses and weights are within 0.05 of fp32."""
+    results = run_world(train_on_cpu, 2, timeout=500)[0]
     expected = plain()
     for stage in (1, 2, 3):
         worst = differences(results[f"stage {stage}"], expected)
@@ -124,7 +122,7 @@ def test_what_cpus_run() -> None:
 
 
 def by_items(settings: dict[str, Any]) -> list[float]:
-    """Windows of batches whose numbers of items differ: each item counts the same."""
+    """Accumulation windows with different numbers of items, normalised per item."""
     accelerator = accelerator_of(settings, gradient_accumulation_steps=2)
     model, opt = net(), None
     model, opt, loader = accelerator.prepare(
@@ -163,7 +161,7 @@ def plain_by_items(ranks: int) -> list[float]:
 
 
 def counting_itself(settings: dict[str, Any]) -> tuple[list[bool], dict[str, torch.Tensor]]:
-    """A loop without accumulate(): the engine counts the micro batches of its configuration."""
+    """A loop without accumulate(): the engine counts micro batches."""
     accelerator = accelerator_of({**settings, "gradient_accumulation_steps": 4})
     model, opt = net(), None
     model, opt, loader = accelerator.prepare(
@@ -182,7 +180,7 @@ def counting_itself(settings: dict[str, Any]) -> tuple[list[bool], dict[str, tor
 
 
 def by_hand(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Windows of two with no_sync(), a window that is thrown away, and a loss that is not stepped with."""
+    """Windows of two with no_sync(), and discarded gradients."""
     accelerator = accelerator_of(settings)
     model, opt = net(), None
     model, opt, loader = accelerator.prepare(
@@ -249,8 +247,8 @@ def run_with_a_scheduler() -> dict[int, dict[str, torch.Tensor]]:
     return {stage: with_a_scheduler(stage) for stage in (1, 3)}
 
 
-def test_a_scheduler_reaches_an_optimizer_whose_states_are_there_from_the_beginning() -> None:
-    """DeepSpeed makes another Adagrad, which the script's scheduler does not know."""
+def test_a_scheduler_reaches_adagrad() -> None:
+    """DeepSpeed would replace Adagrad by a new one, which the script's scheduler does not reach."""
     model = net()
     opt = OPTIMIZERS["adagrad"](groups(model))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
@@ -284,7 +282,7 @@ def run_without_a_compiler() -> dict[str, str]:
     return said
 
 
-def test_what_an_operator_needs_is_said() -> None:
+def test_errors_of_operator_builds() -> None:
     said = run_world(run_without_a_compiler, 1, timeout=300)[0]
     assert (
         "offload to nvme needs libaio" in said["AsyncIOBuilder"] and "apt install libaio-dev" in said["AsyncIOBuilder"]

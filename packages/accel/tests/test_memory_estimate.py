@@ -125,7 +125,7 @@ def model(tmp_path_factory) -> Path:
     [(2, ["ddp", "full_shard", "shard_grad_op", "no_shard", "fsdp2"]), (4, ["full_shard", "fsdp2", "tp x fsdp2"])],
 )
 def test_what_ranks_hold_and_send_is_what_was_said(model, capsys, world, names) -> None:
-    """Parameters, gradients and optimizer state are within 10% of the estimate; the plan's bytes equal those of a run."""
+    """Memory is within 10% of the estimate; the plan's bytes equal those of the run."""
     ranks = run_world(measured, world, str(model), names, timeout=250)
     for name in names:
         options, strategy, _ = RUNS[name]

@@ -1,4 +1,4 @@
-"""``accel test``: passes where everything is right, and fails where a result is wrong."""
+"""``accel test`` passes if everything is right, and fails if a result is wrong."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_the_configuration_decides_what_is_tested(tmp_path) -> None:
     assert [line.partition(" (")[0] for line in lines[1:-1]] == [f"ok  {name}" for name in checks.CHECKS]
 
 
-def test_a_wrong_option_is_the_launchers_to_tell(tmp_path) -> None:
+def test_wrong_options_are_reported_by_the_launcher(tmp_path) -> None:
     result = accel_test("--config_file", str(tmp_path / "none.yaml"))
     assert result.returncode == 2 and "none.yaml" in result.stderr and "passed" not in result.stdout
 
 
 def broken_gradients() -> list[str]:
-    """A rank that scales its gradients is found out."""
+    """A rank scales its gradients."""
     accelerator = Accelerator(cpu=True)
     backward = accelerator.backward
     factor = 1.5 if accelerator.process_index == 1 else 1.0
@@ -52,21 +52,21 @@ def broken_gradients() -> list[str]:
 
 
 def changed_weights() -> list[str]:
-    """A checkpoint that does not bring the weights back is found out."""
+    """load_state does not restore the weights."""
     accelerator = Accelerator(cpu=True)
     accelerator.load_state = lambda folder: None  # type: ignore[method-assign]
     return failures(accelerator, checks.check_checkpoint)
 
 
 def lost_samples() -> list[str]:
-    """A gather that loses a sample is found out."""
+    """gather_for_metrics loses a sample."""
     accelerator = Accelerator(cpu=True)
     accelerator.gather_for_metrics = lambda batch: batch[1:]  # type: ignore[method-assign]
     return failures(accelerator, checks.check_loaders)
 
 
 def main_process_last() -> list[str]:
-    """A rank that goes before the main one is found out."""
+    """A rank enters before the main process."""
     accelerator = Accelerator(cpu=True)
 
     @contextmanager
@@ -82,7 +82,7 @@ def main_process_last() -> list[str]:
 
 
 def clocks_apart() -> list[str]:
-    """The clock of rank 1 is an hour slow, as that of another machine may be."""
+    """The clock of rank 1 is an hour slow, as on another node."""
     accelerator = Accelerator(cpu=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda real=time.time: real() - 3600 * accelerator.process_index)
@@ -106,16 +106,16 @@ def failures(accelerator: Accelerator, check) -> list[str]:
         (main_process_last, "let rank 1 enter before rank 0"),
     ],
 )
-def test_what_is_wrong_is_found(world, says) -> None:
+def test_wrong_results_are_detected(world, says) -> None:
     for found in run_world(world, 2):
         assert len(found) == 1 and says in found[0]
 
 
-def test_clocks_that_differ_are_no_failure() -> None:
+def test_clock_differences_do_not_matter() -> None:
     assert run_world(clocks_apart, 2) == [[], []]
 
 
-def test_the_right_answers() -> None:
+def test_all_checks_pass() -> None:
     def check() -> list[list[str]]:
         return [failures(Accelerator(cpu=True), check) for check in checks.CHECKS.values()]
 

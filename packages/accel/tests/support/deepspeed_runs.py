@@ -1,6 +1,4 @@
-"""A small training, with DeepSpeed on some ranks and with plain PyTorch in one process, for the tests of both to
-compare.
-"""
+"""A small training run, with DeepSpeed and with plain PyTorch, for the DeepSpeed tests."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 class Net(nn.Module):
-    """Sizes that no number of ranks divides, layers that are frozen or not, and a buffer."""
+    """Sizes that are not divisible by the number of ranks, a layer that can be frozen, and a buffer."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -54,7 +52,7 @@ def net(frozen: bool = False, seed: int = 0) -> Net:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups of parameters that learn at different rates."""
+    """Two parameter groups with different learning rates."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     return [
         {"params": [parameter for name, parameter in named if name.startswith("last")], "lr": 2e-2},
@@ -80,7 +78,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"adamw": adamw,
 def plain(
     window: int = 1, clip: float = 0.0, optimizer: str = "adamw", frozen: bool = False, steps: int = STEPS
 ) -> dict[str, Any]:
-    """One process, plain PyTorch, whole batches; a window that the data end is short."""
+    """Train in one process with plain PyTorch; the last accumulation window may be short."""
     model = net(frozen)
     opt = OPTIMIZERS[optimizer](groups(model))
     chunks = list(DataLoader(data(steps), batch_size=BATCH))
@@ -103,7 +101,7 @@ def weights_of(state: nn.Module | dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
-    """A DeepSpeed configuration that leaves to the Accelerator whatever it can."""
+    """A DeepSpeed configuration with "auto" wherever possible."""
     zero = {
         "stage": stage,
         **({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}),
@@ -114,7 +112,7 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 
 
 def offloading(stage: int) -> dict[str, Any]:
-    """Optimizer states in host memory, and at stage 3 parameters too, with torch's own optimizer."""
+    """Offload optimizer states, and parameters at stage 3, with torch's optimizer."""
     places = {"offload_optimizer": {"device": "cpu"}, **({"offload_param": {"device": "cpu"}} if stage == 3 else {})}
     return config(stage, zero=places, zero_force_ds_cpu_optimizer=False)
 
@@ -136,7 +134,7 @@ def train(
     steps: int = STEPS,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """The same with an Accelerator."""
+    """Train with an Accelerator."""
     accelerator = accelerator_of(settings, gradient_accumulation_steps=window, **arguments)
     model = net(frozen)
     loader = DataLoader(data(steps), batch_size=BATCH // accelerator.num_processes)
@@ -163,7 +161,7 @@ def train(
 
 
 def release(accelerator: Any) -> None:
-    """Let the next Accelerator of this process start anew, with the process group."""
+    """Reset the state, so that the next Accelerator starts anew."""
     accelerator.free_memory()
     accelerator.state._reset_state()
     gc.collect()
@@ -172,7 +170,7 @@ def release(accelerator: Any) -> None:
 def differences(
     found: dict[str, Any], expected: dict[str, Any], names: Iterable[str] = ("losses", "norms")
 ) -> dict[str, float]:
-    """The largest difference of numbers and of weights."""
+    """The largest differences of the named values and of the weights."""
     for name in names:
         assert len(found[name]) == len(expected[name]), (name, len(found[name]), len(expected[name]))
     worst = {name: max(abs(a - b) for a, b in zip(found[name], expected[name], strict=True)) for name in names}
