@@ -346,8 +346,7 @@ def test_deepspeed_stages(tmp_path, stage) -> None:
         (
             {"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD", "num_processes": 8},
             {},
-            "sharding_strategy=HYBRID_SHARD keeps a copy of the model on each of several nodes, and here are 8 "
-            "processes",
+            "sharding_strategy=HYBRID_SHARD keeps a copy of the model on each node, but there are 8 processes",
         ),
         (
             {**FSDP2, "num_processes": 8, "fsdp_transformer_layer_cls_to_wrap": "BertLayer"},
