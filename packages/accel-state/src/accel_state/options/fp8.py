@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..env import str_to_bool
-from ..errors import ConfigurationError
 from .declaration import OptionGroup, option
 
 BACKENDS = ("native", "ao", "te", "msamp")
@@ -36,11 +35,6 @@ def parse_override(text: str) -> tuple[bool, bool, bool]:
 
 def checked(name: str, value: Any) -> Any:
     """Check a setting that was passed in code; those that are not fields of FP8Options are returned unchanged."""
-    if name == "override_linear_precision":
-        flags = (value,) * 3 if isinstance(value, bool) else value
-        if not isinstance(flags, (list, tuple)) or [type(flag) for flag in flags] != [bool] * 3:
-            raise ConfigurationError(f"{name}={value!r} must be one or three booleans (fprop, dgrad and wgrad).")
-        return tuple(flags)
     known = {opt.field for opt in FP8Options.options()}
     return FP8Options.declaration(name).check(name, value) if name in known else value
 
