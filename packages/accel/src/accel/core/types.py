@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ class Part:
     each_rank: bool = False
 
     # Called as `write_value(value, target)`: the contents, or a copy of them, and an object with `write`.
-    write_value = staticmethod(torch.save)
+    write_value: ClassVar[Callable[..., Any]] = staticmethod(torch.save)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def _with_compilation(inner: nn.Module, compiled: Any) -> nn.Module:
         inner.compile(**getattr(compiled, "_accel_compile_kwargs", {}))
         return inner
     if getattr(compiled, ORIGINAL_MODULE) is inner:
-        return compiled  # type: ignore[no-any-return]
+        return compiled
     rewrapped: nn.Module = type(compiled)(inner, compiled.dynamo_ctx)
     return rewrapped
 

@@ -85,7 +85,8 @@ def distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     result = []
     for tensor in sorted(tensors, key=torch.Tensor.numel, reverse=True):
         ranges = kept.setdefault(tensor.untyped_storage().data_ptr(), [])
-        begin, end = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()
+        begin = int(tensor.storage_offset())
+        end = begin + tensor.numel()
         if not any(first <= begin and end <= last for first, last in ranges):
             ranges.append((begin, end))
             result.append(tensor)

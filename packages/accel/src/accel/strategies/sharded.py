@@ -78,7 +78,7 @@ class ShardedStrategy(Strategy):
                 f"{type(self).__name__} needs settings with fsdp_version={self.fsdp_version}, but they have "
                 f"fsdp_version={self.settings.fsdp_version}. Set fsdp_version={self.fsdp_version}."
             )
-        self.precision = self.settings.precision_policy(AcceleratorState().mixed_precision)
+        self.precision: Any = self.settings.precision_policy(AcceleratorState().mixed_precision)
 
     @property
     def shards_parameters(self) -> bool:

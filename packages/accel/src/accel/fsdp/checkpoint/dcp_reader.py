@@ -166,7 +166,7 @@ def _map_tensor(content: memoryview, known: dict[bytes, tuple[torch.dtype, torch
         if info.compress_type != zipfile.ZIP_STORED:
             return None
     description = bytes(records.get("data.pkl", b""))
-    if "data/0" not in records or "data/1" in records or records.get("byteorder") != sys.byteorder.encode():
+    if "data/0" not in records or "data/1" in records or bytes(records.get("byteorder", b"")) != sys.byteorder.encode():
         return None
     if description not in known:
         tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
