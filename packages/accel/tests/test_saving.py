@@ -249,3 +249,15 @@ def test_a_type_that_safetensors_does_not_have(tmp_path: Path) -> None:
             {"z": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "z", safe_serialization=True
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_an_empty_buffer(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    model.register_buffer("empty", torch.empty(0, 3))
+    model = accelerator.prepare(model)
+    accelerator.save_state(tmp_path / "state")
+    expected = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(model.weight, expected)

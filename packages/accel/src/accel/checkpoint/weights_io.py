@@ -154,7 +154,8 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
     target.write(len(text).to_bytes(8, "little") + text)
     for _, name in ordered:
         elements = tensors[name].detach().cpu().contiguous().reshape(-1)
-        target.write(memoryview(elements.view(torch.uint8).numpy()))
+        if elements.numel():
+            target.write(elements.view(torch.uint8).numpy().data)
 
 
 def safetensors_content(obj: Any) -> dict[str, torch.Tensor]:

@@ -129,8 +129,9 @@ def write_parts(
             path = directory / part.name
             path.parent.mkdir(exist_ok=True)
             file = HashingFile(path)
+            target: Any = file
             try:
-                part.write_value(on_host(part.value) if on_device else part.value, file)
+                part.write_value(on_host(part.value) if on_device else part.value, target)
             except BaseException as error:
                 file.abandon()
                 if file.error is not None and file.error is not error:

@@ -161,7 +161,7 @@ class Preparation:
     def forget(self) -> None:
         """Drop every reference to prepared objects."""
         for prepared in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.seeded_samplers):
-            prepared.clear()  # type: ignore[attr-defined]
+            prepared.clear()
 
 
 def is_dispatched(model: nn.Module) -> bool:

@@ -137,8 +137,12 @@ class TrainingRun(Protocol):
 
     prepared: Preparation
     process_state: PartialState
-    project_configuration: ProjectConfiguration
-    _custom_objects: list[Any]
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration: ...
+
+    @property
+    def _custom_objects(self) -> list[Any]: ...
 
     def save_state(self, output_dir: Any = None) -> Path:
         """Save the full state."""
