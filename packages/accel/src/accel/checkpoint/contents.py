@@ -36,7 +36,7 @@ _HOST_KEYS = ("random_state", "numpy_random_seed", "torch_manual_seed")
 class WeightsPart(Part):
     """The weights of a model in the safetensors format."""
 
-    write_value = staticmethod(write_safetensors)  # type: ignore[assignment]
+    write_value = staticmethod(write_safetensors)
 
 
 @dataclass(frozen=True)
