@@ -104,8 +104,7 @@ def test_a_launcher_for_each_rank(run) -> None:
     assert "accel launch: rank 1 of 2 failed (local rank 1 on " in result.stderr
     result = run("srun", "-N1", "-n2", *CPU, "--num_processes", 3, "s.py")
     assert (
-        result.returncode == 2
-        and "--num_processes 3, but slurm started 2 launchers, 2 on this node" in result.stderr
+        result.returncode == 2 and "--num_processes 3, but slurm started 2 launchers, 2 on this node" in result.stderr
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs that are killed in the middle of a save: the newest complete checkpoint always loads, and the next save works."""
+"""Runs killed in the middle of a save: the newest complete checkpoint always loads, and the next save works."""
 
 from __future__ import annotations
 

@@ -55,7 +55,10 @@ if action == "load":
     for model in models:
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
-optimizers = [torch.optim.AdamW(models[0].parameters(), lr=0.05), torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9)]
+optimizers = [
+    torch.optim.AdamW(models[0].parameters(), lr=0.05),
+    torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9),
+]
 schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) for optimizer in optimizers]
 loader = DataLoader(torch.arange(96.0).reshape(24, 4) / 96, batch_size=3)
 counter = Counter()
@@ -81,9 +84,13 @@ else:
 def digest(values):
     return hashlib.sha256(b"".join(torch.as_tensor(value).numpy().tobytes() for value in values)).hexdigest()
 
+def moments(optimizer):
+    states = optimizer.state_dict()["state"].values()
+    return [value for state in states for value in state.values() if value is not None]
+
 seen = {
     "weights": [digest(accelerator.unwrap_model(model).state_dict().values()) for model in models],
-    "moments": [digest(v for state in o.state_dict()["state"].values() for v in state.values() if v is not None) for o in optimizers],
+    "moments": [digest(moments(optimizer)) for optimizer in optimizers],
     "rates": [scheduler.get_last_lr() for scheduler in schedulers],
     "count": counter.count,
     "drawn": [random.random(), float(numpy.random.random()), torch.rand(3).tolist()],

@@ -162,7 +162,7 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def plain(
     kind: str, steps: int, window: int = 1, max_norm: float = 0.5, parts: int = 1, **settings: Any
 ) -> dict[str, Any]:
-    """One process: each step's loss is the mean of those of its ``window * parts`` batches, as data parallelism has it."""
+    """Train in one process: the loss of a step is the mean over its ``window * parts`` batches, as under DDP."""
     model = build(kind, **settings)
     optimizer = optimizer_of(model)
     samples = dataset(steps * window)
