@@ -67,8 +67,8 @@ def test_constraints_pin_exactly_and_hold_what_is_declared() -> None:
     lines = [
         line for line in ROOT.joinpath("constraints.txt").read_text().splitlines() if line and not line.startswith("#")
     ]
-    pinned = {re.fullmatch(r"([a-z0-9-]+)==[^=\s;]+(; .+)?", line)[1] for line in lines}  # type: ignore[index]
+    pinned = {re.fullmatch(r"([a-z0-9.-]+)==[^=\s;]+(; .+)?", line)[1] for line in lines}  # type: ignore[index]
     declared = {
-        re.match(r"[\w-]+", text)[0].lower() for project in projects() for text in metadata(project)["dependencies"]
+        re.match(r"[\w.-]+", text)[0].lower() for project in projects() for text in metadata(project)["dependencies"]
     }  # type: ignore[index]
     assert declared - pinned == {project.name for project in projects()} & declared

@@ -1,3 +1,6 @@
 """Memory, communication and data of one rank of a training configuration, computed in a single process."""
 
+from accel_state._lazy import attach
+
 __version__ = "1.0.0"
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -22,7 +22,7 @@ class GradientState(SharedState):
 
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
-    is_xla_gradients_synced: bool
+    is_xla_gradients_synced: bool = False
     _loaders: list[weakref.ref[Any]]
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
