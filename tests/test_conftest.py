@@ -1,4 +1,4 @@
-"""What the workspace's ``conftest.py`` promises of every run."""
+"""Guarantees of the workspace's ``conftest.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def examples() -> list[tuple[int, str]]:
     return found
 
 
-def test_hypothesis_has_the_same_examples_whatever_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hypothesis_examples_do_not_depend_on_loaded_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = examples()
     source = tmp_path / "loaded_later.py"
     source.write_text(f"VALUES = {[*range(1000, 1400), *(f'text {number}' for number in range(400))]}\n")

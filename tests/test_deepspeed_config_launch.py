@@ -157,7 +157,7 @@ def shown(processes: int, precision: str, config: str) -> str:
     )
 
 
-def test_scenario_1_both_places_set_the_same_things(folder: Folder) -> None:
+def test_scenario_1_both_files_set_the_same_things(folder: Folder) -> None:
     result = folder.launch(TAMPERED, CONCRETE)
     assert result.returncode != 0 and result.stdout == ""
     assert (
@@ -215,7 +215,7 @@ def test_scenario_3_flags_for_what_is_auto(folder: Folder) -> None:
     )
 
 
-# -- what DeepSpeed makes of the configurations
+# -- DeepSpeed parses the configurations
 # ----------------------------------------------------------------------------
 
 
@@ -290,7 +290,7 @@ def resolved_by_an_accelerator() -> list[Any]:
     plugin = DeepSpeedPlugin(
         hf_ds_config={"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "gradient_accumulation_steps": 10}
     )
-    with patch_environment(ACCELERATE_MIXED_PRECISION="no"):  # what a launcher hands over where nobody chose
+    with patch_environment(ACCELERATE_MIXED_PRECISION="no"):  # the launcher's default
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, deepspeed_plugin=plugin)
     assert (
         get_active_deepspeed_plugin(accelerator.state)
@@ -303,7 +303,7 @@ def resolved_by_an_accelerator() -> list[Any]:
     return [*settled, str(accelerator.distributed_type), plugin.selected]
 
 
-def test_the_configuration_decides_for_the_accelerator() -> None:
+def test_the_accelerator_follows_the_configuration() -> None:
     assert run_world(resolved_by_an_accelerator, 1, state=False, timeout=280) == [
         [10, "bf16", "bf16", "DEEPSPEED", True]
     ]
@@ -344,7 +344,7 @@ def pretrained_folder() -> Path:
 
 
 def fine_tune_divided() -> dict[str, Any]:
-    """Train the first layer of a pretrained model for three steps on one rank, and again loaded in shards."""
+    """Train the first layer of a pretrained model for three steps on one rank, and again after a sharded load."""
     from transformers import AutoModel
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 

@@ -82,7 +82,7 @@ def test_text_example_with_the_plugin(tmp_path: Path) -> None:
 
 
 def test_text_example_with_a_deepspeed_configuration(tmp_path: Path) -> None:
-    """With DeepSpeed's optimizer and scheduler, stage 3 with offload learns what stage 2 does."""
+    """With DeepSpeed's optimizer and scheduler, stage 3 with offload gives the weights of stage 2."""
     script = EXAMPLES / "deepspeed_text.py"
     names = ("json_stage2", "json_stage3_offload")
     outputs = [
@@ -104,8 +104,8 @@ def test_a_student_and_a_teacher() -> None:
     example = module("deepspeed_models")
     student, teacher = example.make(16, 1, seed=1), example.make(32, 2, seed=2).eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=5e-3, weight_decay=0.0)
-    # The warm-up of 4 steps is counted in those of a torch scheduler, of which two processes take two at a time.
-    # DeepSpeed's first step has the rate of before the warm-up, and so has its second.
+    # The 4 warm-up steps are those of a torch scheduler, which advances by two steps on two processes. DeepSpeed's
+    # first two steps use the rate of before the warm-up.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, max(0, step - 1) / 2))
     expected = []
     for batch in DataLoader(example.Sequences(20 * example.BATCH), batch_size=example.BATCH):

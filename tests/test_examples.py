@@ -30,9 +30,9 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def run(script: Path, *words: str, launch: tuple[str, ...] | None = None) -> list[str]:
-    """The lines that a script prints, in the working folder of the test."""
+    """The lines that a script prints, run in the test's directory."""
     launcher = () if launch is None else ("-m", "accel_launch", "launch", "--cpu", *launch)
-    # What a launcher or a shell has set must not decide what is tested here.
+    # Variables that a launcher or a shell has set must not affect the tests.
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
     }
@@ -64,7 +64,7 @@ def loss_of(lines: list[str]) -> float:
 
 
 def plain_accuracy(weights: Path) -> float:
-    """What the saved weights score in plain PyTorch, in one batch."""
+    """The accuracy of the saved weights in plain PyTorch, in one batch."""
     example = module_of(DIGITS)
     model = example.DigitsNet()
     model.load_state_dict(load_file(weights))
@@ -76,7 +76,7 @@ def plain_accuracy(weights: Path) -> float:
 
 # Three launches with up to four processes, each of which imports torch and scikit-learn: tens of seconds on two cores.
 @pytest.mark.slow
-def test_every_number_of_processes_learns_the_same(tmp_path) -> None:
+def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path) -> None:
     losses, accuracies = [], []
     for number in (1, 2, 4):
         folder = tmp_path / str(number)
@@ -91,7 +91,7 @@ def test_every_number_of_processes_learns_the_same(tmp_path) -> None:
 def test_the_demo_learns_the_digits(tmp_path) -> None:
     lines = run(DIGITS, "--output_dir", str(tmp_path), launch=("--num_processes", "2", "--mixed_precision", "bf16"))
     assert accuracy_of(lines) >= 0.97
-    # bf16 rounds the logits, which can turn an answer that was close.
+    # bf16 rounds the logits, which can change a close prediction.
     assert plain_accuracy(tmp_path / "model.safetensors") == pytest.approx(accuracy_of(lines), abs=3 / 360)
 
 
@@ -102,7 +102,7 @@ def test_the_launcher_is_not_needed(tmp_path) -> None:
     assert accuracy_of(alone) > 0.1 and loss_of(unsaved) != loss_of(alone)
 
 
-def test_a_wrong_setting_is_named() -> None:
+def test_an_invalid_setting_is_named() -> None:
     result = subprocess.run([sys.executable, str(DIGITS), "--epochs", "0"], capture_output=True, text=True, timeout=100)
     assert result.returncode == 2 and "--epochs 0: must be at least 1" in result.stderr
 

@@ -59,7 +59,7 @@ def test_exports_are_the_reviewed_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _modules())
-def test_every_exported_name_can_be_had(name: str) -> None:
+def test_every_exported_name_exists(name: str) -> None:
     module = importlib.import_module(name)
     exports = _exports(name)
     missing = [export for export in exports if not hasattr(module, export)]
@@ -67,7 +67,7 @@ def test_every_exported_name_can_be_had(name: str) -> None:
     assert set(exports) <= set(dir(module))
 
 
-def test_no_list_without_a_module() -> None:
+def test_every_list_has_a_module() -> None:
     assert {file.stem for file in FACTS.glob("*.txt")} == set(_modules())
 
 

@@ -1,4 +1,4 @@
-"""examples/fsdp.py: one script, and a configuration file for each way of dividing the model."""
+"""examples/fsdp.py: one script, and a configuration file for each way of sharding the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPT = ROOT / "examples" / "fsdp.py"
 CONFIGS = ROOT / "examples" / "fsdp_configs"
 HELD = re.compile(r"(\d) processes, (\d+) parameters on rank 0")
 LOSS = re.compile(r"final loss: (\d+\.\d{6}), accuracy: (\d\.\d{3}) on 40 sentences \(chance: 0\.250\)")
-# The processes of each file, and among how many of them the parameters are divided.
+# The processes of each file, and over how many of them the parameters are sharded.
 FILES = {"ddp": (2, 1), "fsdp1": (2, 2), "fsdp2": (2, 2), "tp_fsdp": (4, 4)}
 
 pytest.importorskip("transformers")
@@ -42,7 +42,7 @@ def run(*words: str) -> list[str]:
 
 
 def loss_of_whole(weights: Path) -> float:
-    """What the saved weights give in plain PyTorch, in one batch."""
+    """The loss of the saved weights in plain PyTorch, in one batch."""
     sys.path.insert(0, str(SCRIPT.parent))
     try:
         import fsdp as example

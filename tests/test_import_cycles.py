@@ -50,7 +50,7 @@ def test_the_module_graph_has_no_cycle() -> None:
         )
 
 
-def test_the_graph_sees_every_form_of_import() -> None:
+def test_the_graph_has_every_form_of_import() -> None:
     tree = ast.parse(
         "import pkg.a\nfrom . import b\nfrom .c import name\nfrom pkg import d\n"
         "if TYPE_CHECKING:\n    from .e import T\ndef f():\n    from .room import g\n"

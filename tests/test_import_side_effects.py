@@ -1,4 +1,4 @@
-"""Importing is free of effects, and what needs no torch does not import it."""
+"""Importing has no side effects, and torch-free modules do not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workspace import import_name, module_name, projects, sources
 # Each test starts a process that imports torch, or everything.
 pytestmark = pytest.mark.timeout(300)
 
-# What an import could change, read before and after. Runs in a process of its own.
+# Prints the state that an import could change, before and after. Runs in a separate process.
 PROBE = """
 import importlib, json, logging, os, random, signal, sys, threading, warnings
 from pathlib import Path
@@ -62,7 +62,7 @@ after = state()
 print(json.dumps({key: [before[key], after[key]] for key in before if before[key] != after.get(key)}))
 """
 
-# Third-party libraries that our modules import at their top: their own effects are not ours.
+# Third-party libraries that our modules import at the top; their side effects are not tested.
 LIBRARIES = [
     "torch",
     "torch.distributed",
@@ -106,7 +106,7 @@ def test_importing_every_module_changes_nothing(package: str, tmp_path: Path) ->
     assert json.loads(done.stdout) == {}
 
 
-def test_the_probe_sees_an_effect(tmp_path: Path) -> None:
+def test_the_probe_detects_an_effect(tmp_path: Path) -> None:
     tmp_path.joinpath("effect.py").write_text(
         "import logging, os, random, threading\n"
         "os.environ['ACCELERATE_X'] = '1'; random.random(); logging.basicConfig()\n"

@@ -104,7 +104,7 @@ def launcher(server, tmp_path) -> Launcher:
 
 @pytest.mark.timeout(700)
 def test_over_pdsh(launcher) -> None:
-    # What the user has DeepSpeed export stays exported beside what we do.
+    # Variables that the user exports with DeepSpeed's file stay exported.
     (launcher.folder / ".deepspeed_env").write_text("MINE=kept\n")
     code, output, errors = launcher.run("--zero_stage=2", "s.py", "a b", "", "$HOME 'c'")
     assert code == 0, output + errors
@@ -163,7 +163,7 @@ def test_a_signal_ends_the_ranks_of_all_machines(launcher) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(960)
 def test_the_digits_example_learns_the_same(launcher) -> None:
-    # Data-parallel, by torch: only who starts the ranks is DeepSpeed.
+    # Data parallelism by torch: DeepSpeed only starts the ranks.
     path = repr(str(SCRIPT))
     lines = [
         "import os, runpy",

@@ -42,7 +42,7 @@ for step in range(first, 30):
     if step == 10 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         with open(f"{file}.pid{rank}", "w") as pid:
             pid.write(str(os.getpid()))
-        # Those that go on wait for this rank in the next collective.
+        # The surviving ranks wait for this rank in the next collective.
         time.sleep(300 if sys.argv[2] == "asleep" or rank == int(sys.argv[3]) else 0)
 if rank == 0:
     print("weight", weight.tolist(), "restarts", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
@@ -63,7 +63,7 @@ class Run:
     def __init__(self, hosts: namespaces.Hosts, folder: Path, *words: object, ranks: bool = True) -> None:
         self.processes = []
         common = ["--cpu", "--num_machines=2", "--main_process_ip=10.77.0.1", "--main_process_port=29511"]
-        for host in (1, 0):  # the machine of rank 0 may come last
+        for host in (1, 0):  # the machine of rank 0 may be the last
             rank = [f"--machine_rank={host}"] if ranks else []
             command = hosts.command(host, [*LAUNCH, *common, *rank, *map(str, words)])
             pipe = subprocess.PIPE
@@ -85,7 +85,7 @@ class Run:
             time.sleep(0.1)
 
     def wait(self, seconds: float = 150) -> list[str]:
-        """What the hosts printed, when both have ended well."""
+        """The output of both hosts, which must succeed."""
         try:
             outputs = [process.communicate(timeout=seconds) for process in self.processes]
         finally:
@@ -106,7 +106,7 @@ def test_the_digits_example_learns_the_same(hosts, tmp_path, backend) -> None:
 
 
 def trained_alone(ranks: int) -> list[float]:
-    """The weight that RESUMING ends with, by one process."""
+    """The final weight of RESUMING, computed in one process."""
     weight = torch.ones(4, dtype=torch.float64)
     for _ in range(30):
         weight = weight - 0.01 * sum((weight - (rank + 1)) * torch.arange(1, 5) for rank in range(ranks))
@@ -123,7 +123,7 @@ def trained_alone(ranks: int) -> list[float]:
     ],
 )
 def test_a_killed_worker_is_started_again(hosts, tmp_path, backend, each: int, victim: int, others) -> None:
-    """Whichever machine's it is, and whatever the other ranks are doing: they notice nothing by themselves."""
+    """On either machine, and whatever the other ranks do: they do not notice the failure themselves."""
     (tmp_path / "s.py").write_text(RESUMING)
     words = (
         f"--num_processes={2 * each}",
@@ -144,7 +144,7 @@ def test_a_killed_worker_is_started_again(hosts, tmp_path, backend, each: int, v
     assert "starting all processes again (restart 1 of 1)" in run.errors
 
 
-def test_the_doctor_finds_both_hosts_well(hosts, tmp_path) -> None:
+def test_the_doctor_passes_on_both_hosts(hosts, tmp_path) -> None:
     common = [
         "--cpu",
         "--num_processes=2",
@@ -171,7 +171,7 @@ def test_the_doctor_finds_both_hosts_well(hosts, tmp_path) -> None:
         assert "point to point correct" in output and "clocks" in output
 
 
-def test_the_doctor_says_that_a_host_does_not_answer(hosts, tmp_path) -> None:
+def test_the_doctor_reports_a_host_that_does_not_answer(hosts, tmp_path) -> None:
     words = [
         "--cpu",
         "--num_processes=2",

@@ -52,7 +52,7 @@ KINDS = [
 
 @pytest.fixture(params=KINDS)
 def mpi(request, tmp_path) -> tuple[str, dict[str, str]]:
-    """The name of an MPI, and an environment in which mpirun is its."""
+    """The name of an MPI, and an environment with its mpirun on the path."""
     folder = tmp_path / "bin"
     folder.mkdir()
     # A script, since a symbolic link would change how Hydra finds its helpers.

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
     bool(missing("notebook")), reason=missing("notebook") or "a Jupyter kernel is installed"
 )
 
-# Runs the cells given as JSON, and prints what each one put out, and the error that it ended with.
+# Runs the cells given as JSON, and prints the output and the error of each.
 CLIENT = """
 import json, sys
 import nbformat
@@ -46,8 +46,8 @@ def train(epochs, fail=False):
     digits.train(digits.parse(["--epochs", str(epochs), "--output_dir", ""]))
 """
 
-# What a rank printed passes through another thread of the kernel, which may come to it when the rank has ended; once
-# the cell has ended too, nobody listens to it any more.
+# Output of a rank passes through another thread of the kernel, possibly after the rank has exited; output that arrives
+# after the end of the cell is lost.
 LATER = """
 import time
 time.sleep(3)
@@ -56,7 +56,7 @@ time.sleep(3)
 
 @pytest.fixture
 def notebook(tmp_path):
-    """Run cells; what each put out, and its error."""
+    """Run cells; the output and the error of each."""
 
     def run(*cells: str) -> list[list[str]]:
         (tmp_path / "cells.json").write_text(json.dumps(cells))

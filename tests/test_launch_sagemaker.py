@@ -1,4 +1,4 @@
-"""Training jobs on Amazon SageMaker: both generations of the real SDK, against moto, which plays AWS in the same
+"""Training jobs on Amazon SageMaker: both generations of the real SDK, against moto, which simulates AWS in the same
 process.
 """
 

@@ -1,4 +1,4 @@
-"""``accel launch`` in a SLURM cluster of two nodes, which runs on this machine: no flag says where anything is."""
+"""``accel launch`` in a SLURM cluster of two nodes, which runs on this machine: no flag gives addresses or ranks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def batch(
 
 TWO_NODES = ["0 2.0 n1 0", "1 2.0 n2 0"]
 FOUR_RANKS = ["0 4.0 n1 0", "1 4.0 n1 1", "2 4.0 n2 0", "3 4.0 n2 1"]
-# SLURM chooses the node: n2 while n1 has not done away with the job before.
+# SLURM chooses the node: n2 while n1 is still cleaning up the previous job.
 ONE_NODE = [[f"{rank} 2.0 {node} {rank}" for rank in range(2)] for node in ("n1", "n2")]
 
 
@@ -108,7 +108,7 @@ def test_a_launcher_for_each_rank(run) -> None:
     )
 
 
-# sbatch itself looks once in ten seconds whether a job has ended.
+# sbatch itself polls every ten seconds whether a job has ended.
 @pytest.mark.slow
 @pytest.mark.timeout(960)
 def test_a_batch_script_without_srun(run, tmp_path) -> None:
@@ -118,7 +118,7 @@ def test_a_batch_script_without_srun(run, tmp_path) -> None:
 
 
 def test_an_interactive_allocation(run) -> None:
-    """Its shell need not run on any of its nodes."""
+    """The shell may run outside of the allocated nodes."""
     assert lines(run("salloc", "-N2", *CPU, "s.py")) == TWO_NODES
     assert lines(run("salloc", "-N1", *CPU, "--num_processes", 2, "s.py")) in ONE_NODE
 
@@ -126,7 +126,7 @@ def test_an_interactive_allocation(run) -> None:
 def test_the_first_failure_of_all_nodes_comes_last(run) -> None:
     result = run("salloc", "-N2", *CPU, "s.py", "fail")
     assert result.returncode == 1
-    # salloc itself has a word after everybody.
+    # salloc prints a line at the end.
     said = result.stderr[result.stderr.rindex("accel launch: rank") :].partition("salloc:")[0]
     assert said.startswith("accel launch: rank 1 of 2 failed first (local rank 0 on ")
     assert said.endswith("ValueError: no such file: labels.csv\n") and "accel-launch-failure" not in result.stderr

@@ -1,4 +1,4 @@
-"""The boundaries between and inside the packages: who imports whom, who names a vendor, who touches the environment."""
+"""The boundaries between and inside the packages: imports, names of vendors, and access to the environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from workspace import ROOT, import_name, metadata, module_name, projects, sources
 
-# What each package may import of its siblings. Nothing but accel_plan, which nothing imports, imports accel.
+# The siblings that each package may import. Only accel_plan imports accel, and nothing imports accel_plan.
 SIBLINGS = {
     "accel_state": set(),
     "accel_data": {"accel_state"},
@@ -28,7 +28,7 @@ SIBLINGS = {
 # Siblings that a package depends on and loads by their registered names, so that nothing in it imports them.
 KNOWN_BY_NAME = {"accel": {"accel_fp8", "accel_plan"}}
 
-# Import names of distributions that are called otherwise.
+# Distributions whose import name differs from their own name.
 DISTRIBUTIONS = {"ruamel": "ruamel.yaml", "yaml": "pyyaml"}
 
 # Vendors, their libraries and their collectives, as words of an identifier or of a text that is not documentation.
@@ -37,7 +37,7 @@ _NAMES = (
 )
 VENDORS = re.compile(rf"(?<![a-z])({_NAMES.replace(' ', '|')})(?![a-z])", re.IGNORECASE)
 
-# Files and folders that name vendors, and why.
+# Files and directories that name vendors, and why.
 VENDORS_NAMED = {
     "accel_state/devices/": "one file for each",
     "accel_state/collectives/xla.py": "the variant of this name",
@@ -72,9 +72,9 @@ VENDORS_NAMED = {
     "accel/precision/scaler.py": "the default of torch.amp.GradScaler",
 }
 
-# Files and folders beside accel_state/env.py that touch os.environ, and why.
+# Files and directories other than accel_state/env.py that use os.environ, and why.
 ENVIRONMENT_TOUCHED = {
-    "accel_state/env.py": "the readers and writers that everybody else uses",
+    "accel_state/env.py": "the readers and writers that all other modules use",
     "accel_state/devices/": "variables of the vendor, not of a launcher",
     "accel_state/device_checks.py": "variables of the vendor, not of a launcher",
     "accel_state/environments/registry.py": "hands all variables to the environments, each of which says what is its "
@@ -96,7 +96,7 @@ def _path(file: Path) -> str:
 
 
 def _exception(path: str, table: dict[str, str]) -> str | None:
-    """The entry of the table that holds for a file: itself, or the folder it is in."""
+    """The entry of the table for a file: its own, or that of its directory."""
     return next((entry for entry in table if path == entry or (entry.endswith("/") and path.startswith(entry))), None)
 
 
@@ -149,7 +149,7 @@ def _vendors(tree: ast.Module) -> list[str]:
 
 
 def _touches_environment(tree: ast.Module) -> list[str]:
-    """Lines that read or write os.environ, or have somebody of the os module do it."""
+    """Lines that read or write os.environ, or call functions of os that do."""
     names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
     lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in names]
     for node in ast.walk(tree):
@@ -158,14 +158,14 @@ def _touches_environment(tree: ast.Module) -> list[str]:
     return [f"line {line}" for line in lines]
 
 
-def test_every_package_has_its_place_in_the_table() -> None:
+def test_every_package_is_in_the_table() -> None:
     assert {import_name(project) for project in projects()} == set(SIBLINGS), (
         "a new package states here what it may import"
     )
 
 
 @pytest.mark.parametrize("project", projects(), ids=lambda project: project.name)
-def test_imports_only_what_it_may(project: Path) -> None:
+def test_imports_only_allowed_packages(project: Path) -> None:
     allowed = SIBLINGS[import_name(project)] | {import_name(project)}
     wrong = [
         f"{_path(file)}:{node.lineno}: {name}"
@@ -185,7 +185,7 @@ def test_siblings_that_are_imported_are_dependencies(project: Path) -> None:
 
 
 @pytest.mark.parametrize("project", projects(), ids=lambda project: project.name)
-def test_what_a_module_imports_at_its_top_is_a_declared_dependency(project: Path) -> None:
+def test_top_level_imports_are_declared_dependencies(project: Path) -> None:
     declared = {re.match(r"[\w-]+", text)[0].lower() for text in metadata(project)["dependencies"]}  # type: ignore[index]
     undeclared = []
     for file in sources(project):
@@ -204,7 +204,7 @@ def test_what_a_module_imports_at_its_top_is_a_declared_dependency(project: Path
 def _files_where(
     found: Callable[[ast.Module], list[str]], table: dict[str, str]
 ) -> tuple[dict[str, list[str]], set[str]]:
-    """Findings in files that have no exception, by path; and the exceptions that nothing needs."""
+    """Findings in files that have no exception, by path; and unused exceptions."""
     wrong, unused = {}, set(table)
     for _, file in MODULES:
         path = _path(file)
@@ -228,7 +228,7 @@ def test_only_env_touches_the_environment() -> None:
     assert not unused, f"these exceptions are needed no more: {unused}"
 
 
-def test_the_walks_see_what_they_look_for() -> None:
+def test_the_searches_find_their_targets() -> None:
     tree = ast.parse(
         'import os\nx = torch.cuda.device("npu:0")\nos.environ["A"] = "1"\n"about cuda"\ndef f(xla_device): "hpu"'
     )

@@ -1,4 +1,4 @@
-"""No file of the repository knows the machine that it was written on, or says that it is unfinished."""
+"""No file of the repository names the machine that it was written on, or is marked as unfinished."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workspace import ROOT
 
 # Written in pieces, so that this file does not find itself.
 FORBIDDEN = {
-    "an absolute path of somebody's machine": r"(?<![\w.-])/(?:work|root|home/\w+|Users/\w+"
+    "an absolute path of a user's machine": r"(?<![\w.-])/(?:work|root|home/\w+|Users/\w+"
     r"|opt/(?:pypi|wheels))(?![\w-])",
     "the address of a package index": r"https?://[\w.-]*(?:pypi|pythonhosted|wheel)[\w.-]*|--(?:extra-)?index-"
     + "url|file"
@@ -24,7 +24,7 @@ BINARY = {".png", ".jpg", ".ico", ".gz", ".zip", ".safetensors", ".pt", ".npy"}
 
 
 def _files() -> list[Path]:
-    """What is in the repository, or would be with the next commit."""
+    """Files in the repository, or that the next commit would add."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -43,7 +43,7 @@ def _files() -> list[Path]:
 
 
 def _texts() -> dict[Path, str]:
-    """The files and what is in them, less those that another test has made here and deleted meanwhile."""
+    """The files and their contents, without those that another test has deleted meanwhile."""
     texts = {}
     for file in _files():
         with contextlib.suppress(FileNotFoundError):
@@ -56,7 +56,7 @@ def _findings(text: str, pattern: str) -> list[str]:
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_no_file_holds(what: str) -> None:
+def test_no_file_contains(what: str) -> None:
     found = {
         str(file.relative_to(ROOT)): _findings(text, FORBIDDEN[what])
         for file, text in _texts().items()
@@ -76,7 +76,7 @@ def test_no_file_is_large() -> None:
     assert not [str(file) for file, text in _texts().items() if len(text.encode()) > 512 * 1024]
 
 
-def test_the_patterns_see_what_they_look_for() -> None:
+def test_the_patterns_match() -> None:
     texts = ["see /home/me/x", "at https://py" + "pi.org/simple", "# TO" + "DO: later"]
     assert [name for text in texts for name, pattern in FORBIDDEN.items() if _findings(text, pattern)] == list(
         FORBIDDEN

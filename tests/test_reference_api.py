@@ -21,7 +21,7 @@ def _find(path: str) -> Any:
     """The object at ``accel.module.Name`` or ``accel.module.Class.member``.
 
     Raises:
-        LookupError: there is no such thing; the message says what is missing.
+        LookupError: it does not exist; the message names the missing part.
     """
     parts = path.split(".")
     found: Any = importlib.import_module(parts[0])
@@ -42,9 +42,9 @@ def _parameters(target: Any) -> list[inspect.Parameter]:
 
 
 def _differences(target: Any, expected: list[list[Any]]) -> list[str]:
-    """How a signature differs from the facts; parameters of our own may follow theirs."""
+    """How a signature differs from the facts; additional parameters may follow."""
     own = {_key(parameter): parameter for parameter in _parameters(target)}
-    # The name behind stars is nobody's business: no caller writes it.
+    # The name behind stars does not matter: no caller writes it.
     expected = [[re.sub(r"(?<=\*)\w+", "", name), *default] for name, *default in expected]
     positional = [name for name, parameter in own.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     wanted = [name for name, *_ in expected if not name.startswith("*")]
@@ -144,7 +144,7 @@ def test_name_parameters_and_defaults_are_those_of_the_reference(path: str) -> N
 
 
 @pytest.mark.parametrize("path", sorted(TABLE["not in this version"]))
-def test_what_is_listed_as_missing_is_missing(path: str) -> None:
+def test_names_listed_as_missing_are_missing(path: str) -> None:
     module = ".".join(path.split(".")[:-1])
     try:
         _find(module)
@@ -157,7 +157,7 @@ def test_what_is_listed_as_missing_is_missing(path: str) -> None:
     )
 
 
-def test_the_check_sees_a_difference() -> None:
+def test_the_check_detects_a_difference() -> None:
     def function(first: int, second: int = 2, *, third: bool = True) -> None: ...
 
     assert _differences(function, [["first"], ["second", 2]]) == []

@@ -22,9 +22,9 @@ OURS_BY_NATURE = {"--help"}
 
 # Where a default differs, and why.
 DEFAULTS = {
-    "--dynamo_mode": (None, "an option that nobody set exports nothing; torch.compile's own default is the same"),
+    "--dynamo_mode": (None, "an option that is not set exports nothing; torch.compile's own default is the same"),
     "--no_tpu_cluster": (False, "undoes --tpu_cluster; its default there is that of the opposite flag"),
-    "--num_machines": (1, "the number that is used there where nobody gives one"),
+    "--num_machines": (1, "the number that is used there by default"),
     "--machine_rank": (0, "the same"),
     "--main_training_function": ("main", "the same"),
 }
@@ -35,7 +35,7 @@ KINDS = {
     "--vm": tuple,
     "--env": tuple,
 }
-# Variables of the reference that no option stands behind, and who reads or sets them instead.
+# Variables of the reference without an option, and what reads or sets them instead.
 NO_OPTION = {
     "ACCELERATE_ALLOW_CP_STANDALONE": "a switch of the mesh's own",
     "ACCELERATE_BYPASS_DEVICE_MAP": "a switch of big models",
@@ -52,7 +52,7 @@ NO_OPTION = {
 
 
 def kind_of(fact: dict[str, Any]) -> Any:
-    """The type of a value, where the facts say more than text: 'true' and 'false' are texts that mean a switch."""
+    """The type of a value, where it is not plain text: 'true' and 'false' are texts that mean a switch."""
     if fact["default"] in ("true", "false") or fact["type"] in ("flag", "bool", "str_to_bool"):
         return bool
     return {"int": int, "float": float}.get(fact["type"])
@@ -89,7 +89,7 @@ def test_exceptions_are_needed() -> None:
 
 
 def test_variables() -> None:
-    """What the ecosystem reads under a name of the launcher's own, it finds under that name."""
+    """Variables that other libraries read are set under the names that they read."""
     variables = {opt.env for opt in OPTIONS.values()}
     prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
     wanted = {name for name in TABLE["variables"] if name.startswith(prefixes)}

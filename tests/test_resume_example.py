@@ -40,46 +40,46 @@ def start(folder: Path, ranks: int) -> subprocess.Popen[str]:
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
-    """``kill -9`` of the launcher, its ranks and their workers, as a power cut has it."""
+    """``kill -9`` of the launcher, its ranks and their workers, like a power cut."""
     root = psutil.Process(process.pid)
-    everybody: list[psutil.Process] = []
-    while new := [one for one in (root, *root.children(recursive=True)) if one not in everybody]:
-        for one in new:
+    processes: list[psutil.Process] = []
+    while new := [child for child in (root, *root.children(recursive=True)) if child not in processes]:
+        for child in new:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.suspend()  # so that it starts no further one that would be left
-        everybody += new
-    for one in everybody:
+                child.suspend()  # so that it cannot start another process
+        processes += new
+    for child in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            child.kill()
     process.communicate()
-    psutil.wait_procs(everybody, timeout=60)
+    psutil.wait_procs(processes, timeout=60)
 
 
 def output_of(run: subprocess.Popen[str]) -> str:
-    """What a run printed; where it is not finished in time, with the place where each of its processes stands."""
+    """The output of a run; on a timeout with the stack of each of its processes."""
     try:
         output, _ = run.communicate(timeout=240)
     except subprocess.TimeoutExpired:
-        everybody = psutil.Process(run.pid).children(recursive=True)
-        # The launcher would end the others as soon as one is gone.
+        processes = psutil.Process(run.pid).children(recursive=True)
+        # The launcher would end the others as soon as one exits.
         run.send_signal(signal.SIGSTOP)
-        for one in everybody:
+        for child in processes:
             # With faulthandler this prints every thread's stack, to the stream that is read below.
-            if one.is_running() and one.status() != psutil.STATUS_ZOMBIE:
-                one.send_signal(signal.SIGABRT)
+            if child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+                child.send_signal(signal.SIGABRT)
                 time.sleep(0.3)
         run.send_signal(signal.SIGCONT)
         try:
             output, _ = run.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             kill_tree(run)
-            output = "the launcher did not end when its ranks had been aborted"
+            output = "the launcher did not end after its ranks were aborted"
         pytest.fail(f"not finished after 240 s:\n{output}")
     return output
 
 
 def newest(folder: Path) -> float:
-    """When the newest entry among the checkpoints was made; 0 without one."""
+    """The time of the newest entry among the checkpoints; 0 without one."""
     times = [0.0]
     for pattern in ("*", ".*"):
         for entry in (folder / "checkpoints").glob(pattern):
@@ -89,7 +89,7 @@ def newest(folder: Path) -> float:
 
 
 def saved(folder: Path) -> bool:
-    """Whether there is a whole checkpoint."""
+    """Whether there is a complete checkpoint."""
     return any((folder / "checkpoints").glob("checkpoint_*"))
 
 
@@ -97,7 +97,7 @@ def saved(folder: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("ranks", "most"), [(1, 2), (2, 3)])
-def test_killed_anywhere_it_ends_the_same(tmp_path: Path, ranks: int, most: int) -> None:
+def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path, ranks: int, most: int) -> None:
     whole = start(tmp_path / "whole", ranks)
     output = output_of(whole)
     assert whole.returncode == 0, output
@@ -105,8 +105,8 @@ def test_killed_anywhere_it_ends_the_same(tmp_path: Path, ranks: int, most: int)
     while True:
         run = start(folder, ranks)
         before, moment = newest(folder), dice.uniform(0, 1.2)
-        # From the first checkpoint that this run touches on, so that every run gets a little further; the last one can
-        # go on.
+        # Kill after the first change of this run to its checkpoints, so that every run makes progress and the last one
+        # can resume.
         while (
             kills < most
             and run.poll() is None
@@ -115,7 +115,7 @@ def test_killed_anywhere_it_ends_the_same(tmp_path: Path, ranks: int, most: int)
             time.sleep(0.005)
         if kills == most:
             break
-        if run.poll() is not None:  # it was through before we came to look
+        if run.poll() is not None:  # it finished before the kill
             output = output_of(run)
             assert run.returncode == 0, output
             shutil.rmtree(folder)

@@ -17,10 +17,10 @@ from accel_track.serialize import flatten
 
 pytest.importorskip("sklearn")
 
-# What libraries other than these take ten seconds to import, on two processes of a busy machine.
+# Other libraries take ten seconds to import, in two processes on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-# All libraries start at once, on a machine that others use too: how long that takes is not what is tested here.
+# All libraries start at once, possibly on a busy machine, and their start-up time is not tested here.
 PATIENT = """
 import functools, runpy, sys
 import accel
@@ -38,7 +38,7 @@ CONFIG = {
     "device": "cpu",
     "processes": 2,
 }
-# What back ends have no place for.
+# Values that back ends do not support.
 WITHOUT = {
     "artifact": {"tensorboard", "swanlab", "dvclive"},
     "tables": {"tensorboard", "aim", "dvclive", "swanlab", "trackio"},
@@ -47,7 +47,7 @@ WITHOUT = {
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of the runs, and what the script printed."""
+    """The directory of the runs, and the script's output."""
     folder = tmp_path_factory.mktemp("tracking")
     script = ROOT / "examples" / "tracking.py"
     folder.joinpath("patient.py").write_text(PATIENT)
@@ -74,14 +74,14 @@ def expected(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: [(row["step"], row[name]) for row in history] for name in ("loss", "accuracy", "epoch")}
 
 
-def test_the_script_says_where_it_logged(logged: tuple[Path, str]) -> None:
+def test_the_script_prints_where_it_logged(logged: tuple[Path, str]) -> None:
     folder, printed = logged
     assert f"logged 16 steps to {', '.join(get_available_trackers())} in runs" in printed
     assert len(json.loads((folder / "history.json").read_text())) == 16
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_was_logged_is_read_back(name: str, logged: tuple[Path, str]) -> None:
+def test_logged_values_are_read_back(name: str, logged: tuple[Path, str]) -> None:
     if name not in get_available_trackers():
         pytest.skip(f"{name} is not installed here: scripts/test-trackers has an environment with all")
     folder, _ = logged
@@ -101,7 +101,7 @@ def assert_same_config(config: dict[str, Any]) -> None:
     """Compare in the form of the back end: nested values, or flat texts."""
     if isinstance(config.get("model"), dict):
         kept = {name: config[name] for name in CONFIG}
-        if kept["model"]["dropout"] == "None":  # DVC has no word for it
+        if kept["model"]["dropout"] == "None":  # DVC has no type for it
             kept["model"] = {**kept["model"], "dropout": None}
         assert kept == CONFIG
         return

@@ -1,4 +1,4 @@
-"""The version of a distribution is the same wherever it is written, and siblings ask for each other alike."""
+"""The version of a distribution is the same everywhere, and siblings require each other consistently."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_siblings_are_pinned_to_one_major_version(project: Path) -> None:
 
 
 @each_project
-def test_every_distribution_has_its_papers(project: Path) -> None:
+def test_every_distribution_has_metadata(project: Path) -> None:
     about = metadata(project)
     assert about["name"] == project.name
     assert about["license"] == "Apache-2.0"
@@ -63,7 +63,7 @@ def test_every_distribution_has_its_papers(project: Path) -> None:
     assert list(project.joinpath("tests").glob("test_*.py")), "a package has tests of its own"
 
 
-def test_constraints_pin_exactly_and_hold_what_is_declared() -> None:
+def test_constraints_pin_exactly_and_satisfy_the_declarations() -> None:
     lines = [
         line for line in ROOT.joinpath("constraints.txt").read_text().splitlines() if line and not line.startswith("#")
     ]

@@ -26,7 +26,7 @@ from workspace import ROOT, import_name, metadata, module_name, projects, source
 # The first test builds the wheels; each installation asks the package index, as a user's pip does.
 pytestmark = pytest.mark.timeout(900)
 
-# What pip must find to run a package's tests, besides the package.
+# Test dependencies of a package.
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis"]
 SETTINGS = """[pytest]
 pythonpath = tests/support
@@ -84,7 +84,7 @@ each_distribution = pytest.mark.parametrize("distribution", TOGETHER)
 
 
 def _run(*command: object, folder: Path, seconds: int = 600, **variables: str) -> str:
-    """Standard output of a command; on failure the test fails with its whole output."""
+    """Standard output of a command; on failure the test fails with the full output."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | variables
     done = subprocess.run(
         [*map(str, command)],
@@ -102,7 +102,7 @@ def _run(*command: object, folder: Path, seconds: int = 600, **variables: str) -
 def _pip(python: Path, *arguments: object, folder: Path) -> str:
     # The pip of the running environment acts on the other one, which then needs no pip of its own.
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    # A trial with another torch (scripts/test --torch) has constraints of its own.
+    # A run with another torch (scripts/test --torch) has its own constraints.
     constraints = ROOT / os.environ.get("ACCEL_CONSTRAINTS", "constraints.txt")
     return _run(*pip, *arguments, *(["--constraint", constraints] if "install" in arguments else []), folder=folder)
 

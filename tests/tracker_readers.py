@@ -1,4 +1,4 @@
-"""What each tracker has stored, read back through its own files or its own library.
+"""Read back the data that each tracker has stored, from its files or with its library.
 
 A reader returns ``points`` (metric -> [(step, value)]), ``config`` (as the back end keeps it: flat texts, or nested
 values), ``artifact`` (the bytes of history.json, where files are kept), ``images`` and ``tables`` (how many).
@@ -251,7 +251,7 @@ READERS = {
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of a script that tracks: libraries find no settings of whoever runs the tests, and ask nobody."""
+    """The environment of a script that tracks: libraries find no user settings, and do not prompt."""
     kept = {
         key: value
         for key, value in os.environ.items()

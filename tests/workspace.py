@@ -1,4 +1,4 @@
-"""Where the packages are and what they hold, for the tests across packages."""
+"""The packages and their files, for the tests across packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def projects() -> list[Path]:
-    """The folder of every distribution."""
+    """The directory of every distribution."""
     return sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))
 
 

@@ -226,7 +226,7 @@ def all_custom():
     return run_split_points(), run_errors()
 
 
-def test_a_model_of_ones_own() -> None:
+def test_a_custom_model() -> None:
     results = run_world(all_custom, 2, timeout=110)
     points, _ = results[0]
     assert points[0][0].startswith("blocks.") and points[1] == ["blocks.2.2"]

@@ -24,12 +24,12 @@ import accel_state
 from accel_launch.cli import main
 from accel_state.ports import reserved_port
 
-# Far more than anything takes: a machine that does much else besides is ten times slower.
+# A generous limit: a busy machine can be ten times slower.
 TIMEOUT_SECONDS = 110
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every test the time of three commands: each of them has a limit of its own."""
+    """Give every test the time of three commands, each of which has its own limit."""
     for item in items:
         if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(3 * TIMEOUT_SECONDS))
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass
 class Shell:
-    """Runs ``accel`` in a folder of its own, with an environment that no setting of the machine leaks into."""
+    """Runs ``accel`` in a temporary directory, in an environment without settings of this machine."""
 
     folder: Path
     env: dict[str, str]
@@ -50,7 +50,7 @@ class Shell:
         return path
 
     def start(self, *words: str | Path, **env: str) -> subprocess.Popen[str]:
-        """Start ``accel WORDS`` and do not wait."""
+        """Start ``accel WORDS`` without waiting for it."""
         return subprocess.Popen(
             [sys.executable, "-m", "accel_launch", *map(str, words)],
             cwd=self.folder,
@@ -105,7 +105,7 @@ class Shell:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
-    """A shell in a fresh folder."""
+    """A shell in a fresh directory."""
     hidden = (
         "ACCELERATE_",
         "OMP_NUM_THREADS",
@@ -148,7 +148,7 @@ def started() -> Iterator[Callable[[subprocess.Popen[str]], subprocess.Popen[str
 
 @pytest.fixture
 def free_port() -> Iterator[Callable[[], int]]:
-    """Find ports that launchers can be given, and that nothing else on this machine takes before the test is over."""
+    """Find ports for launchers that no other process on this machine uses before the end of the test."""
     with contextlib.ExitStack() as reserved:
         yield lambda: reserved.enter_context(reserved_port())
 
@@ -190,7 +190,7 @@ def sleepers(
 
 @pytest.fixture
 def ended(wait_until: Callable[..., None]) -> Callable[[list[int]], None]:
-    """Check that processes end soon (a zombie has ended); kill them where they do not."""
+    """Check that processes end soon (a zombie has ended); kill them otherwise."""
 
     def check(pids: list[int], seconds: float = 60) -> None:
         def alive() -> list[int]:

@@ -76,7 +76,7 @@ def test_a_command_of_a_package_that_is_not_installed(shell, monkeypatch) -> Non
 def install_command(
     shell, name: str, module: str, text: str, group: str = "accel.commands", attribute: str = "COMMAND"
 ) -> None:
-    """What pip leaves behind of a package with an entry point."""
+    """The installed metadata of a package with an entry point."""
     shell.write(f"{module}.py", text)
     info = shell.folder / f"{module}-1.0.dist-info"
     info.mkdir()
@@ -84,7 +84,7 @@ def install_command(
     (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}:{attribute}\n")
 
 
-def test_other_packages_add_commands_and_a_broken_one_spoils_nothing(shell) -> None:
+def test_a_broken_plugin_command_does_not_affect_others(shell) -> None:
     install_command(
         shell,
         "greet",

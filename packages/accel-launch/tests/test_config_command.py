@@ -64,7 +64,7 @@ def test_no_torch_is_imported(shell, words: list[str]) -> None:
 
 
 class TestDefault:
-    def test_it_describes_this_machine(self, shell) -> None:
+    def test_env_describes_this_machine(self, shell) -> None:
         result = shell.accel("config", "default", "--mixed_precision", "bf16")
         path = default_file(shell)
         assert (result.returncode, result.stdout) == (0, f"Configuration saved in {path}\n")
@@ -111,7 +111,7 @@ class TestDefault:
 class TestUpdate:
     OLD = "# of the old days\nfp16: true\nnum_processes: 2  # both\ndynamo_backend: EAGER\nuse_mps_device: false\n"
 
-    def test_old_keys_are_written_as_today(self, shell) -> None:
+    def test_old_keys_are_renamed(self, shell) -> None:
         path = shell.write("old.yaml", self.OLD)
         result = shell.accel("config", "update", "--config_file", path)
         assert result.returncode == 0, result.stderr
@@ -128,7 +128,7 @@ class TestUpdate:
         assert "num_processes: 2  # both" in lines and lines[0] == "# of the old days"
         assert os.listdir(shell.folder) == ["old.yaml"]
 
-    def test_comments_stay_with_what_they_are_about(self, shell) -> None:
+    def test_comments_stay_with_their_keys(self, shell) -> None:
         old = """
         # the cluster of the second floor
 
@@ -164,7 +164,7 @@ class TestUpdate:
         } | {"config_file": 0}
         assert os.listdir(shell.folder) == ["old.yaml"]
 
-    def test_comments_of_keys_that_move_or_go(self, tmp_path: Path) -> None:
+    def test_comments_of_renamed_and_removed_keys(self, tmp_path: Path) -> None:
         path = tmp_path / "old.yaml"
         path.write_text(
             "num_processes: 2\n# compile\ndynamo_backend: EAGER  # soon\n\n# macOS\nuse_mps_device: false\n"
@@ -189,7 +189,7 @@ class TestUpdate:
         assert json.loads((tmp_path / "new.json").read_text())["num_processes"] == 2
         assert (tmp_path / "old.yaml.bak").read_text() == self.OLD and "comments are not kept" in notes[-1]
 
-    def test_a_file_of_the_reference_moves_to_ours(self, shell) -> None:
+    def test_a_file_of_the_reference_is_converted(self, shell) -> None:
         reference = Path(shell.env["HF_HOME"]) / "accelerate" / "default_config.yaml"
         reference.parent.mkdir(parents=True)
         reference.write_text("num_processes: 3\n")
@@ -202,7 +202,7 @@ class TestUpdate:
     @pytest.mark.parametrize(
         "text", ["num_proceses: 2\n", "num_processes: many\n", "a: [1", "- 1\n", "fsdp_config: 3\n"]
     )
-    def test_a_wrong_file_is_left_as_it_is(self, shell, text: str) -> None:
+    def test_an_invalid_file_is_not_changed(self, shell, text: str) -> None:
         path = shell.write("c.yaml", text)
         message = fails(shell, "update", "--config_file", path)
         assert str(path) in message and path.read_text() == text
@@ -238,7 +238,7 @@ class TestUpdate:
 @pytest.mark.parametrize(
     "words", [["default"], ["update"], ["show"], []], ids=["default", "update", "show", "questions"]
 )
-def test_names_that_no_file_can_have(shell, name: str, words: list[str]) -> None:
+def test_invalid_file_names(shell, name: str, words: list[str]) -> None:
     if words == ["default"] and name.startswith("~"):
         assert shell.accel("config", "default", "--config_file", name).returncode == 0  # as the shell itself takes it
         return
@@ -297,7 +297,7 @@ class TestShow:
             (["show", "--machine_rank", "3"], ["--machine_rank 3", "0 to 0"]),
         ],
     )
-    def test_what_is_wrong(self, shell, words: list[str], parts: list[str]) -> None:
+    def test_errors_name_the_problem(self, shell, words: list[str], parts: list[str]) -> None:
         message = fails(shell, *words)
         for part in parts:
             assert part in message
@@ -332,14 +332,14 @@ class TestWriting:
         monkeypatch.undo()
         assert path.read_text() == "num_processes: 1\n" and os.listdir(tmp_path) == ["c.yaml"]
 
-    def test_a_wrong_content_is_not_written(self, tmp_path: Path) -> None:
+    def test_invalid_content_is_not_written(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"
         with pytest.raises(ConfigurationError, match="num_proceses is not a known key"):
             write_file(path, {"num_proceses": 2})
         assert os.listdir(tmp_path) == []
 
     @pytest.mark.parametrize("suffix", [".yaml", ".json"])
-    def test_any_text_comes_back(self, tmp_path: Path, suffix: str) -> None:
+    def test_any_text_round_trips(self, tmp_path: Path, suffix: str) -> None:
         content = {
             "additional_args": {"a": "\ud800", "b": "\N{GREEK SMALL LETTER BETA}"},
             "compute_environment": "AMAZON_SAGEMAKER",
@@ -350,7 +350,7 @@ class TestWriting:
             == content["additional_args"]
         )
 
-    def test_a_folder_in_the_way(self, tmp_path: Path) -> None:
+    def test_output_path_is_a_directory(self, tmp_path: Path) -> None:
         (tmp_path / "c.yaml").mkdir()
         with pytest.raises(ConfigurationError, match="cannot be written"):
             write_file(tmp_path / "c.yaml", {"num_processes": 2})
@@ -377,7 +377,7 @@ class TestEnv:
         assert facts["Environment"]["ACCELERATE_API_KEY"] == "(hidden)" and facts["Configuration file"] == "none"
         assert facts["Python executable"] == sys.executable
 
-    def test_a_broken_file_is_a_fact(self, shell) -> None:
+    def test_env_reports_a_broken_file(self, shell) -> None:
         path = shell.write("c.yaml", "num_proceses: 2\n")
         facts = json.loads(shell.call("env", "--json", "--config_file", path).stdout)
         assert (
@@ -398,10 +398,10 @@ class TestEnv:
         assert result.returncode == 0 and "- PyTorch: cannot be imported: broken wheel" in result.stdout
 
 
-def test_a_reader_that_leaves_is_no_error(shell) -> None:
+def test_a_closed_stdout_is_not_an_error(shell) -> None:
     for words in (["config", "show"], ["--help"], ["env"]):
         reader, writer = os.pipe()
-        os.close(reader)  # it has left before anything is said
+        os.close(reader)  # it has closed the pipe before the first output
         try:
             result = subprocess.run(
                 [sys.executable, "-m", "accel_launch", *words],
@@ -480,7 +480,7 @@ class TestStreams:
                 result.returncode == 2 and b"the input ended at the question for compute_environment" in result.stderr
             )
 
-    def test_bytes_that_are_no_text(self, shell) -> None:
+    def test_bytes_that_are_not_text(self, shell) -> None:
         shell.folder.joinpath("answers").write_bytes(b"\xff\n\n\n\xff\n" + b"\n" * 20)
         result = self.run(shell, "config --config_file c.yaml < answers")
         assert (
@@ -489,7 +489,7 @@ class TestStreams:
             and b"contains bytes that are not text" in result.stdout
         )
 
-    def test_a_terminal_without_the_letters(self, shell) -> None:
+    def test_a_terminal_with_another_encoding(self, shell) -> None:
         shell.write("\N{GREEK SMALL LETTER ALPHA}.yaml", "role: \N{GREEK SMALL LETTER BETA}\n")
         result = self.run(
             shell, "config show --config_file \N{GREEK SMALL LETTER ALPHA}.yaml", PYTHONIOENCODING="ascii"

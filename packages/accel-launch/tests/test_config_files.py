@@ -464,7 +464,7 @@ def test_update_changes_no_setting(tmp_path: Path, name: str, suffix: str) -> No
 
 
 @ALL
-def test_show_has_every_setting_and_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_show_has_every_setting_and_its_source(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     text, expected, _ = CONFIGS[name]
     path = write(tmp_path, text)
     assert main(["config", "show", "--config_file", str(path), "--json"]) == 0
@@ -482,7 +482,7 @@ def test_show_has_every_setting_and_its_place(tmp_path: Path, capsys: pytest.Cap
 
 
 @ALL
-def test_a_dry_run_hands_it_over(
+def test_dry_run_passes_the_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     text, _, variables = CONFIGS[name]
@@ -539,7 +539,7 @@ def test_a_dry_run_hands_it_over(
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+def test_errors_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, f"debug: false\n{text}\n")
     with pytest.raises(ConfigurationError) as caught:
         load(path)
@@ -645,7 +645,7 @@ class TestDeepSpeedScenarios:
         check_deepspeed_file(settings)
         return settings
 
-    def test_1_what_both_set_is_listed(self) -> None:
+    def test_1_conflicting_settings_are_listed(self) -> None:
         with pytest.raises(ConfigurationError) as caught:
             self.check(SCENARIO_1, FIXED)
         message = str(caught.value)
@@ -662,7 +662,7 @@ class TestDeepSpeedScenarios:
         )
         assert "mixed_precision (not set), ds_config.json enables bf16" in message
 
-    def test_2_without_them_it_is_handed_over(self) -> None:
+    def test_2_deepspeed_file_is_passed_on(self) -> None:
         environment = self.check(SCENARIO_2, FIXED).environment()
         assert environment == {
             "ACCELERATE_USE_CPU": "false",

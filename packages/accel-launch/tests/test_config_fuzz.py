@@ -26,8 +26,7 @@ from accel_state.errors import ConfigurationError
 OPTIONS = declared()
 KEYS = sorted({key for opt in OPTIONS.values() for key in opt.keys})
 FLAGS = sorted({flag for opt in OPTIONS.values() for flag in (*opt.flags, *opt.undo_flags)})
-# What a file or a command line would have to hold for the launcher to start another program, or to reach another
-# machine.
+# Text with which the launcher would start another program, or connect to another machine.
 RUNS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
@@ -135,7 +134,7 @@ def unchanged(path: Path) -> Iterator[None]:
 @example(b'role: "\\udcff"\n', ".json")
 @example('role: "\N{GREEK SMALL LETTER ALPHA}"'.encode(), ".yaml")
 def test_files(tmp_path: Path, content: bytes, suffix: str) -> None:
-    """Every command that reads the file agrees on whether it is one; only `update` writes, and only a good one."""
+    """Every command that reads the file agrees on whether it is valid; only `update` writes, and only a valid file."""
     path = tmp_path / f"c{suffix}"
     path.write_bytes(content)
     try:
@@ -158,7 +157,7 @@ def test_files(tmp_path: Path, content: bytes, suffix: str) -> None:
 
 @settings(RUNS, max_examples=80)
 @given(contents)
-def test_update_of_any_file_is_whole_or_not_at_all(tmp_path: Path, content: bytes) -> None:
+def test_update_of_any_file_is_atomic(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "u.yaml"
     path.write_bytes(content)
     try:

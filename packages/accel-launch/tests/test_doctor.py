@@ -25,7 +25,7 @@ def findings(check) -> dict[str, CheckResult]:
 def test_this_machine_works(shell) -> None:
     result = shell.accel("doctor", "--timeout", "100", "--cpu", "--num_processes", "2", GLOO_SOCKET_IFNAME="lo")
     subjects = [line[6:20].strip() for line in result.stdout.splitlines() if line[:5] in ("ok   ", "warn ", "fail ")]
-    # A container may have little shared memory, and a busy machine little of anything: the doctor is right to say so.
+    # A container may have little shared memory, and a busy machine few free resources, which the doctor reports.
     failed = [line for line in result.stdout.splitlines() if line.startswith("fail ")]
     assert all(line[6:20].strip() in SCARCE for line in failed), result.stdout + result.stderr
     assert result.returncode == bool(failed)
@@ -46,7 +46,7 @@ def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
     shell.env.update(ACCELERATE_CONFIG_FILE="", HF_HOME=str(shell.folder), RANK="3")
     shell.write("accel/default_config.yaml", "num_proceses: 2\n")
     result = shell.python(code)
-    # A file that is wrong is an error of the command line too: it would decide what is checked.
+    # An invalid file is a usage error too, because it determines what is checked.
     assert result.returncode == 2 and "num_proceses is not a known key" in result.stderr
     (shell.folder / "accel" / "default_config.yaml").unlink()
     result = shell.python(code)
@@ -59,17 +59,17 @@ def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
     assert all(lines[index + 1].startswith("        -> ") for index in failed)
     assert "This machine allows 256; its administrator" in result.stdout
     assert "warn  variables      RANK=3 set: scripts would run as this rank" in result.stdout
-    # How far ranks come in that time is the machine's affair.
+    # How far ranks get in that time depends on the machine.
     assert re.search(r"not finished after 0\.1 s: (no process has started|rank \d: )", result.stdout)
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan"])
-def test_a_time_limit_that_is_none(shell, text) -> None:
+def test_an_invalid_timeout(shell, text) -> None:
     result = shell.accel("doctor", f"--timeout={text}")
     assert result.returncode == 2 and "is not a positive number of seconds" in result.stderr
 
 
-def test_what_a_machine_can_lack(monkeypatch) -> None:
+def test_missing_resources_are_reported(monkeypatch) -> None:
     monkeypatch.setattr(machine, "MIN_SHARED_MEMORY", 2**60)
     monkeypatch.setattr(machine, "MIN_MEMORY", 2**60)
     monkeypatch.setattr(machine, "MIN_TEMPORARY", 0)
@@ -100,7 +100,7 @@ def test_what_a_machine_can_lack(monkeypatch) -> None:
     assert findings(machine.check_network)["host name"].state == "warn"
 
 
-def test_a_check_that_raises_is_a_finding() -> None:
+def test_a_check_that_raises_is_a_failed_result() -> None:
     def check():
         yield CheckResult("a", "ok", "fine")
         raise RuntimeError("no such thing\nsecond line")

@@ -1,4 +1,4 @@
-"""--dry_run prints, for each machine, what would be started, and starts nothing; and that is what is started."""
+"""--dry_run prints, for each machine, the commands that a launch would start, and starts nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dry(shell):
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_what_is_shown_is_what_is_started(shell, dry, free_port, processes) -> None:
+def test_printed_commands_are_those_that_are_started(shell, dry, free_port, processes) -> None:
     port = str(free_port())
     words = [
         "--cpu",
@@ -111,13 +111,13 @@ def test_as_text(shell) -> None:
     ],
     ids=lambda value: value[0].lstrip("-") if isinstance(value, list) else "",
 )
-def test_what_engines_are_told(dry, words, variables) -> None:
+def test_variables_of_engines(dry, words, variables) -> None:
     (start,) = dry("--num_processes=2", *words, "s.py")
     assert {name: start["environment"].get(name) for name in variables} == variables
 
 
 class TestMpirun:
-    def test_the_hostfile_says_how_many_machines(self, shell, dry) -> None:
+    def test_the_hostfile_sets_the_number_of_machines(self, shell, dry) -> None:
         shell.write("hosts", "node0 slots=4  # the first\nnode1:4\n\n")
         (start,) = dry(
             "--cpu",
@@ -149,7 +149,7 @@ class TestMpirun:
             ("Version: mvapich2-2.3.7", "mpirun_rsh", ["-hostfile", "hosts"]),
         ],
     )
-    def test_each_family_is_told_in_its_words(self, shell, dry, says, program, words) -> None:
+    def test_each_mpi_gets_its_own_options(self, shell, dry, says, program, words) -> None:
         shell.write("hosts", "localhost\n")
         shell.write(f"bin/{program}", f"#!/bin/sh\nprintf '{says}\\n'\n").chmod(0o755)
         (start,) = dry(
@@ -174,7 +174,7 @@ class TestMpirun:
         assert (result.returncode, result.stdout) == (2, "")
         assert "--num_machines 3, but the hostfile lists 2: node0, node1 (--mpirun_hostfile hosts)." in result.stderr
 
-    def test_what_only_an_agent_can_do_is_refused(self, shell) -> None:
+    def test_options_of_the_agent_are_refused(self, shell) -> None:
         shell.write("s.py", "")
         shell.write("hosts", "localhost\n")
         result = shell.accel(
@@ -201,7 +201,7 @@ class TestMpirun:
             (None, "cannot be read: No such file"),
         ],
     )
-    def test_a_hostfile_that_is_none(self, shell, text, says) -> None:
+    def test_an_invalid_hostfile(self, shell, text, says) -> None:
         shell.write("s.py", "")
         if text is not None:
             shell.write("hosts", text)
@@ -252,7 +252,7 @@ class TestDeepSpeed:
             runner["command"]
         )
 
-    def test_standard_is_torchs_agent(self, dry) -> None:
+    def test_standard_uses_torchs_agent(self, dry) -> None:
         words = ("--use_deepspeed", "--num_machines=2", "--machine_rank=0", "--main_process_ip=h", "--num_processes=2")
         assert len(dry(*words, "--deepspeed_multinode_launcher=standard", "s.py")) == 2
 
@@ -270,7 +270,7 @@ class TestDeepSpeed:
             (["--deepspeed_multinode_launcher=nossh"], "needs --machine_rank on every machine"),
         ],
     )
-    def test_what_the_hostfile_does_not_hold(self, shell, words, says) -> None:
+    def test_hosts_missing_from_the_hostfile(self, shell, words, says) -> None:
         shell.write("s.py", "")
         shell.write("hosts", "w0 slots=4\nw1 slots=4\n")
         result = shell.call("launch", "--dry_run", "--use_deepspeed", "--deepspeed_hostfile=hosts", *words, "s.py")
@@ -317,7 +317,7 @@ class TestCloud:
             ("sagemaker_metrics_file: bad.tsv\n", ["s.py"], "bad.tsv, line 2: 'loss' is not a name and a value"),
         ],
     )
-    def test_what_sagemaker_cannot_do(self, shell, config, words, says) -> None:
+    def test_options_that_sagemaker_does_not_support(self, shell, config, words, says) -> None:
         shell.write("s.py", "")
         shell.write("bad.tsv", "name\tregex\nloss\n")
         text = self.SAGEMAKER.replace("iam_role_name: role\n", "") if "iam_role" in config else self.SAGEMAKER
@@ -369,7 +369,7 @@ class TestCloud:
             (["--tpu", "--no_python", "/bin/true"], "--no_python and --tpu contradict each other"),
         ],
     )
-    def test_what_a_tpu_needs(self, shell, words, says) -> None:
+    def test_tpu_requirements(self, shell, words, says) -> None:
         shell.write("s.py", "")
         result = shell.call("launch", "--dry_run", *words)
         assert result.returncode == 2 and says in result.stderr, result.stderr

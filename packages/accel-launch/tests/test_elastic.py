@@ -1,6 +1,4 @@
-"""Several processes: a world that works, failures that are told, output, restarts. Scripts without torch where none is
-needed.
-"""
+"""Several processes: a working world, failure reports, output and restarts."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def test_two_ranks_reduce_and_get_their_settings(shell) -> None:
 
 
 def test_two_default_launches_on_one_host(shell, started) -> None:
-    """P28: both wait in the middle until the other is there too, so they do run at the same time."""
+    """P28: each waits for the other one, so they run at the same time."""
     script = """
     import pathlib, sys, time
     import torch
@@ -142,7 +140,7 @@ def test_exit_codes_pass_through(shell, ending, code, message) -> None:
 
 
 def test_executable_ranks(shell) -> None:
-    # A rank that fails ends the other one, which must have said its line by then.
+    # A rank that fails ends the other one, which must have printed its line by then.
     both = "touch said$RANK\nuntil [ -e said0 -a -e said1 ]; do sleep 0.05; done\n"
     shell.write("run.sh", f'#!/bin/bash\necho "rank $RANK of $WORLD_SIZE $1"\n{both}exit $1\n').chmod(0o755)
     result = shell.accel("launch", "--cpu", "--num_processes", "2", "--no_python", "run.sh", "4")
@@ -196,7 +194,7 @@ def test_restarts(shell) -> None:
     assert result.returncode == 6 and "rank 0 of 2 ended first with exit code 6" in result.stderr.splitlines()[-1]
     assert result.stderr.count("starting all processes again (restart 1 of 1)") == 1
     starts = {file for file in os.listdir(shell.folder) if file.startswith("start")}
-    # Rank 1 may be ended, on account of rank 0, before it comes to leave its file.
+    # Rank 1 may be ended because of rank 0 before it writes its file.
     assert {"start0.0", "start1.0"} <= starts <= {f"start{attempt}.{rank}" for attempt in range(2) for rank in range(2)}
 
 
@@ -217,10 +215,8 @@ def test_tee_and_log_dir(shell) -> None:
     }
 
 
-def test_a_last_line_is_not_lost_between_two_looks(shell) -> None:
-    """The thread that copies the output finds no more of it, and is slow to look whether the rank has ended, as it has
-    meanwhile.
-    """
+def test_the_last_line_of_output_is_not_lost(shell) -> None:
+    """The rank prints and exits between the copying thread's last read and its check of the rank."""
     shell.write("s.py", "import time; time.sleep(1); print('last')")
     result = shell.python("""
         import sys, time
@@ -255,7 +251,7 @@ def test_the_output_of_a_single_process_is_kept_too(shell) -> None:
     assert texts == {"stdout.log": "out\n", "stderr.log": "gone\n"}
 
 
-def test_an_asked_for_port_is_used(shell, free_port) -> None:
+def test_a_requested_port_is_used(shell, free_port) -> None:
     port = free_port()
     shell.write("s.py", "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])")
     for backend in ("static", "c10d"):
@@ -275,7 +271,7 @@ def test_debug_shows_the_agents_log(shell) -> None:
     )
 
 
-def test_processes_are_bound_to_cores_of_their_own(shell) -> None:
+def test_each_process_is_bound_to_its_cores(shell) -> None:
     shell.write(
         "s.py",
         "import os\nfrom accel_state import PartialState\nPartialState()\nprint(sorted(os.sched_getaffinity(0)), "
@@ -288,8 +284,8 @@ def test_processes_are_bound_to_cores_of_their_own(shell) -> None:
     assert not cores[0] & cores[1] or len(os.sched_getaffinity(0)) == 1
 
 
-def test_no_name_service_is_asked(shell) -> None:
-    """torch's agent asks it for each of its events; one that does not answer would hold a launch up for minutes."""
+def test_no_name_is_resolved(shell) -> None:
+    """torch's agent resolves the host name for each event; a server that does not answer would delay it for minutes."""
     shell.write("s.py", "print('started', flush=True)")
     result = shell.python("""
         import socket, sys
@@ -302,8 +298,8 @@ def test_no_name_service_is_asked(shell) -> None:
     assert (result.returncode, result.stdout.splitlines()) == (0, ["started"] * 2), result.stderr
 
 
-def test_what_runs_at_exit_still_runs(shell) -> None:
-    """The launcher ends without taking torch apart, but not without what others have asked for at its end."""
+def test_exit_handlers_run(shell) -> None:
+    """The launcher skips the finalization of torch, but runs registered exit handlers."""
     shell.write("s.py", "import sys; sys.exit(4)")
     result = shell.python("""
         import atexit, sys

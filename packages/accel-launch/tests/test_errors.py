@@ -1,4 +1,4 @@
-"""What is wrong is said in one line on stderr, with exit code 2, before anything is started."""
+"""Errors are one line on stderr, with exit code 2, before anything is started."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_bad_variable_is_named(shell, script) -> None:
 
 
 @pytest.mark.skipif(any(name.startswith("nvidia") for name in os.listdir("/dev")), reason="this machine has a GPU")
-def test_gpus_that_are_not_there(shell, script) -> None:
+def test_missing_gpus(shell, script) -> None:
     assert "no GPU is visible" in fails(shell, "--multi_gpu", script)
     assert "--gpu_ids 0: this machine has no GPU" in fails(shell, "--gpu_ids", "0", script)
 
@@ -148,7 +148,7 @@ def test_an_unknown_host(shell, script) -> None:
     assert "'nowhere.invalid' is not a known host" in fails(shell, *words)
 
 
-def test_a_log_dir_that_cannot_be_made(shell, script) -> None:
+def test_a_log_dir_that_cannot_be_created(shell, script) -> None:
     shell.write("file", "")
     assert "--log_dir 'file/logs' cannot be created: Not a directory" in fails(
         shell, "--num_processes=2", "--log_dir=file/logs", script

@@ -1,4 +1,4 @@
-"""Programs that start ranks, simulated by shell scripts: their output, the failure that is reported, and their end."""
+"""Programs that start ranks, simulated by shell scripts: their output, failure reports and exit codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_launch.external_launcher import run_external
 from accel_launch.launchers.rank import main
 from accel_state.errors import ConfigurationError
 
-# A program that runs two ranks one after the other, and ends with a code of its own.
+# A program that runs two ranks one after the other, and exits with its own code.
 RELAY = """
 import json, os, subprocess, sys
 from accel_launch.external_launcher import run_external
@@ -48,7 +48,7 @@ def relay(shell):
     return run
 
 
-def test_the_first_report_is_told_last(shell, relay) -> None:
+def test_the_first_report_is_printed_last(shell, relay) -> None:
     shell.write("s.py", "import sys\nprint('out')\nprint('err', file=sys.stderr)\nraise KeyError(sys.argv[1:])\n")
     result = relay(9, f"script encoded s.py {encode(['', 'a b', '$x'])}", f"script encoded s.py {encode([])}")
     assert result.returncode == 1, "the rank's own code, not the program's"
@@ -69,8 +69,8 @@ def test_the_first_report_is_told_last(shell, relay) -> None:
         ("os.abort()", 134, "rank 1 of 2 was ended by SIGABRT ("),
     ],
 )
-def test_what_a_script_ended_with_is_told_and_not_a_crash_after_it(shell, relay, end, code, says) -> None:
-    """As a group's thread can bring one about when a script ends with the group open."""
+def test_the_exit_of_the_script_is_reported_not_a_later_crash(shell, relay, end, code, says) -> None:
+    """A thread of a process group can crash when a script ends with the group open."""
     shell.write("s.py", f"import atexit, os, sys\natexit.register(os.abort)\n{end}\n")
     mpi = "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 MASTER_ADDR=127.0.0.1"
     result = relay(134, f"{mpi} {sys.executable} -m accel_launch.launchers.rank script s.py")
@@ -84,7 +84,7 @@ def test_a_long_traceback_keeps_its_end(shell, relay) -> None:
     assert "(its beginning is left out)" in end and end.endswith("xthe end\n") and len(end) < 4000
 
 
-def test_a_failure_that_somebody_coped_with(shell, relay) -> None:
+def test_a_handled_failure_is_not_reported(shell, relay) -> None:
     shell.write("s.py", "raise SystemExit(3)\n")
     assert relay(0, f"script encoded s.py {encode([])}").returncode == 0
 

@@ -25,7 +25,7 @@ from accel_state.errors import ConfigurationError
 
 
 def arguments(script: Path, **options: Any) -> argparse.Namespace:
-    # Parsers leave what nobody gave at None, and have attributes of their own.
+    # Parsers leave options that were not given at None, and have other attributes.
     return argparse.Namespace(
         training_script=str(script),
         training_script_args=["--lr", "1"],
@@ -59,7 +59,7 @@ def test_several_processes_have_no_single_command(script: Path) -> None:
         prepare_simple_launcher_cmd_env(argparse.Namespace(num_processes=1))
 
 
-def test_what_all_processes_have_in_common(script: Path) -> None:
+def test_variables_of_all_processes(script: Path) -> None:
     environment = prepare_multi_gpu_env(
         arguments(script, num_processes=2, use_fsdp=True, fsdp_version=2, fsdp_reshard_after_forward=False)
     )
@@ -69,7 +69,7 @@ def test_what_all_processes_have_in_common(script: Path) -> None:
         prepare_multi_gpu_env(arguments(script, mixed_precision="fp61"))
 
 
-def test_what_a_tpu_adds(script: Path) -> None:
+def test_tpu_questions(script: Path) -> None:
     args = argparse.Namespace(
         training_script=str(script), training_script_args=[], mixed_precision="bf16", downcast_bf16=True
     )
@@ -90,7 +90,7 @@ def note_place(queue: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("MULTI_CPU", [("2", "0"), ("3", "1")]), ("NO", [(None, None)] * 2)])
-def test_a_process_started_by_somebody_else_gets_its_rank(kind: str, ranks: list[Any], tmp_path: Path) -> None:
+def test_a_process_of_another_launcher_gets_its_rank(kind: str, ranks: list[Any], tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     with patch_environment(
@@ -113,7 +113,7 @@ def test_a_process_started_by_somebody_else_gets_its_rank(kind: str, ranks: list
         PrepareForLaunch(note_place, debug=True)(0, queue)
 
 
-def test_a_process_knows_its_place() -> None:
+def test_test_launch_checks_the_environment() -> None:
     code = "from accel_launch.launch_commands import test_launch; test_launch()"
     for place, works in (({}, True), ({"RANK": "1", "WORLD_SIZE": "x"}, False)):
         environment = {**os.environ, "ACCELERATE_USE_CPU": "true", **place}

@@ -1,4 +1,4 @@
-"""What a launcher makes of the variables of SLURM and MPI, and of settings that say something else."""
+"""Launch plans from the variables of SLURM and MPI, and from conflicting settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OPENMPI = {
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A plan from variables and options, on a machine with so many GPUs."""
+    """A plan from variables and options, on a machine with this number of GPUs."""
 
     def make(environ: dict[str, str], gpus: int = 0, config: str | None = None, **options: str) -> LaunchPlan:
         monkeypatch.setattr(
@@ -72,22 +72,22 @@ def test_outside_of_a_cluster(plan) -> None:
 class TestNode:
     """srun with one launcher on each node."""
 
-    def test_nothing_need_be_said(self, plan) -> None:
+    def test_no_options_are_needed(self, plan) -> None:
         made = plan(STEP, gpus=4)
         assert (made.mode, made.context.role) == (LaunchMode.LOCAL, Role.NODE)
         assert (made.num_processes, made.local_processes, made.num_machines) == (8, 4, 2)
         options = made.rendezvous
         assert (options.machine_rank, options.main_process_ip) == (1, "10.0.0.7")
-        # Of the job's own: two jobs that share nodes do not meet.
+        # Derived from the job's id: two jobs on the same nodes use different ports.
         assert options.main_process_port != plan({**STEP, "SLURM_JOB_ID": "78"}).rendezvous.main_process_port
         assert plan({**STEP, "MASTER_PORT": "1234"}).rendezvous.main_process_port == 1234
 
-    def test_slurm_wins_over_a_configuration_file_that_all_nodes_share(self, plan) -> None:
+    def test_slurm_overrides_the_configuration_file(self, plan) -> None:
         made = plan(STEP, config="num_machines: 3\nmachine_rank: 0\nmain_process_ip: old\nnum_processes: 6\n")
         assert (made.num_machines, made.rendezvous.machine_rank, made.rendezvous.main_process_ip) == (2, 1, "10.0.0.7")
         assert made.local_processes == 3
 
-    def test_the_command_line_wins_over_slurm(self, plan) -> None:
+    def test_the_command_line_overrides_slurm(self, plan) -> None:
         made = plan(STEP, machine_rank="0", main_process_ip="me", main_process_port="5")
         assert (made.rendezvous.machine_rank, made.rendezvous.main_process_ip, made.rendezvous.main_process_port) == (
             0,
@@ -97,7 +97,7 @@ class TestNode:
         assert plan(STEP, num_machines="1").num_processes == 1, "each node for itself"
         assert plan({**STEP, "ACCELERATE_MACHINE_RANK": "0"}).rendezvous.machine_rank == 0
 
-    def test_a_task_alone_is_alone(self, plan) -> None:
+    def test_a_single_task(self, plan) -> None:
         lone = {
             **STEP,
             "SLURM_STEP_NUM_TASKS": "1",
@@ -113,7 +113,7 @@ class TestRank:
     """One launcher for each rank."""
 
     @pytest.mark.parametrize(("variables", "ranks"), [(TASKS, 4), (OPENMPI, 2)], ids=["slurm", "openmpi"])
-    def test_it_becomes_the_script(self, plan, variables, ranks) -> None:
+    def test_the_launcher_becomes_the_script(self, plan, variables, ranks) -> None:
         made = plan(variables)
         assert (made.mode, made.num_processes, made.local_processes) == (LaunchMode.RANK, ranks, 2)
         (start,) = choose_launcher(made).commands(made)
@@ -124,7 +124,7 @@ class TestRank:
         )
         assert start.ranks[0]["MASTER_ADDR"] == ("10.0.0.7" if ranks == 4 else "127.0.0.1")
 
-    def test_what_only_an_agent_can_do_is_refused(self, plan) -> None:
+    def test_options_of_the_agent_are_refused(self, plan) -> None:
         with pytest.raises(
             ConfigurationError, match=r"^--max_restarts 3 has no effect on ranks that openmpi starts\. Leave it out"
         ):
@@ -151,7 +151,7 @@ class TestRank:
         ):
             plan(TASKS, num_processes="8")
 
-    def test_nobody_knows_where_rank_0_is(self, plan) -> None:
+    def test_the_address_of_rank_0_is_missing(self, plan) -> None:
         made = plan({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "4"})
         with pytest.raises(
             ConfigurationError, match="openmpi started 4 ranks on 2 nodes without the address of rank 0"
@@ -181,7 +181,7 @@ class TestBatch:
             and start.command[-1] == "a"
         )
 
-    def test_the_tasks_that_were_asked_for(self, plan) -> None:
+    def test_the_requested_tasks_are_used(self, plan) -> None:
         asked = {**BATCH, "SLURM_TASKS_PER_NODE": "3(x2)", "SLURM_NTASKS": "6"}
         (start,) = choose_launcher(plan(asked)).commands(plan(asked))
         assert plan(asked).num_processes == 6 and start.environment == {"ACCEL_LAUNCH_TASKS_PER_NODE": "3"}
@@ -201,7 +201,7 @@ class TestBatch:
     @pytest.mark.parametrize(
         "options", [{"num_machines": "1"}, {"machine_rank": "0", "num_machines": "2", "main_process_ip": "h"}]
     )
-    def test_who_says_where_machines_are_starts_them(self, plan, options) -> None:
+    def test_with_given_machines_no_launchers_are_started(self, plan, options) -> None:
         assert plan(BATCH, **options).mode is LaunchMode.LOCAL
 
     def test_some_of_the_nodes(self, plan) -> None:
@@ -209,7 +209,7 @@ class TestBatch:
         made = plan(three, num_machines="2")
         assert choose_launcher(made).commands(made)[0].command[1] == "--nodes=2"
 
-    def test_what_cannot_be_shared_evenly(self, plan) -> None:
+    def test_processes_that_cannot_be_divided_evenly(self, plan) -> None:
         with pytest.raises(
             ConfigurationError, match="--num_processes 3 cannot be divided evenly over the 2 available machines"
         ):

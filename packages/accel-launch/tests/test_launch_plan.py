@@ -1,4 +1,4 @@
-"""What the launcher decides before it starts anything: devices, cores, counts, ports."""
+"""The launch plan: devices, cores, numbers of processes, ports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accel_state.options import ConfigFile, load_groups, resolve
 
 @pytest.fixture
 def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The device nodes of four NVIDIA GPUs, in a folder."""
+    """The device nodes of four NVIDIA GPUs, in a directory."""
     dev = tmp_path / "dev"
     dev.mkdir()
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
@@ -68,7 +68,7 @@ class TestAccelerators:
             ("0,,1", 1),
         ],
     )
-    def test_entries_end_at_the_first_that_does_not_exist(self, limit, count) -> None:
+    def test_entries_end_at_the_first_missing_one(self, limit, count) -> None:
         assert count_entries(limit, 4) == count
 
     def test_nvidia(self, four_gpus) -> None:
@@ -105,7 +105,7 @@ class TestAccelerators:
         assert amd.count_visible({"HIP_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "0"}) == 1
         assert Amd(tmp_path / "none").count_visible({}) == 0
 
-    def test_every_registered_kind_can_be_asked_on_this_machine(self) -> None:
+    def test_every_registered_accelerator_can_be_counted(self) -> None:
         for name in ACCELERATORS:
             kind = ACCELERATORS.load(name)()
             assert kind.count_visible(os.environ) >= 0 and kind.count_visible({kind.visible_variables[0]: ""}) == 0
@@ -150,7 +150,7 @@ class TestCounts:
         made = plan(tmp_path, **machines)
         assert (made.num_processes, made.local_processes) == (8, 4)
 
-    def test_cpu_wins_over_gpus(self, tmp_path, four_gpus) -> None:
+    def test_cpu_overrides_gpus(self, tmp_path, four_gpus) -> None:
         made = plan(tmp_path, cpu="true", gpu_ids="0,1")
         assert made.num_processes == 1 and dict(made.environment) == {"ACCELERATE_USE_CPU": "true"}
 
@@ -181,7 +181,7 @@ class TestCounts:
 
 
 class TestContradictions:
-    """The setting that is closer to the command line counts; two of the same kind are an error."""
+    """The setting with the higher precedence is used; two of the same precedence are an error."""
 
     def test_cpu_on_the_command_line_against_multi_gpu_elsewhere(self, tmp_path, four_gpus) -> None:
         assert plan(tmp_path, config="multi_gpu: true", cpu="true").num_processes == 1
@@ -198,7 +198,7 @@ class TestContradictions:
             plan(tmp_path, config="use_cpu: true\nmulti_gpu: true\n")
 
 
-def test_the_first_failure_is_the_one_the_others_follow_from() -> None:
+def test_the_first_failure_is_the_cause() -> None:
     late, early = RankFailure(0, 0, 1, 1, time_ns=20), RankFailure(2, 2, 3, 1, time_ns=10)
     ended = RankFailure(1, 1, 2, 143, "SIGTERM")
     crashed = RankFailure(3, 3, 4, 139, "SIGSEGV")

@@ -1,6 +1,4 @@
-"""Several machines, played by several launchers on this one: static and c10d rendezvous, and the end of a run on all of
-them.
-"""
+"""Several machines, simulated by several launchers on this one: static and c10d rendezvous, and exit codes."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def test_a_machine_that_succeeded_waits_for_the_others(shell, started, free_port
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_machines_that_do_not_meet_say_so(shell, free_port, backend) -> None:
+def test_missing_machines_are_reported(shell, free_port, backend) -> None:
     shell.write("s.py", "")
     words = [
         "--num_processes=2",

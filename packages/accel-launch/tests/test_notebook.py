@@ -1,4 +1,4 @@
-"""Launching functions, and launching scripts from Python: each in a session of its own, as a notebook would be."""
+"""Launching functions, and launching scripts from Python: each in its own session, like a notebook."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_a_failing_function_raises_with_its_traceback(session) -> None:
     assert lines[1].startswith("accel launch: rank 1 of 2 ended first with exit code 9 | ")
 
 
-def test_a_function_that_ends_its_process_is_not_waited_for(session) -> None:
-    """Of four of these torch gets no result, for which it would wait for ever."""
+def test_a_function_that_exits_its_process(session) -> None:
+    """torch gets no result from four of these, and would wait for it forever."""
     lines = session("""
         import os, sys
         from accel_launch import LaunchError, debug_launcher
@@ -139,7 +139,7 @@ def test_a_rank_that_has_just_been_forked_can_be_ended(session) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_to_a_rank_that_has_no_handlers_of_its_own_yet(session, name: str) -> None:
+def test_a_signal_to_a_rank_without_handlers(session, name: str) -> None:
     """Between the fork and the first thing that the rank does it has the launcher's handler, which would keep the
     signal for ever.
     """
@@ -162,7 +162,7 @@ def test_a_signal_to_a_rank_that_has_no_handlers_of_its_own_yet(session, name: s
     assert lines == [f"accel launch: rank 0 of 2 was ended by {name}"]
 
 
-def test_an_interrupt_is_over_when_the_function_is(session) -> None:
+def test_an_interrupt_is_reset_when_the_function_returns(session) -> None:
     lines = session("""
         import os, pathlib, signal, threading, time
         from accel_launch import debug_launcher
@@ -242,7 +242,7 @@ def test_notebook_launcher(session) -> None:
     assert 3 <= len(restarted) <= 4, lines[5:]
 
 
-def test_what_the_function_launchers_refuse(session) -> None:
+def test_options_that_function_launchers_refuse(session) -> None:
     lines = session("""
         import os
         from accel_launch import debug_launcher, notebook_launcher
@@ -305,7 +305,7 @@ def test_what_the_function_launchers_refuse(session) -> None:
         assert line.startswith(start), line
 
 
-def test_cuda_in_use_names_the_culprit(shell) -> None:
+def test_initialised_cuda_names_the_cause(shell) -> None:
     if shell.python("import torch; assert torch.cuda.is_available()").returncode:
         pytest.skip("needs a CUDA device")
     result = shell.python("""

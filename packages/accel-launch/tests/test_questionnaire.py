@@ -31,9 +31,7 @@ DOWN, UP, ENTER = "\x1b[B", "\x1b[A", "\r"
 def answer(
     given_answers: Mapping[str, Any], known: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Answer the questions that are asked with these, or with what is proposed; the file's content, and the names asked
-    for.
-    """
+    """Answer the questions with these answers or the defaults; the file's content and the names of the questions."""
     asked: list[str] = []
 
     def ask(opt: Option, proposal: Any, choices: tuple[str, ...] | None) -> Any:
@@ -45,17 +43,17 @@ def answer(
     return nest(complete(answers, known or {})), asked
 
 
-def test_every_question_has_one_place() -> None:
+def test_every_question_is_asked_once() -> None:
     local = [opt.name for opt, _ in flow._ordered(flow.LOCAL_ORDER) if opt.question]
     cloud = [opt.name for opt, _ in flow._ordered(flow.CLOUD_ORDER) if opt.question]
     with_question = {name for name, opt in OPTIONS.items() if opt.question}
     assert {"compute_environment", *local, *cloud} == with_question
-    # A group may hold options that have a place of their own before: what is answered is not asked for again.
+    # A group may contain options that were asked earlier; answered options are not asked again.
     assert len(set(cloud)) == len(cloud) and set(local) | set(cloud) == with_question - {"compute_environment"}
 
 
 @pytest.mark.parametrize("name", sorted(name for name, opt in OPTIONS.items() if opt.asked_when))
-def test_conditions_can_hold(name: str) -> None:
+def test_conditions_are_satisfiable(name: str) -> None:
     for other, values in OPTIONS[name].asked_when.items():
         opt = OPTIONS[other]
         for value in values:
@@ -100,7 +98,7 @@ class TestWhatIsAsked:
         )
         assert content["same_network"] is True and content["num_processes"] == 16
 
-    def test_deepspeed_with_a_file_asks_for_nothing_that_the_file_holds(self) -> None:
+    def test_deepspeed_with_a_file_skips_its_settings(self) -> None:
         answers = {
             "distributed_type": "MULTI_GPU",
             "use_deepspeed": "yes",
@@ -186,7 +184,7 @@ class TestWhatIsAsked:
         )
         assert "machine_rank" not in content and not any("key" in key for key in content)
 
-    def test_what_was_not_asked_for_is_kept_and_what_is_off_is_dropped(self) -> None:
+    def test_settings_without_a_question_are_kept_and_disabled_engines_dropped(self) -> None:
         known = {
             "max_restarts": 3,
             "fsdp_offload_params": True,
@@ -198,7 +196,7 @@ class TestWhatIsAsked:
         assert content["max_restarts"] == 3 and content["log_dir"] == "logs"
         assert not {"fsdp_config", "megatron_lm_config", "use_mps_device"} & set(content)
 
-    def test_answers_that_contradict(self) -> None:
+    def test_contradicting_answers(self) -> None:
         with pytest.raises(ConfigurationError, match="not a multiple of"):
             answer(
                 {
@@ -219,8 +217,8 @@ def _texts(opt: Option) -> list[str]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_answers_give_a_file_that_stands_for_them(data: st.DataObject) -> None:
-    """Whatever is answered: the file loads, and says what was answered, or the contradiction is named."""
+def test_any_answers_give_a_file_with_the_same_settings(data: st.DataObject) -> None:
+    """The file loads with the settings that were answered, or the error names the contradiction."""
     answers: dict[str, Any] = {}
     for opt in questions(answers):
         choices = flow._choices(opt, answers) or tuple(_texts(opt))
@@ -255,7 +253,7 @@ def _as_file(content: Mapping[str, Any]) -> Any:
 
 
 class TestAsText:
-    def test_a_whole_conversation(self, shell) -> None:
+    def test_a_complete_session(self, shell) -> None:
         lines = ["0", "1", "1", "", "NO", "no", "no", "no", "two", "2", "bf16"]
         shell.write("answers.txt", "\n".join(lines) + "\n")
         result = self._run(shell, "config", "--config_file", "c.yaml")
@@ -269,7 +267,7 @@ class TestAsText:
             2,
             "bf16",
         )
-        # Once more, with nothing but Enter: what the file says is proposed, and stays.
+        # A second run with only Enter: the file's values are the defaults, and are kept.
         shell.write("answers.txt", "\n" * 20)
         assert self._run(shell, "config", "--config_file", "c.yaml").returncode == 0
         assert yaml.safe_load((shell.folder / "c.yaml").read_text()) == content
@@ -306,7 +304,7 @@ class TestAsText:
             shell, "config", "--config_file", "c.yaml"
         ).returncode == 0 and "num_processes" in yaml.safe_load(path.read_text())
 
-    def test_contradicting_answers_can_be_mended(self, shell) -> None:
+    def test_contradicting_answers_can_be_corrected(self, shell) -> None:
         first = ["0", "2", "", "", "", "no", "no", "yes", "3", "1", "", "", "", "", "2", "", "", ""]
         shell.write("answers.txt", "\n".join([*first, "no", ""]))
         result = self._run(shell, "config", "--config_file", "c.yaml")
@@ -334,7 +332,7 @@ class TestAsText:
             == "MULTI_GPU"
         )
 
-    def test_what_is_shown_can_be_typed(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_printed_commands_can_be_typed(self, capsys: pytest.CaptureFixture[str]) -> None:
         kinds = ("NO", "MULTI_CPU", "XLA")
         for text, expected in (
             ("Multi-CPU\n", "MULTI_CPU"),
@@ -352,7 +350,7 @@ class TestAsText:
 
 @pytest.fixture
 def terminal(shell) -> Iterator[pexpect.spawn]:
-    """`accel config` on a terminal of its own."""
+    """`accel config` on a pseudo-terminal."""
     env = {**os.environ, **shell.env, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
     words = ["-m", "accel_launch", "config", "--config_file", "c.yaml"]
     child = pexpect.spawn(
@@ -399,7 +397,7 @@ class TestOnATerminal:
         )
         assert terminal.exitstatus == 0
 
-    def test_a_wrong_line_is_not_accepted(self, terminal: pexpect.spawn) -> None:
+    def test_an_invalid_answer_is_asked_again(self, terminal: pexpect.spawn) -> None:
         for question, keys in (
             ("compute environment", ENTER),
             ("type of machine", DOWN + ENTER),
@@ -412,7 +410,7 @@ class TestOnATerminal:
         terminal.expect(pexpect.EOF)
         terminal.wait()  # what is still about to end pexpect gives half a second, and raises
 
-    def test_interrupted_nothing_is_written(self, shell, terminal: pexpect.spawn) -> None:
+    def test_interrupt_writes_nothing(self, shell, terminal: pexpect.spawn) -> None:
         path = shell.write("c.yaml", "num_processes: 3\n")
         terminal.expect("compute environment")
         terminal.sendcontrol("c")

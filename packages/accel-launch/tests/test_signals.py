@@ -1,4 +1,4 @@
-"""Signals reach the ranks, no process is left behind, and the launcher ends whatever it was waiting for."""
+"""Signals reach the ranks, no process is left behind, and the launcher exits whatever it waits for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_signal_ends_everything(sleepers, ended) -> None:
 
 
 def test_an_ignored_signal_stays_ignored(shell, started) -> None:
-    """What nohup does: without this, closing the terminal would end the job."""
+    """nohup relies on this: otherwise closing the terminal would end the job."""
     shell.write(
         "s.py",
         "import pathlib, time; pathlib.Path('ready').touch()\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)",
@@ -45,7 +45,7 @@ def test_an_ignored_signal_stays_ignored(shell, started) -> None:
 
 
 @pytest.mark.parametrize("when", ["mkdtemp", "rmtree"])
-def test_a_signal_before_and_after_the_ranks_is_no_error(shell, when) -> None:
+def test_a_signal_without_running_ranks(shell, when) -> None:
     shell.write("s.py", "")
     result = shell.python(f"""
         import os, shutil, signal, sys, tempfile
@@ -94,7 +94,7 @@ def test_ranks_end_when_the_launcher_is_killed(sleepers, ended) -> None:
     ended(pids)
 
 
-def test_what_a_failed_rank_started_ends_too(shell, started, ended) -> None:
+def test_children_of_a_failed_rank_are_ended(shell, started, ended) -> None:
     shell.write(
         "s.py",
         """
@@ -111,17 +111,17 @@ def test_what_a_failed_rank_started_ends_too(shell, started, ended) -> None:
 
 
 def _catches_sigterm(pid: int) -> bool:
-    """Whether a process has installed a handler: on a busy machine that comes long after torch is loaded."""
+    """Whether a process has installed a handler: on a busy machine this can be long after torch is loaded."""
     with open(f"/proc/{pid}/status") as file:
         caught = next(int(line.split()[1], 16) for line in file if line.startswith("SigCgt"))
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
 def test_waiting_for_another_machine_can_be_interrupted(shell, started, wait_until) -> None:
-    """The machine of rank 0 never comes: the main thread sits in one long call into the store."""
+    """The machine of rank 0 never arrives: the main thread is blocked in a call into the store."""
     shell.write("s.py", "")
     free = socket.socket()
-    free.bind(("127.0.0.1", 0))  # and nobody listens
+    free.bind(("127.0.0.1", 0))  # without a listener
     words = [
         "--num_processes=2",
         "--num_machines=2",
@@ -138,8 +138,8 @@ def test_waiting_for_another_machine_can_be_interrupted(shell, started, wait_unt
     free.close()
 
 
-def test_a_signal_for_the_ranks_is_handed_on(shell, started, wait_until) -> None:
-    """What it means is up to them: these ones go on."""
+def test_a_signal_for_the_ranks_is_forwarded(shell, started, wait_until) -> None:
+    """The ranks decide what it means: these continue."""
     shell.write(
         "s.py",
         """
@@ -195,8 +195,8 @@ def ready(shell, ranks: int) -> list[int]:
 @pytest.mark.parametrize(
     ("number", "ranks", "restarts"), [(signal.SIGTERM, 2, 0), (signal.SIGUSR1, 2, 1), (signal.SIGTERM, 1, 1)]
 )
-def test_ranks_that_save_get_their_time(shell, started, wait_until, number: int, ranks: int, restarts: int) -> None:
-    """And they are not started again: whoever signals the launcher means the machine."""
+def test_ranks_that_save_are_waited_for(shell, started, wait_until, number: int, ranks: int, restarts: int) -> None:
+    """They are not restarted: a signal to the launcher ends the run on this machine."""
     shell.write("s.py", SAVES)
     launcher = started(
         shell.start("launch", "--cpu", "--num_processes", str(ranks), "--max_restarts", str(restarts), "s.py")
@@ -206,10 +206,8 @@ def test_ranks_that_save_get_their_time(shell, started, wait_until, number: int,
     assert launcher.wait(60) == 75
 
 
-def test_ranks_that_save_are_not_forgotten_over_telling_the_other_machines(
-    shell, started, wait_until, free_port
-) -> None:
-    """No rank is left while this launcher waits for the others to hear of it, for as long as they may take."""
+def test_ranks_that_save_exit_before_the_other_machines_are_notified(shell, started, wait_until, free_port) -> None:
+    """No rank is left while this launcher waits until the other machines have read the result."""
     shell.write("s.py", SAVES.replace('range(int(os.environ["WORLD_SIZE"]))', "[1]"))
     words = [
         "--num_processes=2",
@@ -231,7 +229,7 @@ def test_ranks_that_save_are_not_forgotten_over_telling_the_other_machines(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_saved_are_started_again(shell, started, wait_until, ranks: int) -> None:
-    """Only they were told to end, so the machine stays."""
+    """Only the ranks were signalled, so they are restarted."""
     shell.write("s.py", SAVES)
     launcher = started(shell.start("launch", "--cpu", "--num_processes", str(ranks), "--max_restarts", "1", "s.py"))
     wait_until(lambda: ready(shell, ranks), "the ranks are ready")

@@ -79,7 +79,7 @@ def test_default_config_file(show, shell) -> None:
     }
 
 
-def test_a_file_with_every_key_that_asks_for_nothing(show, shell) -> None:
+def test_a_file_with_every_key_at_its_default(show, shell) -> None:
     path = shell.write(
         "c.yaml",
         """
@@ -125,14 +125,14 @@ def test_module_and_executable(show, shell) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--num_processes", "2"]], ids=["one", "two"])
-def test_executables_do_not_inherit_what_python_ignores(shell, options) -> None:
+def test_executables_do_not_inherit_ignored_signals(shell, options) -> None:
     shell.write("run.sh", "#!/bin/bash\ngrep SigIgn /proc/self/status\n").chmod(0o755)
     result = shell.accel("launch", "--cpu", "--quiet", *options, "--no_python", "run.sh")
     masks = {int(line.split()[1], 16) for line in result.stdout.splitlines()}
     assert masks and all(not mask & 1 << (number - 1) for mask in masks for number in (signal.SIGPIPE, signal.SIGXFSZ))
 
 
-def test_a_folder_with_main(show, shell) -> None:
+def test_a_directory_with_main(show, shell) -> None:
     shell.write("app/__main__.py", SHOW)
     assert show("app", "x")["argv"] == ["app", "x"]
 
@@ -143,7 +143,7 @@ def test_exit_code(shell, code) -> None:
     assert shell.accel("launch", "s.py").returncode == code
 
 
-def test_death_by_signal_is_the_scripts_own(shell) -> None:
+def test_death_by_signal_is_passed_on(shell) -> None:
     shell.write("s.py", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert shell.accel("launch", "s.py").returncode == -signal.SIGKILL
 
@@ -178,7 +178,7 @@ def test_signals_reach_the_script(shell, started) -> None:
     assert launcher.wait(60) == 9
 
 
-def test_the_launcher_says_how_many_processes_it_chose(shell) -> None:
+def test_the_launcher_prints_the_number_of_processes(shell) -> None:
     shell.write("s.py", "")
     said = shell.accel("launch", "--cpu", "s.py").stderr
     assert (

@@ -1,6 +1,4 @@
-"""Machines with given ranks: how they meet, meet again, and end together. Real stores and launchers, on this machine's
-loopback.
-"""
+"""Machines with given ranks: rendezvous, restarts and the common end, with real stores on loopback."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from accel_launch.elastic.tcp_store import serve
 
 
 class Machines:
-    """The rendezvous of machines that meet at one port; what they do together they do in threads."""
+    """The rendezvous of machines at one port; concurrent calls run in threads."""
 
     def __init__(self, port: int, count: int, max_restarts: int = 3, timeout: float = 60) -> None:
         self.port, self.count, self.max_restarts, self.timeout = port, count, max_restarts, timeout
@@ -64,7 +62,7 @@ def machines(free_port):
         one.close()
 
 
-def test_rounds_have_stores_of_their_own(machines) -> None:
+def test_each_round_has_its_own_store(machines) -> None:
     three = machines(3)
     assert three.meet([2, 0, 1]) == [(0, rank, three.port) for rank in (2, 0, 1)]
     assert [handler.num_nodes_waiting() for handler in three.handlers] == [0, 0, 0]
@@ -99,7 +97,7 @@ def test_failures_of_several_machines_at_once_are_one_restart(machines) -> None:
         three.handlers[2].next_rendezvous()
 
 
-def test_a_launcher_that_is_started_again_takes_its_place(machines) -> None:
+def test_a_relaunched_launcher_takes_over_its_rank(machines) -> None:
     two = machines(2)
     two.meet([0, 1])
     former, two.handlers[1] = two.handlers[1], two.make(1)
@@ -108,8 +106,8 @@ def test_a_launcher_that_is_started_again_takes_its_place(machines) -> None:
         former.next_rendezvous()
 
 
-def test_a_launcher_that_is_started_again_before_the_others_come_uses_up_no_restart(machines) -> None:
-    """And of two that go by one rank, one is told."""
+def test_a_relaunch_before_the_first_rendezvous_uses_no_restart(machines) -> None:
+    """Of two launchers with the same rank, one gets an error."""
     three = machines(3, max_restarts=0)
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(three.handlers[rank].next_rendezvous) for rank in (0, 1)]
@@ -124,14 +122,14 @@ def test_a_launcher_that_is_started_again_before_the_others_come_uses_up_no_rest
     assert [handler.round for handler in (*three.handlers, former)] == [0, 0, 0, 0]
 
 
-def test_a_machine_that_does_not_come_is_named(machines) -> None:
+def test_a_missing_machine_is_named(machines) -> None:
     three = machines(3, timeout=0.3)
     with pytest.raises(RendezvousTimeoutError, match=r"machine rank 1, 2 did not arrive within 0\.3 s"):
         three.meet([0])
 
 
 @pytest.mark.parametrize(("state", "message"), [(FAILED, "rank 1 failed"), (SUCCEEDED, "rank 1 ended")])
-def test_nobody_waits_for_a_machine_that_has_ended(machines, state, message) -> None:
+def test_a_machine_that_has_ended_closes_the_rendezvous(machines, state, message) -> None:
     two = machines(2)
     two.meet([0, 1])
     assert not two.handlers[0].is_closed()
@@ -141,8 +139,8 @@ def test_nobody_waits_for_a_machine_that_has_ended(machines, state, message) -> 
         two.handlers[0].next_rendezvous()
 
 
-def test_a_store_that_goes_as_soon_as_its_machine_is_told(capsys) -> None:
-    """It has been told: to say that it could not be would depend on which of the two is faster."""
+def test_a_store_that_closes_after_the_failure_was_read(capsys) -> None:
+    """The failure was read, so a warning would depend on which of the two is faster."""
     server = serve(0, forks=True)
     store = server.client()
     seen = server.client()
@@ -174,7 +172,7 @@ def test_a_port_in_use_is_an_error(forks) -> None:
         server.close()
 
 
-def test_a_forked_server_ends_with_its_owner() -> None:
+def test_a_forked_server_exits_with_its_parent() -> None:
     server = serve(0, forks=True)
     client = server.client()
     client.set("key", "value")
@@ -257,7 +255,7 @@ def test_all_machines_end_when_one_has_no_restarts_left(launch, victim: int) -> 
     )
 
 
-def test_a_machine_whose_processes_have_ended_is_not_waited_for(launch) -> None:
+def test_a_machine_whose_processes_have_exited_is_not_waited_for(launch) -> None:
     codes, errors = launch(2, 1, "late", 3)
     assert codes == [1, 128 + signal.SIGKILL], errors
     assert re.fullmatch(r"accel launch: rank 3 of 4 was ended by SIGKILL .*", errors[1].splitlines()[-1])

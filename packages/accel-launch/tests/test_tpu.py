@@ -1,4 +1,4 @@
-"""TPUs. torch_xla itself needs one; a stand-in of the same documented signature shows what it is asked for."""
+"""TPUs. torch_xla itself needs one; a stand-in with the same documented signature records its calls."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_torch_xla_is_missing(shell) -> None:
     assert result.returncode == 2 and "torch_xla" in result.stderr and "pip install" in result.stderr
 
 
-def test_a_file_that_is_no_module(tpu) -> None:
+def test_a_file_that_is_not_a_module(tpu) -> None:
     tpu.write("script", SCRIPT)
     result = tpu.accel("launch", "--tpu", "script")
     assert result.returncode == 2 and "script cannot be imported as a module" in result.stderr, result.stderr
@@ -157,6 +157,6 @@ class TestTpuConfig:
             (("--bogus",), "--bogus"),
         ],
     )
-    def test_what_is_missing(self, shell, words, says) -> None:
+    def test_missing_requirements(self, shell, words, says) -> None:
         result = shell.accel("tpu-config", *words, PATH="")
         assert result.returncode == 2 and says in result.stderr and result.stderr.count("\n") == 1, result.stderr
