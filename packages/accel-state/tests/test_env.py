@@ -154,6 +154,42 @@ def test_purge_of_a_class_covers_its_tests_and_leaves_their_set_up(monkeypatch: 
     assert seen == ["1", False]
 
 
+def test_purge_of_a_class_covers_its_subclasses(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["ACCELERATE_INHERITED", "ACCELERATE_ADDED", "ACCELERATE_STATIC", "ACCELERATE_CLASS"]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    made = []
+
+    @env.purge_accelerate_environment
+    class Base:
+        def __init_subclass__(cls, **kwargs: object) -> None:
+            made.append((cls.__name__, kwargs))
+
+        def test_inherited(self) -> None:
+            os.environ["ACCELERATE_INHERITED"] = "1"
+
+        @staticmethod
+        def test_static() -> None:
+            os.environ["ACCELERATE_STATIC"] = "1"
+
+    class Derived(Base, option=3):
+        def test_added(self) -> None:
+            os.environ["ACCELERATE_ADDED"] = "1"
+
+        @classmethod
+        def test_class(cls) -> str:
+            os.environ["ACCELERATE_CLASS"] = "1"
+            return cls.__name__
+
+    case = Derived()
+    case.test_inherited()
+    case.test_added()
+    Base.test_static()
+    assert case.test_class() == "Derived"
+    assert not set(names) & set(os.environ)
+    assert made == [("Derived", {"option": 3})]
+
+
 def test_convert_dict_to_env_variables() -> None:
     with pytest.warns(UserWarning, match="BAD"):
         lines = env.convert_dict_to_env_variables({"GOOD": "value", "NUMBER": 3, "BAD": "a b"})

@@ -28,6 +28,8 @@ OUT_OF_MEMORY = [
     RuntimeError("MPS backend out of memory (MPS allocated: 18.07 GB)"),
     RuntimeError("XPU out of memory. Tried to allocate"),
     RuntimeError("NPU out of memory. Tried to allocate"),
+    RuntimeError("CPU out of memory."),
+    RuntimeError("some other device is out of memory"),
     MemoryError("Unable to allocate 8.00 EiB for an array"),
 ]
 OTHERS = [
@@ -46,12 +48,12 @@ def test_out_of_memory_is_recognised(error):
     @find_executable_batch_size(starting_batch_size=16)
     def train(batch_size):
         tried.append(batch_size)
-        if batch_size > 4:
+        if batch_size > 12:
             raise error
         return "done"
 
     assert train() == "done"
-    assert tried == [16, 8, 4]
+    assert tried == [16, 14, 12]
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=str)
@@ -80,8 +82,8 @@ def test_the_host_really_runs_out():
 
 # Each attempt that fails collects garbage, which takes time in a process that has imported torch.
 @settings(max_examples=8, deadline=None)
-@given(start=st.integers(1, 64), fits=st.integers(1, 64))
-def test_halving_finds_the_first_that_fits(start, fits):
+@given(start=st.integers(1, 24), fits=st.integers(1, 24))
+def test_the_reduction_finds_the_first_that_fits(start, fits):
     @find_executable_batch_size(starting_batch_size=start)
     def train(batch_size):
         if batch_size > fits:
@@ -90,7 +92,7 @@ def test_halving_finds_the_first_that_fits(start, fits):
 
     expected = start
     while expected > fits:
-        expected //= 2
+        expected = expected * 9 // 10
     assert train() == expected
     assert train() == expected
 
@@ -98,15 +100,15 @@ def test_halving_finds_the_first_that_fits(start, fits):
 def test_a_later_call_starts_from_what_worked():
     tried = []
 
-    @find_executable_batch_size(starting_batch_size=64)
+    @find_executable_batch_size(starting_batch_size=128)
     def train(batch_size):
         tried.append(batch_size)
-        if batch_size > 16:
+        if batch_size > 103:
             raise MemoryError
         return batch_size
 
-    assert (train(), train()) == (16, 16)
-    assert tried == [64, 32, 16, 16]
+    assert (train(), train()) == (103, 103)
+    assert tried == [128, 115, 103, 103]
 
 
 def test_nothing_fits():
@@ -225,7 +227,7 @@ def test_a_failed_attempt_is_let_go_before_the_next():
         train()
     finally:
         gc.enable()
-    assert len(attempts) == 3
+    assert len(attempts) == 7
 
 
 def test_release_memory():

@@ -328,8 +328,14 @@ def refusals(root: Path) -> None:
         ):
             needs_2(accelerator, model)
     sharded = accelerator.prepare(model)
-    with pytest.raises(ConfigurationError, match="adapter_only=True saves and loads the adapter of a PEFT model"):
-        save_fsdp_model(plugin, accelerator, sharded, root / "x", adapter_only=True)
+    # Libraries pass it always: it has no effect on a model that is not a PEFT model.
+    save_fsdp_model(plugin, accelerator, sharded, root / "full", adapter_only=True)
+    before = {name: value.clone() for name, value in accelerator.get_state_dict(sharded).items()}
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.zero_()
+    load_fsdp_model(plugin, accelerator, sharded, root / "full", adapter_only=True)
+    assert_weights(accelerator.get_state_dict(sharded), before, tolerance=0)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match="optimizer 0 updates parameters that no single prepared model has"):
         save_fsdp_optimizer(plugin, accelerator, other, sharded, root / "x")

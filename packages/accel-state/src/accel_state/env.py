@@ -140,15 +140,34 @@ def clear_environment() -> Iterator[None]:
 def purge_accelerate_environment(func_or_cls: T) -> T:
     """Decorate a function, or every test method of a class, to restore the ACCELERATE_ variables when it ends.
 
-    On a class, methods such as ``setUp`` are not decorated: the variables that they set must last for the test.
+    On a class, this includes the test methods of its subclasses. Methods such as ``setUp`` are not decorated: the
+    variables that they set must last for the test.
     """
     if not inspect.isclass(func_or_cls):
         purged: T = _purged(func_or_cls)
         return purged
-    for name, member in list(vars(func_or_cls).items()):
-        if name.startswith("test") and inspect.isfunction(member):
-            setattr(func_or_cls, name, _purged(member))
+    _purge_tests(func_or_cls)
+    inherited = vars(func_or_cls).get("__init_subclass__")
+
+    def init_subclass(subclass: type, **kwargs: Any) -> None:
+        if inherited is None:
+            super(func_or_cls, subclass).__init_subclass__(**kwargs)
+        else:
+            inherited.__get__(None, subclass)(**kwargs)
+        _purge_tests(subclass)
+
+    func_or_cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
     return func_or_cls
+
+
+def _purge_tests(cls: type) -> None:
+    for name, member in list(vars(cls).items()):
+        if not name.startswith("test"):
+            continue
+        if isinstance(member, (classmethod, staticmethod)):
+            setattr(cls, name, type(member)(_purged(member.__func__)))
+        elif inspect.isfunction(member):
+            setattr(cls, name, _purged(member))
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:

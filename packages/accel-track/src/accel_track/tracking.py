@@ -74,6 +74,10 @@ class TrackerRun:
         self._last_step: int | None = None
         self._warned: set[str] = set()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Queues and threads belong to this object: a copy logs nothing until init_trackers is called on it.
+        return {**self.__dict__, "_queues": []}
+
     # Logging
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Settings = None) -> None:

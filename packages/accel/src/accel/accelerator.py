@@ -150,12 +150,16 @@ class Accelerator(AcceleratorProperties):
             setup, self.dataloader_config, device_placement, step_scheduler_with_optimizer, self.rng_types
         )
         self._accumulation = Accumulation(
-            setup.process, setup.gradient_state, setup.accumulation_plugin, setup.strategy, lambda: self.prepared.models
+            setup.process, setup.gradient_state, setup.accumulation_plugin, setup.strategy, self.prepared.models
         )
         self._checkpointer = Checkpointer(setup, self.prepared, self._accumulation, self._tracking, project)
         settings = resolve(save_on_signal)
         self.preemption = None if settings is None else PreemptionHandler(settings, self)
         self._trigger = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Signal handlers belong to this process.
+        return {**self.__dict__, "preemption": None}
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 

@@ -146,6 +146,9 @@ class AcceleratorState(ProcessControl, SharedState):
             plugin._unselect()
         chosen.select(_from_accelerator_state=True)
 
+    def _picklable(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_owner"}
+
     def wait_for_everyone(self) -> None:
         PartialState().wait_for_everyone()
 

@@ -29,7 +29,23 @@ class SharedState(metaclass=_SharedStateType):
         """Whether the shared attributes have been set."""
         return bool(self.__dict__)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _join, (type(self), self._picklable())
+
+    def _picklable(self) -> dict[str, Any]:
+        """Attributes to restore where a pickle is loaded, in a process that has none of its own."""
+        return {}
+
     @classmethod
     def _reset_state(cls) -> None:
         """Clear the attributes; the next instance initializes them again."""
         getattr(context.current(), cls._slot).clear()
+
+
+def _join(cls: type[SharedState], attributes: dict[str, Any]) -> SharedState:
+    """Load a pickled state: rank, device and gradient state are those of the process that loads it."""
+    exists = bool(cls._shared_state)
+    state = cls()
+    if not exists:
+        state.__dict__.update(attributes)
+    return state

@@ -117,6 +117,15 @@ class Checkpointer:
         self._background: BackgroundSave | None = None
         self._background_collectives: Collectives | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no save in progress and no buffers.
+        return {
+            **self.__dict__,
+            "_host_copies": HostCopies(),
+            "_background": None,
+            "_background_collectives": None,
+        }
+
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool, blocking: bool) -> Path:

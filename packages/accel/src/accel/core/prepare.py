@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +20,11 @@ from ..scheduler import AcceleratedScheduler
 from .compile import compile_model, compile_regions
 from .config_resolution import Setup
 from .unwrap import extract_model_from_parallel
+
+T = TypeVar("T")
+
+PREPARED = "_is_accelerate_prepared"
+"""The mark of prepared objects, which other libraries read and set."""
 
 
 class Preparation:
@@ -61,8 +67,14 @@ class Preparation:
         Each is prepared by the accelerator's own ``prepare_model``, ``prepare_optimizer``, ``prepare_scheduler`` or
         ``prepare_data_loader``, which a subclass may have overridden.
         """
-        joined = self.setup.precision.join_optimizer(list(objects))
+        joined = list(objects)
+        fresh = [index for index, obj in enumerate(objects) if not is_prepared(obj)]
+        replaced = self.setup.precision.join_optimizer([objects[index] for index in fresh])
+        for index, obj in zip(fresh, replaced, strict=True):
+            joined[index] = obj
         prepared = list(self.setup.strategy.prepare_together(joined, self))
+        for obj in (*self.models, *self.optimizers, *self.schedulers):
+            _mark(obj)
         for index, (obj, device_placement) in enumerate(zip(prepared, device_placements, strict=True)):
             if isinstance(obj, DataLoader):
                 prepared[index] = accelerator.prepare_data_loader(obj, device_placement=device_placement)
@@ -78,12 +90,12 @@ class Preparation:
 
     def model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """Prepare a model: precision, device, wrapping, compilation."""
-        if any(model is known for known in self.models):
-            return model
+        if is_prepared(model):
+            return _add(self.models, model)
         strategy, dynamo, process = self.setup.strategy, self.setup.dynamo, self.setup.process
         if strategy.uses_engine:
             prepared: nn.Module = strategy.prepare_together([model], self)[0]
-            return prepared
+            return _mark(prepared)
         strategy.check_model(model)
         dispatched = is_dispatched(model)
         if dispatched and not evaluation_mode and process.num_processes > 1:
@@ -101,24 +113,22 @@ class Preparation:
                 strategy.remap_optimizer(optimizer.optimizer)
         if dynamo.compiles:
             model = (compile_regions if dynamo.use_regional_compilation else compile_model)(model, **dynamo.to_kwargs())
-        self.models.append(model)
-        return model
+        return _add(self.models, _mark(model))
 
     def optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepare an optimizer."""
-        if isinstance(optimizer, AcceleratedOptimizer):
-            return optimizer
+        if isinstance(optimizer, AcceleratedOptimizer) or is_prepared(optimizer):
+            return _add(self.optimizers, optimizer)
         place = self.device_placement if device_placement is None else device_placement
         self.setup.strategy.remap_optimizer(optimizer)
         prepared = AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.setup.precision.scaler)
         self.setup.precision.watch(optimizer)
-        self.optimizers.append(prepared)
-        return prepared
+        return _add(self.optimizers, _mark(prepared))
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare a scheduler, with the prepared optimizer that it drives."""
-        if isinstance(scheduler, AcceleratedScheduler):
-            return scheduler
+        if isinstance(scheduler, AcceleratedScheduler) or is_prepared(scheduler):
+            return _add(self.schedulers, scheduler)
         optimizer = getattr(scheduler, "optimizer", None)
         driven = [prepared for prepared in self.optimizers if prepared.wraps(optimizer)]
         prepared = AcceleratedScheduler(
@@ -128,8 +138,7 @@ class Preparation:
             split_batches=self.loader_settings.split_batches,
             num_processes=self.setup.strategy.data_collectives.world_size,
         )
-        self.schedulers.append(prepared)
-        return prepared
+        return _add(self.schedulers, _mark(prepared))
 
     def data_loader(
         self,
@@ -138,8 +147,8 @@ class Preparation:
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
         """Prepare a loader: its share of the data, and its device."""
-        if any(data_loader is known for known in self.dataloaders):
-            return data_loader
+        if is_prepared(data_loader):
+            return _add(self.dataloaders, data_loader)
         process = self.setup.process
         prepared = prepare_data_loader(
             data_loader,
@@ -155,13 +164,34 @@ class Preparation:
         sampler = get_sampler(prepared)
         if isinstance(sampler, SeedableRandomSampler):
             self.seeded_samplers[len(self.dataloaders)] = sampler
-        self.dataloaders.append(prepared)
-        return prepared
+        return _add(self.dataloaders, _mark(prepared))
 
     def forget(self) -> None:
         """Drop every reference to prepared objects."""
         for prepared in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.seeded_samplers):
             prepared.clear()
+
+
+def is_prepared(obj: Any) -> bool:
+    """Whether ``prepare`` has returned this object, or a library has set the mark that says so."""
+    # Without __getattr__: a wrapper that forwards attributes, such as a PEFT model, is not prepared itself.
+    if inspect.getattr_static(obj, PREPARED, False) is True:
+        return True
+    original = vars(obj).get("_modules", {}).get("_orig_mod") if isinstance(obj, nn.Module) else None
+    return original is not None and is_prepared(original)
+
+
+def _mark(obj: T) -> T:
+    """Mark an object as prepared; libraries read the mark."""
+    setattr(obj, PREPARED, True)
+    return obj
+
+
+def _add(prepared: list[Any], obj: Any) -> Any:
+    """Add an object to a list that does not have it yet, and return it."""
+    if not any(obj is known for known in prepared):
+        prepared.append(obj)
+    return obj
 
 
 def is_dispatched(model: nn.Module) -> bool:

@@ -50,19 +50,19 @@ def save_fsdp_model(
         output_dir: the directory; it is created if needed.
         model_index: the number in the name: ``pytorch_model_fsdp_0/``, or ``pytorch_model_fsdp.bin`` and
             ``pytorch_model_fsdp_1.bin``.
-        adapter_only: of a PEFT model, save only the adapter's weights.
+        adapter_only: save only the adapter's weights of a PEFT model; no effect on other models.
         use_dcp: write SHARDED_STATE_DICT in the format of torch.distributed.checkpoint. Without it each rank writes a
             file of its own (``pytorch_model_fsdp_0_rank0.bin``), which only the same number of ranks can load.
 
     Raises:
-        ConfigurationError: the model is not sharded; or adapter_only, but the model has no adapter.
+        ConfigurationError: the model is not sharded.
         CheckpointError: it could not be written.
     """
     _require_sharded(accelerator, model, "save_fsdp_model")
     kind = fsdp_plugin.state_dict_type
     full = kind.name == "FULL_STATE_DICT"
     weights = accelerator.strategy.state_dict(model) if full else state_dicts.model_state(model)
-    if adapter_only:
+    if adapter_only and is_peft_model(model):
         names = _adapter_names(model)
         weights = {names[name]: value for name, value in weights.items() if name in names}
     collectives = accelerator.process_state.collectives
@@ -89,17 +89,19 @@ def load_fsdp_model(
         model: the prepared model.
         input_dir: the directory.
         model_index: the number in the name.
-        adapter_only: the files hold only a PEFT adapter; the other weights stay.
+        adapter_only: of a PEFT model, load only the adapter; the other weights stay. No effect on other models.
         use_dcp: prefer the format of torch.distributed.checkpoint over files of single ranks.
 
     Raises:
-        ConfigurationError: the model is not sharded; or adapter_only, but the model has no adapter.
+        ConfigurationError: the model is not sharded.
         CheckpointError: files are missing or damaged, or do not fit the model; raised on every rank.
     """
     _require_sharded(accelerator, model, "load_fsdp_model")
     layout = accelerator.strategy.layout(model)
     reader = _reader(accelerator, Path(input_dir), use_dcp)
-    names = {short: full for full, short in _adapter_names(model).items()} if adapter_only else None
+    names: dict[str, str] | None = None
+    if adapter_only and is_peft_model(model):
+        names = {short: full for full, short in _adapter_names(model).items()}
 
     def plan() -> Callable[[], Any]:
         if names is None:
@@ -174,13 +176,10 @@ def load_fsdp_optimizer(
         use_dcp: see :func:`load_fsdp_model`.
 
     Raises:
-        ConfigurationError: the model is not sharded, is not the one that the optimizer updates, or has no adapter
-            although ``adapter_only`` is set.
+        ConfigurationError: the model is not sharded, or is not the one that the optimizer updates.
         CheckpointError: files are missing or damaged, or do not fit; raised on every rank.
     """
     _require_sharded(accelerator, model, "load_fsdp_optimizer")
-    if adapter_only:
-        _adapter_names(model)
     inner = getattr(optimizer, "optimizer", optimizer)
     state_dicts.owner_of(inner, [model], f"optimizer {optimizer_index}")
     layout, names = accelerator.strategy.layout(model), accelerator.strategy.parameter_names(model, inner)
@@ -200,15 +199,7 @@ def _require_sharded(accelerator: Accelerator, model: nn.Module, function: str) 
 
 
 def _adapter_names(model: nn.Module) -> dict[str, str]:
-    """The names of an adapter's weights in PEFT's files, by their names in the model.
-
-    Raises:
-        ConfigurationError: the model has no adapter.
-    """
-    if not is_peft_model(model):
-        raise ConfigurationError(
-            f"adapter_only=True saves and loads the adapter of a PEFT model, but got a {type(model).__name__}."
-        )
+    """The names of an adapter's weights in PEFT's files, by their names in the model."""
     peft = require("peft", purpose="saving an adapter on its own", install="peft")
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     # Only names are needed, and the model's own state_dict() would gather the values. PEFT looks its modules up under

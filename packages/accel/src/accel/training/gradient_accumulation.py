@@ -78,7 +78,7 @@ class Accumulation:
         gradient_state: publishes whether gradients are synchronised.
         plugin: the settings of this Accelerator; those in GradientState are shared by all.
         strategy: rescales and synchronises gradients.
-        prepared_models: returns the default models.
+        prepared_models: the prepared models, a list that changes; they are the default of a step.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Accumulation:
         gradient_state: GradientState,
         plugin: GradientAccumulationPlugin,
         strategy: Strategy,
-        prepared_models: Callable[[], Sequence[nn.Module]],
+        prepared_models: Sequence[nn.Module],
     ) -> None:
         self.state = state
         self.gradient_state = gradient_state
@@ -105,6 +105,14 @@ class Accumulation:
         self.current: Window | None = None
         self.has_accumulated = False
         """Whether there may be open windows."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_by_loader": dict(self._by_loader), "_latest_loader": None, "_latest_windows": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._by_loader = weakref.WeakKeyDictionary(state["_by_loader"])
+        self._forget_latest()
 
     def forget(self) -> None:
         """Drop all windows, and with them the references to models."""
@@ -144,7 +152,7 @@ class Accumulation:
 
     def step(self, models: Models) -> AccumulationStep:
         """The context of one micro batch, for these models or all prepared ones."""
-        return AccumulationStep(self, models or tuple(self._prepared_models()))
+        return AccumulationStep(self, models or tuple(self._prepared_models))
 
     def begin_step(self, models: Models) -> bool:
         """Count a micro batch, and return whether it ends its window."""
