@@ -6,8 +6,9 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from torch import nn
 
-from accel_fp8 import FP8Recipe
+from accel_fp8 import FP8Recipe, filter_linear_layers, find_first_last_linear_layers
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 from accel_state.options import FP8Options
@@ -72,3 +73,12 @@ def test_the_launchers_settings_with_the_callers_on_top() -> None:
         pytest.raises(ConfigurationError, match="ACCELERATE_FP8_MARGIN.*from 0 to 32"),
     ):
         FP8Recipe.from_environment()
+
+
+def test_layers_are_filtered_by_name_and_by_dimensions() -> None:
+    layers = [nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 10), nn.Linear(10, 16)]
+    model = nn.Sequential(*layers)
+    ends = find_first_last_linear_layers(model)
+    assert ends == ("0", "4") and find_first_last_linear_layers(nn.ReLU()) == (None, None)
+    chosen = [name for name, layer in model.named_modules() if name and filter_linear_layers(layer, name, ends)]
+    assert chosen == ["1", "2"], "the first by its name, and those that are not multiples of 16 by their dimensions"

@@ -102,7 +102,7 @@ def test_other_packages_register_theirs(monkeypatch: pytest.MonkeyPatch, caplog:
         filter_trackers("broken")
 
 
-def test_registering_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registering_a_class(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(log_with, "_registered", {})
 
     class Own(Mine):
@@ -113,10 +113,20 @@ def test_registering_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
 
     register_tracker_class(Own)
     assert filter_trackers("own") == [Own] and get_available_trackers()[-1] == "own"
-    with pytest.raises(ConfigurationError, match="the name 'own' of .*Other is taken"):
-        register_tracker_class(Other)
-    with pytest.raises(ConfigurationError, match="the name 'jsonl' of Mine is taken"):
-        register_tracker_class(Mine)
+    register_tracker_class(Own)
+    assert not caplog.text
+    # A notebook's cell that defines a class and registers it may run twice.
+    register_tracker_class(Other)
+    assert filter_trackers("own") == [Other] and "The tracker 'own' is replaced by" in caplog.text
+    register_tracker_class(Mine)
+    assert filter_trackers("jsonl") == [Mine] and get_available_trackers().count("jsonl") == 1
+    assert "The tracker 'jsonl' is replaced by Mine" in caplog.text
+
+    class All(Mine):
+        name = "all"
+
+    with pytest.raises(ConfigurationError, match="is 'all', which selects every tracker"):
+        register_tracker_class(All)
     with pytest.raises(ConfigurationError, match="is not a subclass of GeneralTracker"):
         register_tracker_class(object)  # type: ignore[arg-type]
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
+import importlib
 import pickle
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
+from accel.commands.config import default_config_file, load_config_from_file
+from accel.commands.launch import launch_command, launch_command_parser
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.state import AcceleratorState, GradientState, PartialState
+from accel.utils.dataclasses import get_module_class_from_name
+from accel.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, get_parameters_from_modules
+from accel_launch.errors import LaunchError
 
 
 @pytest.fixture
@@ -148,3 +158,124 @@ def test_the_states_can_be_pickled_and_belong_to_the_process_that_loads_them() -
     del accelerator
     AcceleratorState._reset_state()
     assert pickle.loads(pickled).mixed_precision == "bf16"
+
+
+# Names that clients import
+
+NAMES = {
+    "utils.constants": "FSDP_AUTO_WRAP_POLICY FSDP_SHARDING_STRATEGY FSDP_MODEL_NAME OPTIMIZER_NAME SCHEDULER_NAME "
+    "SAMPLER_NAME SCALER_NAME RNG_STATE_NAME MODEL_NAME WEIGHTS_NAME WEIGHTS_INDEX_NAME SAFE_MODEL_NAME "
+    "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_INDEX_NAME WEIGHTS_PATTERN_NAME SAFE_WEIGHTS_PATTERN_NAME STR_OPERATION_TO_FUNC",
+    "utils.fsdp_utils": "save_fsdp_model load_fsdp_model save_fsdp_optimizer load_fsdp_optimizer merge_fsdp_weights "
+    "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading fsdp2_prepare_model "
+    "get_parameters_from_modules fsdp2_prepare_auto_wrap_policy ensure_weights_retied",
+    "utils.dataclasses": "get_module_class_from_name DeepSpeedSequenceParallelConfig TorchContextParallelConfig "
+    "TorchTensorParallelConfig",
+    "utils.launch": "PrepareForLaunch prepare_simple_launcher_cmd_env prepare_multi_gpu_env prepare_tpu",
+    "utils.tqdm": "tqdm",
+    "utils.torch_xla": "is_torch_xla_available",
+    "utils.rich": "is_rich_available",
+    "utils.memory_utils": "find_executable_batch_size release_memory",
+    "memory_utils": "find_executable_batch_size",
+    "utils.ao": "filter_linear_layers find_first_last_linear_layers",
+    "utils": "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig PrepareForLaunch "
+    "is_neuron_available check_cuda_fp8_capability compile_regions_fsdp2 compile_regions_deepspeed get_model_tp_size "
+    "model_has_dtensor tqdm",
+    "tracking": "LOGGER_TYPE_TO_CLASS",
+    "commands.launch": "launch_command launch_command_parser",
+    "commands.config": "default_config_file load_config_from_file",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names_that_clients_import(module: str) -> None:
+    loaded = importlib.import_module(f"accel.{module}")
+    for name in NAMES[module].split():
+        assert hasattr(loaded, name), name
+
+
+def test_submodules_are_attributes_that_are_imported_when_used() -> None:
+    program = """
+import sys, accel
+assert "accel.utils" not in sys.modules and "torch" not in sys.modules
+assert not hasattr(accel, "no_such_module") and not hasattr(accel, "_torch_compat")
+accel.utils.set_seed(1)
+assert accel.state.PartialState().num_processes == 1 and accel.utils.operations.gather
+from accel.utils.tqdm import tqdm
+assert list(accel.utils.tqdm([1, 2], disable=True)) == [1, 2]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 2)
+
+
+def test_parameters_of_modules_given_as_objects_or_by_a_pattern() -> None:
+    model = Blocks()
+    weights = set(model.layers[0].parameters())
+    assert get_parameters_from_modules(None, model, "cpu") == set()
+    assert get_parameters_from_modules([model.layers[0]], model, "cpu") == weights
+    assert get_parameters_from_modules(r"layers\.0|head", model, "cpu") == weights | set(model.head.parameters())
+    assert {weight.device.type for weight in get_parameters_from_modules("head", model, "meta")} == {"meta"}
+
+
+def test_the_wrap_policy_says_which_modules_are_sharded_on_their_own() -> None:
+    model = Blocks()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+    )
+    chooses = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    assert chooses is not None
+    assert [name for name, module in model.named_modules() if chooses(module)] == ["layers.0", "layers.1"]
+    nothing = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    assert fsdp2_prepare_auto_wrap_policy(nothing, model) is None
+
+
+def test_classes_of_submodules_by_name() -> None:
+    model = Blocks()
+    assert get_module_class_from_name(model, "Block") is Block
+    assert get_module_class_from_name(model, "Blocks") is Blocks
+    assert get_module_class_from_name(model, "Missing") is None
+
+
+def test_trackers_by_name() -> None:
+    from accel.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
+
+    assert LOGGER_TYPE_TO_CLASS["tensorboard"] is TensorBoardTracker
+    assert {"wandb", "mlflow", "jsonl"} <= set(LOGGER_TYPE_TO_CLASS) and "all" not in LOGGER_TYPE_TO_CLASS
+    assert len(LOGGER_TYPE_TO_CLASS) == len(list(LOGGER_TYPE_TO_CLASS))
+
+
+def test_a_script_is_launched_from_a_namespace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('got', sys.argv[1:]); sys.exit(int(sys.argv[2]))")
+    args = launch_command_parser().parse_args(["--cpu", "--num_processes", "1", str(script), "--lr", "0"])
+    assert int(args.num_processes) == 1 and args.mixed_precision is None
+    assert args.training_script == str(script) and args.training_script_args == ["--lr", "0"]
+    args.num_processes, args.cpu, args.debug = 1, True, False
+    launch_command(args)
+    assert "got ['--lr', '0']" in capfd.readouterr().out
+    args.training_script_args = ["--lr", "3"]
+    with pytest.raises(LaunchError, match="failed with exit code 3"):
+        launch_command(args)
+    parser = argparse.ArgumentParser()
+    launch_command_parser(parser.add_subparsers())
+    assert parser.parse_args(["launch", "--cpu", str(script)]).func is launch_command
+
+
+def test_a_configuration_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 2\nmixed_precision: bf16\n")
+    config = load_config_from_file(str(file))
+    assert config.num_processes == 2 and config.to_dict()["mixed_precision"] == "bf16"
+    assert default_config_file.endswith("default_config.yaml")

@@ -15,6 +15,8 @@ from .conversion import autocast as autocast
 from .conversion import convert as convert
 from .delayed_scaling import synchronize as synchronize
 from .filters import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
+from .filters import filter_linear_layers as filter_linear_layers
+from .filters import find_first_last_linear_layers as find_first_last_linear_layers
 from .formats import E4M3 as E4M3
 from .formats import E5M2 as E5M2
 from .formats import Float8Format as Float8Format

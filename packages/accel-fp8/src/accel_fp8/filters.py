@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -24,6 +24,24 @@ def first_and_last_linear(model: nn.Module) -> tuple[str | None, str | None]:
     """The names of the first and the last linear layer; None for a model without linear layers."""
     names = [name for name, _ in linear_layers(model)]
     return (names[0], names[-1]) if names else (None, None)
+
+
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """The names of the first and the last linear layer of a model; None for a model without linear layers."""
+    return first_and_last_linear(model)
+
+
+def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
+    """Whether a layer should compute in 8 bits: it is not among ``layers_to_filter``, and has fitting dimensions.
+
+    Args:
+        module: the layer.
+        fqn: its name in the model.
+        layers_to_filter: names of layers that stay in high precision.
+    """
+    if isinstance(module, nn.Linear) and not has_fitting_dimensions(module):
+        return False
+    return fqn not in layers_to_filter
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:

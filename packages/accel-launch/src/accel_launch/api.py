@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -11,6 +12,9 @@ from typing import Any
 
 from accel_state.env import all_variables
 from accel_state.options import load_groups, resolve
+
+from .errors import LaunchError
+from .parser import build_parser, parse
 
 # Longer than the time that the launcher gives to its processes.
 _END_SECONDS = 40
@@ -58,3 +62,46 @@ def launch(
             process.kill()
         raise
     return 128 - code if code < 0 else code
+
+
+def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of ``accel launch`` with the script and its arguments, for :func:`launch_command`.
+
+    Args:
+        subparsers: what ``add_subparsers()`` of another parser has returned; the command "launch" is added to it.
+    """
+    parser = build_parser()
+    if subparsers is not None:
+        parser = subparsers.add_parser("launch", parents=[parser], conflict_handler="resolve", allow_abbrev=False)
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        # argparse would take the script for the value of an option that may have one, as in `--cpu script.py`.
+        command_line = parse(sys.argv[1:] if args is None else list(args))
+        values = {**dict.fromkeys(_option_names()), **command_line.options, "func": launch_command}
+        namespace = namespace or argparse.Namespace()
+        vars(namespace).update(values)
+        namespace.training_script, namespace.training_script_args = command_line.script, command_line.script_args
+        return namespace, []
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    return parser
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Start a script as ``accel launch`` does, and wait for it.
+
+    Args:
+        args: what the parser of :func:`launch_command_parser` has parsed; options that are None are not set.
+
+    Raises:
+        ConfigurationError: an option is not allowed.
+        LaunchError: the script failed.
+    """
+    given = {name: value for name, value in vars(args).items() if name in _option_names() and value is not None}
+    code = launch(args.training_script, args.training_script_args, **given)
+    if code:
+        raise LaunchError(f"{args.training_script} failed with exit code {code}.")
+
+
+def _option_names() -> list[str]:
+    return [opt.name for group in load_groups() for opt in group.options()]

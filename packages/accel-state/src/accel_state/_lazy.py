@@ -11,12 +11,16 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the package named ``package``, from its stub."""
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the package named ``package``, from its stub.
+
+    Public submodules are attributes too, imported on first use: ``import accel; accel.utils.set_seed(1)``.
+    """
     module = sys.modules[package]
     file = module.__file__
     if file is None:
@@ -27,6 +31,8 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
         try:
             source, attribute = exports[name]
         except KeyError:
+            if not name.startswith("_") and hasattr(module, "__path__") and find_spec(f"{package}.{name}") is not None:
+                return importlib.import_module(f"{package}.{name}")
             raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
         value: Any = importlib.import_module(source)
         if attribute is not None:

@@ -117,3 +117,16 @@ def is_pippy_available() -> bool:
 def is_weights_only_available() -> bool:
     """Whether ``torch.load(weights_only=True)`` has an allow-list of classes; True for every supported torch."""
     return True
+
+
+def is_neuron_available(check_device: bool = False) -> bool:
+    """Whether there is an AWS Neuron device; with ``check_device=True``, whether this process sees at least one."""
+    neuron = getattr(torch, "neuron", None)
+    if not is_package_available("torch_neuronx") or neuron is None or not neuron.is_available():
+        return False
+    return not check_device or neuron.device_count() > 0
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Whether the current CUDA device multiplies in 8-bit floating point (compute capability 8.9 or higher)."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accel_state.errors import ConfigurationError, MissingDependencyError
@@ -18,8 +19,34 @@ _METHODS = ("store_init_configuration", "log")
 _registered: dict[str, type[GeneralTracker]] = {}
 
 
+class _TrackerClasses(Mapping[str, type[GeneralTracker]]):
+    """The tracker classes by name; each is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> type[GeneralTracker]:
+        if name not in _names():
+            raise KeyError(name)
+        tracker: type[GeneralTracker] = _class_of(str(name))
+        return tracker
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_names())
+
+    def __len__(self) -> int:
+        return len(_names())
+
+
+LOGGER_TYPE_TO_CLASS: Mapping[str, type[GeneralTracker]] = _TrackerClasses()
+"""Every tracker class by its name, including registered ones."""
+
+
+def _names() -> list[str]:
+    return list(dict.fromkeys([*TRACKERS.names(), *_registered]))
+
+
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Register a custom tracker class, so that ``log_with`` accepts its ``name`` and "all" includes it.
+
+    A class of the same name is replaced, with a warning: a notebook's cell may run twice.
 
     A package registers its classes for everyone who installs it with the entry point group ``accel.trackers`` instead.
 
@@ -27,7 +54,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         tracker_class: a subclass of GeneralTracker.
 
     Raises:
-        ConfigurationError: it is not a tracker class, or its name is taken.
+        ConfigurationError: it is not a tracker class, or is named "all".
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigurationError(
@@ -35,17 +62,18 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         )
     _check(tracker_class, None, check_directory=False)
     name = str(tracker_class.name)
-    known = _registered.get(name)
-    if name in TRACKERS or name == "all" or known not in (None, tracker_class):
+    if name == LoggerType.ALL.value:
         raise ConfigurationError(
-            f"the name {name!r} of {tracker_class.__qualname__} is taken by another tracker. Choose another name."
+            f"the name of {tracker_class.__qualname__} is 'all', which selects every tracker. Choose another name."
         )
+    if name in _names() and _registered.get(name) is not tracker_class:
+        logger.warning("The tracker %r is replaced by %s.", name, tracker_class.__qualname__)
     _registered[name] = tracker_class
 
 
 def get_available_trackers() -> list[str]:
     """The names of all trackers whose libraries are installed."""
-    return [name for name in [*TRACKERS.names(), *_registered] if _is_available(name)]
+    return [name for name in _names() if _is_available(name)]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:

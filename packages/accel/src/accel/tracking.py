@@ -18,3 +18,4 @@ from accel_track import filter_trackers as filter_trackers
 from accel_track import get_available_trackers as get_available_trackers
 from accel_track import on_main_process as on_main_process
 from accel_track import register_tracker_class as register_tracker_class
+from accel_track.log_with import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import ConfigFile, load_groups, resolve
+from accel_state.options import ConfigFile, default_path, load_groups, resolve
 
 from .read import check_keys, read_config
 from .write import BASE, declared, nest, to_text, write_text
@@ -73,6 +74,29 @@ def updated(config: ConfigFile) -> dict[str, Any]:
     if settings["compute_environment"] == "LOCAL_MACHINE":
         values = {**{name: options[name].default for name in BASE if name not in _LEFT_OUT}, **values}
     return nest({**values, "compute_environment": settings["compute_environment"]})
+
+
+class LoadedConfig(SimpleNamespace):
+    """The settings of a configuration file as attributes, under the keys that this version writes."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings by key; those of an engine are nested under its section."""
+        return dict(vars(self))
+
+
+def load_config_from_file(config_file: str | Path | None = None) -> LoadedConfig:
+    """Read a configuration file.
+
+    Args:
+        config_file: the file; by default the one that ``accel launch`` reads.
+
+    Raises:
+        ConfigurationError: there is no file, it cannot be read, or a key or value is not allowed.
+    """
+    config = read_config(config_file)
+    if config is None:
+        raise ConfigurationError(f"{default_path()} does not exist. Run `accel config`, or pass the path of a file.")
+    return LoadedConfig(**updated(config))
 
 
 def _is_set(config: ConfigFile, key: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -234,3 +235,43 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
         The given model.
     """
     return compile_regions(module, **compile_kwargs)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """The parameters of some modules, which are moved to a device.
+
+    Args:
+        modules: modules, or a regular expression that matches full names of modules in ``model``; None for no modules.
+        model: the model that names are looked up in.
+        device: where the modules are moved to.
+    """
+    if modules is None:
+        return set()
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    return {parameter for module in modules for parameter in module.to(device).parameters()}
+
+
+def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+    """A function that says of each submodule of a model whether ``fully_shard`` is applied to it on its own.
+
+    Args:
+        fsdp2_plugin: the settings, of which ``auto_wrap_policy`` and ``ignored_modules`` are used.
+        model: the full model, not sharded yet.
+
+    Returns:
+        None without a policy.
+    """
+    policy = fsdp2_plugin.policy_for(model)
+    if policy is None:
+        return None
+    units = find_units(model, policy, fsdp2_plugin.ignored_in(model))
+    return lambda module: any(module is unit for unit in units)
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """The class called ``name`` of a module or of one of its submodules; None if there is none."""
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)

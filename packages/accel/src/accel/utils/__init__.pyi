@@ -37,6 +37,7 @@ from accel_fp8 import has_ao_layers as has_ao_layers
 from accel_fp8 import has_transformer_engine_layers as has_transformer_engine_layers
 from accel_fp8 import torchao_required as torchao_required
 from accel_launch import write_basic_config as write_basic_config
+from accel_launch.launch_commands import PrepareForLaunch as PrepareForLaunch
 from accel_launch.launch_commands import prepare_multi_gpu_env as prepare_multi_gpu_env
 from accel_launch.launch_commands import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from accel_launch.launchers.tpu import prepare_tpu as prepare_tpu
@@ -49,6 +50,7 @@ from accel_state import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_state import PrecisionType as PrecisionType
 from accel_state import RNGType as RNGType
 from accel_state import SageMakerDistributedType as SageMakerDistributedType
+from accel_state.device_checks import check_cuda_fp8_capability as check_cuda_fp8_capability
 from accel_state.device_checks import is_bf16_available as is_bf16_available
 from accel_state.device_checks import is_cuda_available as is_cuda_available
 from accel_state.device_checks import is_fp16_available as is_fp16_available
@@ -57,6 +59,7 @@ from accel_state.device_checks import is_hpu_available as is_hpu_available
 from accel_state.device_checks import is_mlu_available as is_mlu_available
 from accel_state.device_checks import is_mps_available as is_mps_available
 from accel_state.device_checks import is_musa_available as is_musa_available
+from accel_state.device_checks import is_neuron_available as is_neuron_available
 from accel_state.device_checks import is_npu_available as is_npu_available
 from accel_state.device_checks import is_pippy_available as is_pippy_available
 from accel_state.device_checks import is_rocm_available as is_rocm_available
@@ -242,7 +245,10 @@ from ..kwargs.handlers import GradScalerKwargs as GradScalerKwargs
 from ..kwargs.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from ..kwargs.handlers import ProfileKwargs as ProfileKwargs
 from ..kwargs.handlers import TrackingKwargs as TrackingKwargs
+from ..parallel.config import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
 from ..parallel.config import ParallelismConfig as ParallelismConfig
+from ..parallel.config import TorchContextParallelConfig as TorchContextParallelConfig
+from ..parallel.config import TorchTensorParallelConfig as TorchTensorParallelConfig
 from ..parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from ..parallel.sequence_inputs import shift_labels as shift_labels
 from ..parallel.tp_plan import get_model_tp_size as get_model_tp_size

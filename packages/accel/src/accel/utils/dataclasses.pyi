@@ -17,6 +17,7 @@ from ..checkpoint.names import ProjectConfiguration as ProjectConfiguration
 from ..core.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from ..core.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from ..fsdp.fsdp2_utils import get_module_class_from_name as get_module_class_from_name
 from ..fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from ..kwargs.base import KwargsHandler as KwargsHandler
 from ..kwargs.ddp import DDPCommunicationHookType as DDPCommunicationHookType
@@ -31,5 +32,8 @@ from ..kwargs.handlers import GradScalerKwargs as GradScalerKwargs
 from ..kwargs.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from ..kwargs.handlers import ProfileKwargs as ProfileKwargs
 from ..kwargs.handlers import TrackingKwargs as TrackingKwargs
+from ..parallel.config import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
 from ..parallel.config import ParallelismConfig as ParallelismConfig
+from ..parallel.config import TorchContextParallelConfig as TorchContextParallelConfig
+from ..parallel.config import TorchTensorParallelConfig as TorchTensorParallelConfig
 from ..parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin

@@ -1,0 +1,22 @@
+"""FSDP, under the module path that other libraries know."""
+
+from ..checkpoint.names import FSDP_MODEL_NAME as FSDP_MODEL_NAME
+from ..checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
+from ..fsdp.fsdp2_utils import compile_regions_fsdp2 as compile_regions_fsdp2
+from ..fsdp.fsdp2_utils import ensure_weights_retied as ensure_weights_retied
+from ..fsdp.fsdp2_utils import fsdp2_apply_ac as fsdp2_apply_ac
+from ..fsdp.fsdp2_utils import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from ..fsdp.fsdp2_utils import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from ..fsdp.fsdp2_utils import fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy
+from ..fsdp.fsdp2_utils import fsdp2_prepare_model as fsdp2_prepare_model
+from ..fsdp.fsdp2_utils import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
+from ..fsdp.fsdp2_utils import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from ..fsdp.fsdp2_utils import get_parameters_from_modules as get_parameters_from_modules
+from ..fsdp.fsdp2_utils import model_has_dtensor as model_has_dtensor
+from ..fsdp.merge import merge_fsdp_weights as merge_fsdp_weights
+from ..fsdp.model_io import load_fsdp_model as load_fsdp_model
+from ..fsdp.model_io import load_fsdp_optimizer as load_fsdp_optimizer
+from ..fsdp.model_io import save_fsdp_model as save_fsdp_model
+from ..fsdp.model_io import save_fsdp_optimizer as save_fsdp_optimizer
+from ..fsdp.plugin import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
+from ..fsdp.plugin import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
