@@ -163,6 +163,41 @@ def in_half_precision(precision: str) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "scale": scale}
 
 
+def sharded_in_bf16_with_example() -> list[float]:
+    each = BATCH // 2
+    config = ParallelismConfig(
+        pp_size=2,
+        dp_shard_size=2,
+        pp_handler=PipelineParallelConfig(example={"input_ids": torch.zeros(each // 2, LENGTH, dtype=torch.long)}),
+    )
+    accelerator = Accelerator(
+        parallelism_config=config,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+        mixed_precision="bf16",
+    )
+    model, optimizer = accelerator.prepare(*((whole := build("llama")), optimizer_of(whole)))
+    rank = accelerator.strategy.data_collectives.rank
+    losses = []
+    for start in range(0, 3 * BATCH, BATCH):
+        batch = stack(dataset(3)[start + rank * each : start + (rank + 1) * each])
+        assert batch["input_ids"].shape == (each, LENGTH)
+        output = model(**batch)
+        accelerator.backward(output.loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(output.loss.detach(), "mean").item())
+    accelerator.free_memory()
+    return losses
+
+
+def test_an_example_of_the_trained_shape_with_shards_that_compute_in_bf16() -> None:
+    """The example is recorded in float32, before sharding casts the weights."""
+    expected = plain("llama", 3)["losses"]
+    for losses in run_world(sharded_in_bf16_with_example, 4, timeout=250):
+        assert losses == pytest.approx(expected, rel=3e-2)
+
+
 def evaluation_and_refusals() -> dict[str, Any]:
     halves = {precision: in_half_precision(precision) for precision in ("bf16", "fp16")}
     accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2))

@@ -103,7 +103,7 @@ class Pipeline:
         if split is not None:
             extract(model, split, [state.process_index], state.device, in_place=True)
             stage = Stage(model, forward, split, state.process_index, state.device)
-            self._runtime = PipelineRuntime([stage], split)
+            self._runtime = PipelineRuntime([stage], split, example_outputs=split.outputs)
             model.requires_grad_(False)
         model.to(state.device)
 

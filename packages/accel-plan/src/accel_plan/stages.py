@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.func import functional_call
 
 from accel.parallel.pipeline import TrainingPipeline
+from accel_bigmodel.pipeline.recording import record
 
 from ._torch_compat import fsdp2_units, fsdp2_unsharded_tensors, local_pipeline_stage, local_tensor, storage_id
 from .record import Recorder, module_storages
@@ -124,6 +126,22 @@ def broadcast_loss(pipeline: TrainingPipeline, tensor: torch.Tensor | None) -> t
     loss = torch.zeros((), device=pipeline.device) if tensor is None else tensor.contiguous()
     dist.broadcast(loss, group_src=pipeline.size - 1, group=pipeline.group)
     return loss
+
+
+def outputs_in_compute_dtype(
+    pipeline: TrainingPipeline, model: nn.Module, forward: Any, example: tuple[Any, Any]
+) -> Sequence[Any]:
+    """The outputs of all calls in the dtype that the stages compute in, since no other rank can tell them here."""
+    dtype = pipeline.compute_dtype
+    if dtype is None:
+        return pipeline.split.outputs
+    parameters = {name: item.to(dtype) if item.is_floating_point() else item for name, item in model.named_parameters()}
+
+    def cast_forward(*args: Any, **kwargs: Any) -> Any:
+        return functional_call(model, parameters, args, {**forward.keywords, **kwargs})
+
+    units = {name: model.get_submodule(name) for name in pipeline.split.units}
+    return tuple(record(model, cast_forward, units, *example).outputs)
 
 
 def gathered_storages(model: nn.Module) -> dict[int, int]:

@@ -141,7 +141,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     from accel.strategies import ddp, mesh_pp
 
     from .replica import ReplicatedModel
-    from .stages import broadcast_loss, monitored_stage_class
+    from .stages import broadcast_loss, monitored_stage_class, outputs_in_compute_dtype
 
     def local_collectives(device: torch.device, group: Any = None) -> Collectives:
         return LocalCollectives(dist.get_rank(group), dist.get_world_size(group))
@@ -152,6 +152,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (mesh_pp, "TorchCollectives", local_collectives),
         (pipelining, "PipelineStage", monitored_stage_class()),
         (pipeline.TrainingPipeline, "_share", broadcast_loss),
+        (pipeline.TrainingPipeline, "_outputs_of_example", outputs_in_compute_dtype),
         *_mask_replacements(),
     ]
 

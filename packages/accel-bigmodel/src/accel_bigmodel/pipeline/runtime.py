@@ -48,6 +48,8 @@ class PipelineRuntime:
         split: how the model is split.
         schedule: name of the schedule in ``torch.distributed.pipelining``.
         group: the ranks of the pipeline; None for all.
+        example_outputs: for the split's example, the outputs of all calls as ``split.outputs`` has them. None: learned
+            from the first micro-batch, where the stages may compute in another dtype than the recorded model.
     """
 
     def __init__(
@@ -56,14 +58,15 @@ class PipelineRuntime:
         split: PipelineSplit,
         schedule: str = "ScheduleGPipe",
         group: dist.ProcessGroup | None = None,
+        example_outputs: Sequence[Any] | None = None,
     ) -> None:
         self.stages, self.split, self.schedule, self.group = stages, split, schedule, group
         self.size = len(split) // len(stages)
         self._kinds: OrderedDict[Any, _Kind] = OrderedDict()
         for stage in stages:
             stage.intercept()
-        if not _constants(split.outputs):
-            templates = dict(enumerate(split.outputs))
+        if example_outputs is not None and not _constants(tuple(example_outputs)):
+            templates = dict(enumerate(example_outputs))
             self._kinds[split.example, torch.is_autocast_enabled()] = _Kind([templates] * len(stages))
 
     def run(self, batches: Sequence[tuple[Any, Any]]) -> list[Any]:

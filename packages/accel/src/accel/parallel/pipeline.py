@@ -102,6 +102,7 @@ class TrainingPipeline:
         mesh: the pp axis.
         settings: how batches pass through the stages.
         device: of this rank.
+        compute_dtype: the dtype that sharding casts parameters to for each forward; None if it does not.
 
     Attributes:
         parts: the stages of this rank, by number: to be sharded in place before :meth:`assemble`.
@@ -112,9 +113,14 @@ class TrainingPipeline:
     """
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, settings: PipelineParallelConfig, device: torch.device
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        settings: PipelineParallelConfig,
+        device: torch.device,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.settings, self.device = settings, device
+        self.settings, self.device, self.compute_dtype = settings, device, compute_dtype
         self.rank, self.size, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
         self.count = self.size * (settings.stages_per_rank or 1)
         path, ranges = block_ranges(model, self.count)
@@ -134,6 +140,7 @@ class TrainingPipeline:
         forward = functools.partial(model.eval().forward, **self._options)
         self._signature = inspect.signature(forward)
         self.split = split_model(model, forward, points, [block], example, self.count)
+        self._example_outputs = self._outputs_of_example(model, forward, example)
         for module, mode in modes.items():
             module.training = mode
         self.order = [name for name, _ in model.named_parameters()]
@@ -162,6 +169,12 @@ class TrainingPipeline:
         kwargs.pop("labels", None)
         args, kwargs = send_to_device((args, kwargs), device)
         return args, kwargs
+
+    def _outputs_of_example(
+        self, model: nn.Module, forward: Callable[..., Any], example: tuple[Any, Any]
+    ) -> Sequence[Any] | None:
+        """The recorded outputs. None where sharding will change their dtypes: the first micro-batch tells them."""
+        return self.split.outputs if self.compute_dtype is None else None
 
     def _make_stage(self, model: nn.Module, part: nn.Module, number: int) -> Stage:
         original = model.__dict__.get("_original_forward", model.forward)
@@ -200,7 +213,9 @@ class TrainingPipeline:
         model.forward = functools.partial(self._call, model)
         model.__dict__["_pipeline"] = self
         self._equalise_ties()
-        self._runtime = PipelineRuntime(self._stages, self.split, SCHEDULES[self.settings.schedule], self.group)
+        self._runtime = PipelineRuntime(
+            self._stages, self.split, SCHEDULES[self.settings.schedule], self.group, self._example_outputs
+        )
         return model
 
     # Weights that the first and the last stage share

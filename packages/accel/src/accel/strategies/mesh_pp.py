@@ -93,8 +93,14 @@ class PipelineStrategy(MeshStrategy):
         modules = dict(model.named_modules())
         plan, derived = super()._plan(model)
         self._model_plan = {name: (modules[name], style) for name, style in plan.items()}, derived
+        # Without sharding, mixed precision is in the recorded forward: autocast.
+        casts = self._sharding is not None and self.precision is not None
         pipeline = TrainingPipeline(
-            model, self.mesh["pp"], self.parallelism.pp_handler or PipelineParallelConfig(), self.state.device
+            model,
+            self.mesh["pp"],
+            self.parallelism.pp_handler or PipelineParallelConfig(),
+            self.state.device,
+            compute_dtype=self.precision.param_dtype if casts else None,
         )
         if self._scaler is not None:
             pipeline.loss_scale = self._scaler.get_scale
