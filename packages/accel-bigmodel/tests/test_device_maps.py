@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from accel_bigmodel import (
     clean_device_map,
     compute_module_sizes,
     describe_device_map,
+    dispatch_model,
     fallback_allocate,
     find_tied_parameters,
     get_balanced_memory,
@@ -29,6 +31,8 @@ from accel_bigmodel import (
 )
 from accel_bigmodel.tied_params import location_of
 from accel_state.errors import ConfigurationError
+
+pytestmark = pytest.mark.filterwarnings("ignore:the buffers of the offloaded layers")
 
 
 class Leaf(nn.Module):
@@ -276,7 +280,12 @@ def test_limits_are_sizes_of_known_devices() -> None:
     assert get_max_memory({"cpu": "10GB", 1: "3GiB", 0: 5}) == {0: 5, 1: 3 * 2**30, "cpu": 10**10}
     assert list(get_max_memory({"disk": 1, "cpu": 1, 2: 1})) == [2, "cpu", "disk"]
     assert get_max_memory()["cpu"] > 10**6
-    for wrong in ({0: "10 apples"}, {0: -1}, {"gpu": 5}, {0: None}):
+    free = {"cpu": 0.9 * 20213146710, 0: "1GB", 1: 7}
+    assert get_max_memory(free) == {0: 10**9, 1: 7, "cpu": 18191832039}
+    assert free == {"cpu": 18191832039, 0: 10**9, 1: 7}, "callers read the bytes from their dictionary"
+    assert infer_auto_device_map(Small(), {"cpu": 1000.5}) == {"": "cpu"}
+    assert get_balanced_memory(Small(), {0: 1000.5, 1: 1e3, "cpu": 10.0})["cpu"] == 10
+    for wrong in ({0: "10 apples"}, {0: -1}, {"gpu": 5}, {0: None}, {0: float("inf")}, {0: float("nan")}):
         with pytest.raises(ConfigurationError, match="max_memory"):
             get_max_memory(wrong)
 
@@ -285,15 +294,41 @@ def test_a_map_that_does_not_fit_the_model_is_refused() -> None:
     model = Small()
     with pytest.raises(ConfigurationError, match=r"no device to batchnorm.weight.*linear2.bias"):
         check_device_map(model, {"linear1": "cpu", "batchnorm.bias": "cpu", "batchnorm.running_mean": "cpu"})
-    with pytest.raises(ConfigurationError, match="names linear3"):
+    with pytest.warns(UserWarning, match="names linear3"):
         check_device_map(model, {"": "cpu", "linear3": "disk"})
+    check_device_map(model, {"": 0})
     with pytest.raises(ConfigurationError, match="'gpu' is not a device"):
-        check_device_map(model, {"": "gpu"})
+        dispatch_model(model, {"": "gpu"})
     with pytest.raises(ConfigurationError, match="this machine has none"):
-        check_device_map(model, {"": 0})
+        dispatch_model(model, {"linear1": 0, "batchnorm": 0, "linear2": "cpu"})
+    with pytest.warns(UserWarning, match="names lm_head"):
+        dispatch_model(model, {"": "cpu", "lm_head": "disk"})
     check_device_map(
         model, {"linear1": "cpu", "batchnorm": torch.device("cpu"), "linear2.weight": "disk", "linear2.bias": "cpu"}
     )
+
+
+def test_buffers_that_do_not_fit_beside_offloaded_layers_are_warned_of() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(100, affine=False), nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match=r"buffers of the offloaded layers take .* on device 0.*offload_buffers=True"):
+        device_map = infer_auto_device_map(model, {0: 100, "cpu": "1MB"})
+    assert device_map == {"": "cpu"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        infer_auto_device_map(model, {0: 100, "cpu": "1MB"}, offload_buffers=True)
+        infer_auto_device_map(model, {0: "1MB", "cpu": "1MB"})
+
+
+@pytest.mark.parametrize("name", ["float16", "torch.float16", torch.float16])
+def test_dtypes_have_names(name) -> None:
+    model = Small()
+    sizes = compute_module_sizes(model, special_dtypes={"linear1.weight": name})
+    assert sizes["linear1.weight"] == 2 * model.linear1.weight.numel()
+    assert compute_module_sizes(model, dtype=name)["linear1"] == 2 * sum(p.numel() for p in model.linear1.parameters())
+    every = {weight: name for weight, _ in model.named_parameters()}
+    half = compute_module_sizes(model, special_dtypes=every)[""]
+    assert infer_auto_device_map(model, {"cpu": half}, special_dtypes=every) == {"": "cpu"}
+    assert get_balanced_memory(model, {0: 10**6, 1: 10**6}, dtype=name, special_dtypes=every)[0] < 10**6
 
 
 def test_the_map_can_be_read() -> None:

@@ -55,6 +55,27 @@ def same(one: object, other: object) -> bool:
     return all(torch.allclose(one[key], other[key], rtol=1e-5, atol=1e-6) for key in ("logits", "hidden"))
 
 
+@pytest.mark.parametrize("source", ["directory", "index"])
+@pytest.mark.parametrize("shared", ["cpu", "disk"])
+def test_a_tied_weight_that_is_stored_under_one_of_its_names(tmp_path: Path, source: str, shared: str) -> None:
+    build, inputs = transformers_models()["t5"]
+    torch.manual_seed(0)
+    model = build().eval()
+    expected = model(**inputs).logits
+    aliases = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+    stored = {name: value.clone() for name, value in model.state_dict().items() if name not in aliases}
+    device_map = {"shared": shared, "encoder": "disk", "decoder": "disk", "lm_head": "disk"}
+    if source == "directory":
+        offload_state_dict(tmp_path, stored)
+        dispatch_model(model, device_map, offload_dir=tmp_path)
+    else:
+        save_file(stored, tmp_path / "model.safetensors")
+        index = {name: {"safetensors_file": str(tmp_path / "model.safetensors")} for name in stored}
+        dispatch_model(model, device_map, offload_index=index)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, expected)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "llama"])
 def test_transformers_models(family: str, tmp_path: Path) -> None:
     build, inputs = transformers_models()[family]

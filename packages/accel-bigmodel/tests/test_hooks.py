@@ -24,6 +24,7 @@ from accel_bigmodel import (
     attach_layerwise_casting_hooks,
     cpu_offload,
     cpu_offload_with_hook,
+    dispatch_model,
     get_state_dict_from_offload,
     has_offloaded_params,
     remove_hook_from_module,
@@ -69,6 +70,21 @@ def test_a_hook_changes_arguments_and_results() -> None:
     assert torch.equal(layer(x), plain) and layer.__dict__ == before
     assert calls == ["init a", "pre a", "post a", "init b", "pre b", "post b", "detach b"]
     assert remove_hook_from_module(layer) is layer
+
+
+def test_a_hooked_forward_has_the_name_and_signature_of_the_original() -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3)
+    add_hook_to_module(layer, ModelHook())
+    for hooked in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert hooked.forward.__name__ == "forward"
+        assert hooked.forward.__wrapped__ == nn.Linear.forward.__get__(hooked)
+        assert inspect.unwrap(hooked.forward).__self__ is hooked
+        assert list(inspect.signature(hooked.forward).parameters) == ["input"]
+        exported = torch.export.export(hooked, (x,)).module()
+        torch.testing.assert_close(exported(x), layer(x))
+    dispatched = dispatch_model(net(), {"": "cpu"}, force_hooks=True)
+    exported = torch.export.export(dispatched, (words(),)).module()
+    torch.testing.assert_close(exported(words())["logits"], dispatched(words())["logits"])
 
 
 def test_appended_hooks_act_in_order() -> None:
@@ -250,6 +266,12 @@ def test_models_that_take_turns() -> None:
     assert moves == [(2, "cpu")]
     hooks[0].remove()
     assert not hasattr(layers[0], "_hf_hook")
+
+
+def test_layerwise_casting_takes_names_of_dtypes() -> None:
+    layer = nn.Sequential(nn.Linear(3, 3))
+    attach_layerwise_casting_hooks(layer, storage_dtype="float16", compute_dtype="torch.float32")
+    assert layer[0].weight.dtype == torch.float16 and layer(torch.ones(1, 3)).dtype == torch.float32
 
 
 def test_layerwise_casting() -> None:

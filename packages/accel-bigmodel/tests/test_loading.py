@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_what_does_not_fit_is_listed_and_nothing_is_loaded(tmp_path: Path) -> No
         assert all(parameter.device.type == "meta" for parameter in model.parameters())
 
 
-def test_strict_is_about_what_has_values_anyway(tmp_path: Path) -> None:
+def test_strict_is_about_what_has_values_anyway(tmp_path: Path, caplog) -> None:
     file = save(net(), tmp_path / "part.safetensors", without=("scale",))
     model = Net()
     with pytest.warns(UserWarning, match=r"missing \(1\): scale.*keep their values"):
@@ -149,8 +150,12 @@ def test_strict_is_about_what_has_values_anyway(tmp_path: Path) -> None:
         load_checkpoint_in_model(empty(), file)
     more = {**load_file(save(net(), tmp_path / "all.safetensors")), "more": torch.ones(1)}
     save_file(more, tmp_path / "more.safetensors")
-    with pytest.warns(UserWarning, match=r"unexpected \(1\): more"):
+    with caplog.at_level(logging.WARNING, "accel_bigmodel"):
         load_checkpoint_in_model(empty(), tmp_path / "more.safetensors")
+    (record,) = [record for record in caplog.records if record.name.startswith("accel_bigmodel")]
+    assert record.levelno == logging.WARNING and "does not have: more" in record.getMessage()
+    with pytest.raises(RuntimeError, match=r"unexpected \(1\): more"):
+        load_checkpoint_in_model(empty(), tmp_path / "more.safetensors", strict=True)
     with pytest.raises(ConfigurationError, match=r"unexpected \(1\): more"):
         load_checkpoint_in_model(empty(), tmp_path / "more.safetensors", strict=True)
 

@@ -280,3 +280,10 @@ def test_folders_of_offloaded_weights(tmp_path) -> None:
     assert set(extract_submodules_state_dict(state, ["blocks.0", "scale"])) == {"scale"} | {
         n for n in state if n.startswith("blocks.0.")
     }
+
+
+@pytest.mark.parametrize("name", ["5.weight", "weights"])
+def test_an_unknown_name_is_an_attribute_error_too(name: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        set_module_tensor_to_device(nn.Linear(2, 2), name, "cpu")
+    assert isinstance(caught.value, ConfigurationError)

@@ -38,6 +38,7 @@ def test_the_text_is_the_number_to_half_a_percent(size):
 
 def test_sizes() -> None:
     assert convert_file_size_to_int(7) == 7
+    assert convert_file_size_to_int(18191831040.6) == 18191831040
     sizes = {"1GB": 10**9, "1GiB": 2**30, "2.5MB": 2_500_000, "8Kb": 1000, "10 B": 10, "1tib": 2**40 // 8}
     assert {text: convert_file_size_to_int(text) for text in sizes} == sizes
     for wrong in ("", "GB", "5 apples", "-1GB", "5XB"):

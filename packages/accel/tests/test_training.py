@@ -497,3 +497,11 @@ def triggers() -> list[bool]:
 
 def test_one_ranks_trigger_is_seen_by_all() -> None:
     assert run_world(triggers, 2) == [[False, True, False]] * 2
+
+
+def test_a_model_in_half_precision_can_be_exported() -> None:
+    x = torch.randn(2, 6)
+    model = Accelerator(cpu=True, mixed_precision="bf16").prepare(build()).eval()
+    assert model.forward.__name__ == "forward" and model.forward.__wrapped__ is not None
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x)["logits"], model(x)["logits"])

@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
-from .device_map.device_map_checks import check_device_map
+from .device_map.device_map_checks import check_device_map, check_devices
 from .device_map.infer import infer_auto_device_map
 from .device_map.memory import HOST_AND_DISK, MaxMemory, get_balanced_memory
 from .hooks.align import AlignDevicesHook
@@ -133,10 +133,11 @@ def dispatch_model(
         The model, with the map as ``hf_device_map``.
 
     Raises:
-        ConfigurationError: a map that is incomplete or names unknown modules; weights for the disk without
+        ConfigurationError: a map that is incomplete or names unknown devices; weights for the disk without
             ``offload_dir`` and ``offload_index``; tensors without values.
     """
     check_device_map(model, device_map)
+    check_devices(device_map)
     _undo_dispatch(model)
     whole_classes = tuple(preload_module_classes or ())
     flat_map = disjoint_device_map(model, with_shared_modules(model, device_map), whole_classes)
@@ -145,6 +146,7 @@ def dispatch_model(
         dispatcher.find_offloaded_weights(state_dict, offload_dir, offload_index)
         dispatcher.attach_hooks(skip_keys, whole_classes)
     else:
+        dispatcher.read_weights(offload_dir, offload_index)
         dispatcher.refuse_empty(())
         model.to(as_device(next(iter(device_map.values()))))
     model.__dict__["hf_device_map"] = dict(device_map)
@@ -205,11 +207,10 @@ class _Dispatcher:
         in_memory: dict[str, torch.Tensor] = {}
         if any(self.offload[name] for name in self._mapped_to("cpu")):
             in_memory = self._part(self.model.state_dict() if state_dict is None else state_dict, "cpu")
-        record = (offload_record(self.model) if index is None else None) or OffloadRecord()
+        self.read_weights(offload_dir, index)
+        record, directory, merged = self._disk_index(offload_dir, index)
         on_disk = self._mapped_to("disk")
         if on_disk:
-            directory = Path(offload_dir) if offload_dir is not None else record.directory
-            merged: dict[str, Any] = {**record.index, **(index or {})}
             if not merged and directory is None:
                 raise ConfigurationError(
                     f"{len(on_disk)} modules are mapped to the disk, but the location of their weights is unknown: "
@@ -220,11 +221,54 @@ class _Dispatcher:
                     offload_state_dict(directory, self._part(self.model.state_dict(), "disk"))
                 if (directory / OFFLOAD_INDEX_NAME).is_file():
                     merged = {**OffloadedWeightsLoader(save_folder=directory).index, **merged}
+            self._add_tied_names(in_memory, merged)
             self.weights = OffloadedWeightsLoader(in_memory, directory, merged)
             self.weights.add_open_files(record.files)
         elif in_memory:
+            self._add_tied_names(in_memory, {})
             self.weights = OffloadedWeightsLoader(state_dict=in_memory)
         self.refuse_empty(name for name in self.weights or () if location_of(name, self.offload))
+
+    def _disk_index(
+        self, offload_dir: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
+    ) -> tuple[OffloadRecord, Path | None, dict[str, Any]]:
+        """The record of loading, the directory of weights, and the index of those in files."""
+        record = (offload_record(self.model) if index is None else None) or OffloadRecord()
+        directory = Path(offload_dir) if offload_dir is not None else record.directory
+        return record, directory, {**record.index, **(index or {})}
+
+    def read_weights(
+        self, offload_dir: str | os.PathLike[str] | None, offload_index: Mapping[str, Any] | None
+    ) -> None:
+        """Read tensors without values that the map does not offload from the index: an earlier map offloaded them."""
+        empty = [name for name in on_meta(self.model) if not location_of(name, self.offload)]
+        record, directory, index = self._disk_index(offload_dir, offload_index)
+        if empty and directory is not None and (directory / OFFLOAD_INDEX_NAME).is_file():
+            index = {**OffloadedWeightsLoader(save_folder=directory).index, **index}
+        if not empty or not index:
+            return
+        weights = OffloadedWeightsLoader({}, directory, index)
+        weights.add_open_files(record.files)
+        tied = find_tied_parameters(self.model)
+        for name in empty:
+            if name in index:
+                set_module_tensor_to_device(self.model, name, "cpu", value=weights[name])
+        retie_parameters(self.model, tied)
+
+    def _add_tied_names(self, in_memory: dict[str, torch.Tensor], index: dict[str, Any]) -> None:
+        """Add all names of offloaded tied weights, of which checkpoints and state dicts store one."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for group in find_tied_parameters(self.model):
+            absent = [name for name in group if name not in in_memory and name not in index]
+            absent = [name for name in absent if location_of(name, self.offload)]
+            stored = next((name for name in group if name in in_memory or name in index), None)
+            if stored in index:
+                entry = {"file": stored, "weight_name": stored, **index[stored]}
+                index.update(dict.fromkeys(absent, entry))
+            elif stored is not None:
+                in_memory.update(dict.fromkeys(absent, in_memory[stored]))
+            elif parameters[group[0]].device.type != "meta":
+                in_memory.update(dict.fromkeys(absent, parameters[group[0]].detach()))
 
     def refuse_empty(self, offloaded: Iterable[str]) -> None:
         """Refuse tensors without values, except offloaded ones."""

@@ -25,7 +25,7 @@ from .checkpoint.files import checkpoint_files
 from .checkpoint.safetensors_file import SafetensorsFile
 from .checkpoint.sharded_loading import load_into_sharded_model
 from .checkpoint.tensor_files import CheckpointFile, open_file
-from .device_map.device_map_checks import check_device_map
+from .device_map.device_map_checks import check_device_map, check_devices
 from .hooks.attach import has_offloaded_weights
 from .offload.store import load_offloaded_weight, offload_weight, save_offload_index
 from .progress import progress
@@ -114,9 +114,10 @@ def load_checkpoint_in_model(
         broadcast_from_rank0: for sharded models and no device map: only rank 0 reads, and sends each rank its shards.
 
     Raises:
-        ConfigurationError: checkpoint not found or damaged; names or shapes that do not fit, all of them listed; an
-            incomplete device map; weights that must be written to the disk, and no ``offload_folder``; a dispatched
-            model with offloaded weights.
+        CheckpointMismatchError: names or shapes that do not fit, all of them listed; a ConfigurationError and a
+            RuntimeError.
+        ConfigurationError: checkpoint not found or damaged; an incomplete device map; weights that must be written to
+            the disk, and no ``offload_folder``; a dispatched model with offloaded weights.
     """
     if has_offloaded_weights(model):
         raise ConfigurationError(
@@ -131,6 +132,7 @@ def load_checkpoint_in_model(
         return
     if device_map is not None:
         check_device_map(model, device_map)
+        check_devices(device_map)
         device_map = with_shared_modules(model, device_map)
     directory = None if offload_folder is None else Path(offload_folder)
     loader = _CheckpointLoader(model, device_map, directory, dtype, as_names(keep_in_fp32_modules), offload_buffers)

@@ -22,6 +22,10 @@ TiedParamsMap = dict[int, dict[torch.device, torch.Tensor]]
 _PACKED_CLASSES = {"Int8Params", "Params4bit", "FP4Params"}
 
 
+class NoSuchTensorError(ConfigurationError, AttributeError):
+    """A name that no parameter or buffer of a module has."""
+
+
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """Names of the buffers that a state dict leaves out.
 
@@ -87,7 +91,7 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
     try:
         return (module.get_submodule(path) if path else module), name
     except AttributeError as error:
-        raise ConfigurationError(f"{type(module).__name__} has no tensor {tensor_name!r}: {error}") from error
+        raise NoSuchTensorError(f"{type(module).__name__} has no tensor {tensor_name!r}: {error}") from error
 
 
 def tensor_table(owner: nn.Module, name: str) -> dict[str, Any]:
@@ -95,7 +99,7 @@ def tensor_table(owner: nn.Module, name: str) -> dict[str, Any]:
     for table in (parameters_of(owner), buffers_of(owner)):
         if name in table:
             return table
-    raise ConfigurationError(f"{name!r} is neither a parameter nor a buffer of {type(owner).__name__}")
+    raise NoSuchTensorError(f"{name!r} is neither a parameter nor a buffer of {type(owner).__name__}")
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
@@ -139,7 +143,8 @@ def set_module_tensor_to_device(
         clear_cache: empty the accelerator's memory cache after releasing the old tensor.
 
     Raises:
-        ConfigurationError: no such tensor; no values for a tensor on the meta device; a different shape.
+        NoSuchTensorError: no such tensor; a ConfigurationError and an AttributeError.
+        ConfigurationError: no values for a tensor on the meta device; a different shape.
     """
     owner, name = owner_of(module, tensor_name)
     table = tensor_table(owner, name)

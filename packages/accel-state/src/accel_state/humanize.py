@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Real
 
 
 def convert_bytes(size: float) -> str:
@@ -22,17 +23,18 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)(B|b)\s*", re.IGNORECASE
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
-def convert_file_size_to_int(size: int | str) -> int:
+def convert_file_size_to_int(size: float | str) -> int:
     """Parse a size to bytes.
 
     Args:
-        size: bytes, or text such as "5GB" (10**9 bytes), "5GiB" (2**30 bytes) or "5Gb" (10**9 bits).
+        size: bytes (a fraction is dropped), or text such as "5GB" (5 * 10**9 bytes), "5GiB" (5 * 2**30 bytes) or
+            "5Gb" (5 * 10**9 bits).
 
     Raises:
         ValueError: the text is not a size.
     """
-    if isinstance(size, int):
-        return size
+    if isinstance(size, Real):
+        return int(size)
     match = _SIZE.fullmatch(size)
     if match is None:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from .._torch_compat import buffers_of, non_persistent_buffers, parameters_of
 from ..tensors import Location, is_packed
 
 _MAX_NAMES = 40
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -126,6 +129,10 @@ def match_checkpoint(
     return match
 
 
+class CheckpointMismatchError(ConfigurationError, RuntimeError):
+    """Names or shapes of a checkpoint that do not fit the model."""
+
+
 def check_match(model: nn.Module, checkpoint: str, match: CheckpointMatch, strict: bool) -> None:
     """Refuse a checkpoint that does not fit the model; warn of harmless differences."""
     faults = []
@@ -137,15 +144,28 @@ def check_match(model: nn.Module, checkpoint: str, match: CheckpointMatch, stric
             faults.append(f"{kind} ({len(names)}): {join_names(names)}")
     text = f"the checkpoint {checkpoint} does not fit {type(model).__name__}. " + "; ".join(faults)
     if match.misshapen or match.without_values or (strict and faults):
-        raise ConfigurationError(f"{text}. Nothing was loaded.")
+        raise CheckpointMismatchError(f"{text}. Nothing was loaded.")
     if match.unsaved_buffers:
         raise ConfigurationError(
             f"buffers of {type(model).__name__} are on the meta device, and checkpoints do not store them: "
             f"{join_names(match.unsaved_buffers)}. Build the model with init_empty_weights(include_buffers=False), "
             "which keeps the values of buffers, or set them first."
         )
-    if faults:
-        warnings.warn(f"{text}. Missing weights keep their values, unexpected ones are ignored.", stacklevel=4)
+    if match.missing:
+        names = join_names(match.missing)
+        warnings.warn(
+            f"the checkpoint {checkpoint} does not fit {type(model).__name__}: missing ({len(match.missing)}): {names}"
+            ". Missing weights keep their values.",
+            stacklevel=4,
+        )
+    if match.unexpected:
+        logger.warning(
+            "Ignoring %d tensors of the checkpoint %s that %s does not have: %s",
+            len(match.unexpected),
+            checkpoint,
+            type(model).__name__,
+            ", ".join(match.unexpected),
+        )
 
 
 def join_names(names: list[str], limit: int = _MAX_NAMES) -> str:

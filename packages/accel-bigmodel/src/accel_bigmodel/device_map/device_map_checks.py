@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 from torch import nn
@@ -61,13 +62,15 @@ def _enclosing_modules(name: str, top: str) -> list[str]:
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Location]) -> None:
-    """Refuse a device map that leaves out tensors of the model, or names unknown modules or devices.
+    """Refuse a device map that leaves out tensors of the model, and warn of names that the model does not have.
+
+    Whether this machine has the devices is checked when they are used.
 
     Args:
         device_map: names of modules or tensors, and devices.
 
     Raises:
-        ConfigurationError: naming the tensors without a device, or the unknown names and devices.
+        ConfigurationError: naming the tensors without a device.
     """
     unmapped = [name for name, _ in named_tensors(model) if location_of(name, device_map) is None]
     if unmapped:
@@ -81,10 +84,15 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Location]) -> No
     )
     unknown = [name for name in device_map if name not in known]
     if unknown:
-        raise ConfigurationError(
+        warnings.warn(
             f"the device map names {join_names(unknown, _MAX_NAMES)}, but {type(model).__name__} has no such module or "
-            "tensor"
+            "tensor: these entries are ignored",
+            stacklevel=2,
         )
+
+
+def check_devices(device_map: Mapping[str, Location]) -> None:
+    """Refuse a device map with a device that this machine does not have."""
     for location in {str(location): location for location in device_map.values()}.values():
         if location != "disk":
             as_device(location)

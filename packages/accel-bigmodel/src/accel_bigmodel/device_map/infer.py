@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -65,6 +66,8 @@ def infer_auto_device_map(
         if needed <= reserved:
             break
         reserved = needed
+    if not offload_buffers:
+        attempt.warn_of_buffers()
     if verbose:
         print("\n".join(attempt.log))
     return clean_device_map(attempt.device_map) if clean_result else attempt.device_map
@@ -182,6 +185,25 @@ class _Allocation:
         """Bytes the main device needs for offloaded layers: the largest that fits there, and all their buffers."""
         if self.main == "disk":
             return 0
+        largest, buffers = self._offloaded_bytes(offload_buffers)
+        return min(self.limits[self.main], largest + buffers)
+
+    def warn_of_buffers(self) -> None:
+        """Warn if the main device cannot hold the offloaded layers' buffers next to the largest of these layers."""
+        if self.main == "disk":
+            return
+        largest, buffers = self._offloaded_bytes(offload_buffers=False)
+        limit, used = self.limits[self.main], self.used[self.main]
+        if buffers and used + largest + buffers > limit:
+            warnings.warn(
+                f"the buffers of the offloaded layers take {convert_bytes(buffers)} on device {self.main}, which do "
+                f"not fit next to its weights and the largest offloaded layer ({convert_bytes(used + largest)} of "
+                f"{convert_bytes(limit)}). Pass offload_buffers=True to offload them too.",
+                stacklevel=3,
+            )
+
+    def _offloaded_bytes(self, offload_buffers: bool) -> tuple[int, int]:
+        """Bytes of the largest offloaded layer that fits on the main device, and of all buffers that stay there."""
         limit = self.limits[self.main]
         buffers = 0 if offload_buffers else sum(unit.buffers for unit in self.offloaded)
         largest = 0
@@ -192,7 +214,7 @@ class _Allocation:
             size = unit.size if offload_buffers else unit.size - unit.buffers
             if not unit.children and size <= limit:
                 largest = max(largest, size)
-        return min(limit, largest + buffers)
+        return largest, buffers
 
 
 def _is_inside(unit: PlacementUnit, other: PlacementUnit) -> bool:
@@ -202,7 +224,7 @@ def _is_inside(unit: PlacementUnit, other: PlacementUnit) -> bool:
 def fallback_allocate(
     modules: Sequence[tuple[str, nn.Module]],
     module_sizes: Mapping[str, int],
-    size_limit: int | str,
+    size_limit: float | str,
     no_split_module_classes: Sequence[str] | str | None = None,
     tied_parameters: Sequence[Sequence[str]] | None = None,
 ) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from accel_state.errors import ConfigurationError
 
 from ..sizes import Dtype, as_names, compute_module_sizes, named_layers
 
-MaxMemory = Mapping[int | str, int | str]
+MaxMemory = Mapping[int | str, float | str]
 HOST_AND_DISK = ("cpu", "disk")
 
 
@@ -20,8 +20,8 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
     """Bytes available for weights on each device: accelerators by index, then "cpu", then "disk".
 
     Args:
-        max_memory: limits in bytes or as text ("10GB" is 10**10 bytes, "10GiB" is 10 * 2**30). None: the memory that is
-            free now.
+        max_memory: limits in bytes or as text ("10GB" is 10**10 bytes, "10GiB" is 10 * 2**30); the values of a
+            dictionary are replaced by bytes. None: the memory that is free now.
 
     Raises:
         ConfigurationError: an unknown device, or an invalid size.
@@ -38,15 +38,17 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
             raise ConfigurationError(
                 f"max_memory has a limit for {device!r}: give indices of accelerators, 'cpu' or 'disk'"
             )
+    if isinstance(max_memory, MutableMapping):
+        max_memory.update(limits)
     ordered: list[int | str] = sorted(device for device in limits if isinstance(device, int))
     ordered += [device for device in HOST_AND_DISK if device in limits]
     return {device: limits[device] for device in ordered}
 
 
-def _bytes(device: int | str, limit: int | str) -> int:
+def _bytes(device: int | str, limit: float | str) -> int:
     try:
         size = convert_file_size_to_int(limit)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ConfigurationError(f"max_memory[{device!r}]={limit!r}: {error}") from error
     if size < 0:
         raise ConfigurationError(f"max_memory[{device!r}]={limit!r} is negative: give the bytes available for weights")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import CodeType
 from typing import Any
 
 import torch
@@ -88,11 +89,29 @@ class _Forward:
         self.module = module
         self.is_hooked = is_hooked
 
+    # What functools.update_wrapper would set. Properties, because a copied or pickled module must find its own forward.
+
+    @property
+    def __wrapped__(self) -> Any:
+        module: Any = self.module
+        old_forward = module._old_forward if self.is_hooked else None
+        is_replaced = old_forward is not None and not isinstance(old_forward, _Forward)
+        return old_forward if is_replaced else type(module).forward.__get__(module)
+
     @property
     def __signature__(self) -> inspect.Signature:
-        # Libraries inspect the names of a forward's arguments.
-        module: Any = self.module
-        return inspect.signature(module._old_forward if self.is_hooked else type(module).forward.__get__(module))
+        return inspect.signature(self.__wrapped__)
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.__wrapped__, "__name__", "forward")
+
+    @property
+    def __code__(self) -> CodeType:
+        # torch.export names the inputs after the forward's source.
+        wrapped = inspect.unwrap(self.__wrapped__)
+        code: CodeType = getattr(wrapped, "func", wrapped).__code__
+        return code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (_run_with_hook if self.is_hooked else type(self.module).forward)(self.module, *args, **kwargs)

@@ -11,6 +11,7 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
+from ..tensors import as_dtype
 from .base import ModelHook, add_hook_to_module
 
 # Layers whose weights are large and tolerate rounding; others are small or lose too much accuracy.
@@ -29,9 +30,9 @@ class LayerwiseCastingHook(ModelHook):
         non_blocking: let the conversions overlap with other work.
     """
 
-    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
-        self.storage_dtype = storage_dtype
-        self.compute_dtype = compute_dtype
+    def __init__(self, storage_dtype: str | torch.dtype, compute_dtype: str | torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = as_dtype(storage_dtype)
+        self.compute_dtype = as_dtype(compute_dtype)
         self.non_blocking = non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -51,8 +52,8 @@ class LayerwiseCastingHook(ModelHook):
 
 def attach_layerwise_casting_hooks(
     module: nn.Module,
-    storage_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
+    storage_dtype: str | torch.dtype,
+    compute_dtype: str | torch.dtype,
     skip_modules_pattern: str | Sequence[str] | None = None,
     skip_modules_classes: Sequence[type[nn.Module]] | None = None,
     non_blocking: bool = False,
@@ -70,6 +71,7 @@ def attach_layerwise_casting_hooks(
     Raises:
         ConfigurationError: a dtype that is not floating point.
     """
+    storage_dtype, compute_dtype = as_dtype(storage_dtype), as_dtype(compute_dtype)
     for dtype in (storage_dtype, compute_dtype):
         if not dtype.is_floating_point:
             raise ConfigurationError(f"{dtype} cannot hold weights: both dtypes must be floating point")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -41,6 +43,13 @@ class AutocastForward:
         self.arguments = {"device_type": device_type, "dtype": dtype, **settings.to_autocast()}
         self.outputs_to_fp32 = settings.outputs_to_fp32
         functools.update_wrapper(self, forward, updated=())
+
+    @property
+    def __code__(self) -> CodeType:
+        # torch.export names the inputs after the forward's source.
+        wrapped = inspect.unwrap(self.forward)
+        code: CodeType = getattr(wrapped, "func", wrapped).__code__  # type: ignore[attr-defined]
+        return code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(**self.arguments):
