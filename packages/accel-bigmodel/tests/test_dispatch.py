@@ -55,6 +55,40 @@ def same(one: object, other: object) -> bool:
     return all(torch.allclose(one[key], other[key], rtol=1e-5, atol=1e-6) for key in ("logits", "hidden"))
 
 
+class Wrapped(nn.Module):
+    """An adapter around a layer, which renames the layer's weights."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.base_layer(x)
+
+
+@pytest.mark.parametrize("now", [{"": "cpu"}, {"embed": "cpu", "": "disk"}, {"blocks.0": "disk", "": "cpu"}])
+def test_wrapped_layers_of_a_model_on_the_disk_are_dispatched_again(tmp_path: Path, now: dict[str, str]) -> None:
+    model = on_disk(save(net(), tmp_path / "model.safetensors"))
+    expected = net()
+    for block in (*model.blocks, *expected.blocks):
+        remove_hook_from_submodules(block.up)
+        block.up = Wrapped(block.up)
+    remove_hook_from_submodules(model)
+    del model.__dict__["hf_device_map"]
+    names = {name: name.replace(".base_layer", "") for name in model.state_dict()}
+    file = str(tmp_path / "model.safetensors")
+    stored = set(SafetensorsFile(file).names())
+    index = {
+        new: {"safetensors_file": file, "weight_name": old, "dtype": "float32"}
+        for new, old in names.items()
+        if old in stored
+    }
+    dispatch_model(model, now, offload_dir=tmp_path, offload_index=index)
+    with torch.no_grad():
+        assert same(model(words()), expected(words()))
+    assert model.head.weight is model.embed.weight or now != {"": "cpu"}
+
+
 @pytest.mark.parametrize("source", ["directory", "index"])
 @pytest.mark.parametrize("shared", ["cpu", "disk"])
 def test_a_tied_weight_that_is_stored_under_one_of_its_names(tmp_path: Path, source: str, shared: str) -> None:

@@ -237,9 +237,7 @@ class _Dispatcher:
         directory = Path(offload_dir) if offload_dir is not None else record.directory
         return record, directory, {**record.index, **(index or {})}
 
-    def read_weights(
-        self, offload_dir: str | os.PathLike[str] | None, offload_index: Mapping[str, Any] | None
-    ) -> None:
+    def read_weights(self, offload_dir: str | os.PathLike[str] | None, offload_index: Mapping[str, Any] | None) -> None:
         """Read tensors without values that the map does not offload from the index: an earlier map offloaded them."""
         empty = [name for name in on_meta(self.model) if not location_of(name, self.offload)]
         record, directory, index = self._disk_index(offload_dir, offload_index)
