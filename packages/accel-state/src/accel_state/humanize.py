@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from numbers import Real
 
 
 def convert_bytes(size: float) -> str:
@@ -33,7 +32,7 @@ def convert_file_size_to_int(size: float | str) -> int:
     Raises:
         ValueError: the text is not a size.
     """
-    if isinstance(size, Real):
+    if not isinstance(size, str):
         return int(size)
     match = _SIZE.fullmatch(size)
     if match is None:
