@@ -18,14 +18,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel import Accelerator
+from accel import Accelerator, AutocastKwargs
 from accel.commands.config import default_config_file, load_config_from_file
 from accel.commands.launch import launch_command, launch_command_parser
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.state import AcceleratorState, GradientState, PartialState
 from accel.utils.dataclasses import get_module_class_from_name
 from accel.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, get_parameters_from_modules
+from accel.utils.random import set_seed
 from accel_launch.errors import LaunchError
+from accel_state import ConfigurationError
 
 
 @pytest.fixture
@@ -279,3 +281,43 @@ def test_a_configuration_file_is_read(tmp_path: Path) -> None:
     config = load_config_from_file(str(file))
     assert config.num_processes == 2 and config.to_dict()["mixed_precision"] == "bf16"
     assert default_config_file.endswith("default_config.yaml")
+
+
+# Attributes, and arguments of the wrong type
+
+
+def test_the_step_can_be_set_and_handlers_read() -> None:
+    autocast = AutocastKwargs(cache_enabled=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, kwargs_handlers=[autocast])
+    assert accelerator.autocast_handler is autocast and not accelerator.fp8_enabled
+    names = ("ddp_handler", "scaler_handler", "init_handler", "profile_handler", "fp8_recipe_handler")
+    assert [getattr(accelerator, name) for name in names] == [None] * len(names)
+    model, *_ = accelerator.prepare(*loop_objects())
+    with accelerator.accumulate(model):
+        assert accelerator.step == 1
+        accelerator.step = 2
+        assert accelerator.step == 2
+    accelerator.step = 0
+    synchronised = []
+    for _ in range(3):
+        with accelerator.accumulate(model):
+            synchronised.append(accelerator.sync_gradients)
+    assert synchronised == [False, False, True], "the window began again"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"project_config": "runs"}, "For a directory, pass project_dir='runs'"),
+        ({"rng_types": "numpy"}, r"must be a list: rng_types=\['numpy'\]"),
+        ({"dataloader_config": {"split_batches": True}}, r"is a dict. Pass DataLoaderConfiguration\(\*\*settings\)"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_explained(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Accelerator(cpu=True, **arguments)
+
+
+def test_a_seed_that_is_text_is_explained() -> None:
+    with pytest.raises(ConfigurationError, match=r"seed='42' is a str. Pass an integer: set_seed\(42\)"):
+        set_seed("42")  # type: ignore[arg-type]

@@ -83,7 +83,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         namespace.training_script, namespace.training_script_args = command_line.script, command_line.script_args
         return namespace, []
 
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
     return parser
 
 

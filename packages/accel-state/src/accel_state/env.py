@@ -146,17 +146,18 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
     if not inspect.isclass(func_or_cls):
         purged: T = _purged(func_or_cls)
         return purged
-    _purge_tests(func_or_cls)
-    inherited = vars(func_or_cls).get("__init_subclass__")
+    cls: Any = func_or_cls
+    _purge_tests(cls)
+    inherited = vars(cls).get("__init_subclass__")
 
-    def init_subclass(subclass: type, **kwargs: Any) -> None:
+    def init_subclass(subclass: type, /, **kwargs: Any) -> None:
         if inherited is None:
-            super(func_or_cls, subclass).__init_subclass__(**kwargs)
+            super(cls, subclass).__init_subclass__(**kwargs)
         else:
             inherited.__get__(None, subclass)(**kwargs)
         _purge_tests(subclass)
 
-    func_or_cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+    cls.__init_subclass__ = classmethod(init_subclass)
     return func_or_cls
 
 

@@ -27,6 +27,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Raises:
         ConfigurationError: the seed, or the seed plus the rank, is out of range.
     """
+    if not hasattr(seed, "__index__"):
+        raise ConfigurationError(f"seed={seed!r} is a {type(seed).__name__}. Pass an integer: set_seed(42).")
     rank = PartialState().process_index if device_specific else 0
     if not 0 <= seed + rank <= _MAX_SEED or seed < 0:
         with_rank = f" plus the rank {rank}" if rank else ""

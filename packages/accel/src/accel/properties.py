@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,14 +14,21 @@ from accel_track.tracking import TrackerRun
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.names import ProjectConfiguration
 from .core.prepare import Preparation
+from .kwargs.base import Handlers, KwargsHandler
+from .kwargs.ddp import DistributedDataParallelKwargs
+from .kwargs.fp8 import FP8Kwargs
+from .kwargs.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
 from .precision.full import Precision
 from .strategies.base import Strategy
 from .training.gradient_accumulation import Accumulation
+
+H = TypeVar("H", bound=KwargsHandler)
 
 
 class AcceleratorProperties(ProcessControl):
     """The properties of an Accelerator; most read an attribute of one of its parts."""
 
+    handlers: Handlers
     state: AcceleratorState
     process_state: PartialState
     gradient_state: GradientState
@@ -124,6 +131,10 @@ class AcceleratorProperties(ProcessControl):
     def step(self) -> int:
         """Micro batches in the current accumulation window."""
         return self._accumulation.position
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._accumulation.set_position(step)
 
     @property
     def split_batches(self) -> bool:
@@ -238,6 +249,44 @@ class AcceleratorProperties(ProcessControl):
     def fp8_backend(self) -> str | None:
         """The back end that computes in 8 bits; None in other precisions."""
         return getattr(self.precision, "backend", None)
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether models compute in 8-bit floating point."""
+        return self.mixed_precision == "fp8"
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """The AutocastKwargs given in ``kwargs_handlers``, or None; the properties that follow are the same."""
+        return self._handler(AutocastKwargs)
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """The DistributedDataParallelKwargs, or None."""
+        return self._handler(DistributedDataParallelKwargs)
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """The GradScalerKwargs, or None."""
+        return self._handler(GradScalerKwargs)
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """The InitProcessGroupKwargs, or None."""
+        return self._handler(InitProcessGroupKwargs)
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """The ProfileKwargs, or None."""
+        return self._handler(ProfileKwargs)
+
+    @property
+    def fp8_recipe_handler(self) -> FP8Kwargs | None:
+        """The recipe of 8-bit floating point, or None."""
+        return self._handler(FP8Kwargs)
+
+    def _handler(self, kind: type[H]) -> H | None:
+        return next(iter(self.handlers.all(kind)), None)
 
     @property
     def _custom_objects(self) -> list[Any]:

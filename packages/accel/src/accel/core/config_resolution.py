@@ -344,6 +344,9 @@ def loader_settings(config: DataLoaderConfiguration | None, split_batches: Any) 
     Raises:
         ConfigurationError: the two disagree.
     """
+    if config is not None and not isinstance(config, DataLoaderConfiguration):
+        hint = "DataLoaderConfiguration(**settings)" if isinstance(config, dict) else "a DataLoaderConfiguration"
+        raise ConfigurationError(f"dataloader_config is a {type(config).__name__}. Pass {hint}.")
     if split_batches is UNSET:
         return config or DataLoaderConfiguration()
     if config is not None and config.split_batches != split_batches:
@@ -373,6 +376,10 @@ def project_settings(project_dir: Any, config: ProjectConfiguration | None) -> P
     Raises:
         ConfigurationError: two different directories were given.
     """
+    if config is not None and not isinstance(config, ProjectConfiguration):
+        raise ConfigurationError(
+            f"project_config={config!r} must be a ProjectConfiguration. For a directory, pass project_dir={config!r}."
+        )
     settings = config or ProjectConfiguration(project_dir=project_dir)
     if project_dir is not None and settings.project_dir is None:
         settings.set_directories(project_dir)
@@ -386,4 +393,6 @@ def project_settings(project_dir: Any, config: ProjectConfiguration | None) -> P
 
 def rng_settings(rng_types: Iterable[str | RNGType] | None) -> list[RNGType]:
     """The generators that loaders synchronise at each epoch; by default the sampler's own."""
+    if isinstance(rng_types, str):
+        raise ConfigurationError(f"rng_types={str(rng_types)!r} must be a list: rng_types=[{str(rng_types)!r}].")
     return [RNGType(str(kind)) for kind in rng_types] if rng_types is not None else [RNGType.GENERATOR]

@@ -150,6 +150,12 @@ class Accumulation:
         """Micro batches in the current window."""
         return self.current.position if self.current is not None else 0
 
+    def set_position(self, position: int) -> None:
+        """Set the number of micro batches in the current window, or in every open window between two steps."""
+        windows = [window for _, of_loader in self.windows_by_loader() for window in of_loader]
+        for window in [self.current] if self.current is not None else [*windows, *self._without_loader.values()]:
+            window.position = position
+
     def step(self, models: Models) -> AccumulationStep:
         """The context of one micro batch, for these models or all prepared ones."""
         return AccumulationStep(self, models or tuple(self._prepared_models))
