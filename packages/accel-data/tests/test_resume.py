@@ -309,7 +309,8 @@ def test_a_state_is_that_of_the_loader_when_a_skipped_one_is_iterated() -> None:
 def test_a_skip_after_loading_counts_from_the_start_of_the_epoch() -> None:
     """Scripts that skip batches themselves keep working when the position is restored too."""
     batches, saved = run(build("own generator"), epochs=2)
-    _, state, _ = saved[3]
+    _, state, rng = saved[3]
+    set_random_state(rng)
     resumed = build("own generator")
     resumed.load_state_dict(state)
     assert [batch.tolist() for batch in skip_first_batches(resumed, 3)] == batches[3:6]
@@ -441,13 +442,13 @@ def test_without_torchdata_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
 def main(path: str) -> None:
     """In a new process: load a state and print the samples that follow."""
     torch.manual_seed(12345)
-    loader = build("own generator", 0, 2, 1)
+    loader = build("shared generator", 0, 2, 1)
     loader.load_state_dict(torch.load(path, weights_only=True))
     print([batch.tolist() for _ in range(2) for batch in loader])
 
 
 def test_in_a_new_process(tmp_path: Path) -> None:
-    loader = build("own generator", 0, 2, 1)
+    loader = build("shared generator", 0, 2, 1)
     iterator = iter(loader)
     next(iterator), next(iterator)
     torch.save(loader.state_dict(), tmp_path / "loader.pt")

@@ -31,13 +31,27 @@ def broadcast_generator(generator: torch.Generator) -> None:
         generator.set_state(collectives.broadcast(generator.get_state()))
 
 
+class EpochGenerator(torch.Generator):
+    """The generator of one epoch's order, for a sampler of torch that has none."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _generator_with_state, (self.get_state(),)
+
+
+def _generator_with_state(state: torch.Tensor) -> EpochGenerator:
+    generator = EpochGenerator()
+    generator.set_state(state)
+    return generator
+
+
 class SamplerRng:
     """The randomness from which a sampler draws the order of each epoch.
 
-    A sampler draws from the ``generator`` attribute of itself or of a sampler that it wraps. A random sampler of torch
-    without a generator gets one in the first epoch, seeded with the number that the sampler itself would have drawn,
-    so that in one process the first epoch has the order of plain PyTorch. Any other sampler may draw from the global
-    generators, whose state is then saved to restore an epoch's order.
+    A sampler draws from the ``generator`` attribute of itself or of a sampler that it wraps. A RandomSampler without a
+    generator gets a new one in each epoch, seeded with the number that the sampler itself would have drawn, so that in
+    one process every epoch has the order of plain PyTorch; with several processes the other random samplers of torch
+    do too. Any other sampler may draw from the global generators, whose state is then saved to restore an epoch's
+    order.
     """
 
     def __init__(self, sampler: Any, synchronize: bool = True) -> None:
@@ -50,11 +64,16 @@ class SamplerRng:
         """The generator that the order is drawn from, or None."""
         return None if self.owner is None else self.owner.generator
 
+    @property
+    def lasting_generator(self) -> torch.Generator | None:
+        """The generator that the orders of all epochs are drawn from; None if each epoch has its own."""
+        return None if isinstance(self.generator, EpochGenerator) else self.generator
+
     def capture(self) -> dict[str, Any]:
         """The state from which an epoch that begins now draws its order: tensors, numbers and tuples only."""
         if self.generator is not None:
             return {"generator": self.generator.get_state()}
-        if self.owner is not None or self.is_deterministic:
+        if self.is_deterministic:
             return {}
         return {"global": to_plain(capture_rng())}
 
@@ -73,7 +92,7 @@ class SamplerRng:
         """Set the generators to the state that :meth:`capture` returned."""
         if "generator" in origin and self.owner is not None:
             if self.owner.generator is None:
-                self.owner.generator = torch.Generator()
+                self.owner.generator = EpochGenerator()
             self.owner.generator.set_state(origin["generator"])
         elif "global" in origin:
             restore_rng(from_plain(origin["global"]))
@@ -81,9 +100,14 @@ class SamplerRng:
     def _prepare_generator(self) -> None:
         if self.owner is None:
             return
-        if self.owner.generator is None:
+        if self.lasting_generator is None:
+            self.owner.generator = None
+            if not isinstance(self.owner, RandomSampler) and PartialState().collectives.world_size == 1:
+                # It draws from the global generator, as in plain PyTorch.
+                return
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            self.owner.generator = torch.Generator().manual_seed(seed)
+            self.owner.generator = EpochGenerator()
+            self.owner.generator.manual_seed(seed)
         if self.synchronize:
             broadcast_generator(self.owner.generator)
 

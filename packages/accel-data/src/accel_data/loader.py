@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset
 
+from accel_state import get_logger
 from accel_state.enums import RNGType
 from accel_state.errors import ConfigurationError
 from accel_state.random import synchronize_rng_states
@@ -32,6 +33,8 @@ from .samplers import get_sampler, inner_sampler
 from .state_mixin import DataLoaderStateMixin
 from .to_device import batch_mover
 from .worker_rng import WorkerRngStates
+
+logger = get_logger(__name__)
 
 Loader = TypeVar("Loader", bound="PreparedLoader")
 
@@ -80,6 +83,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @iteration.setter
     def iteration(self, epoch: int) -> None:
         self._clock.set_epoch(epoch)
+
+    def pass_over_finished_epoch(self) -> None:
+        """Begin with the next epoch if a loaded state was saved after the last batch of an epoch."""
+        self._clock.keeps_finished = False
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. Otherwise each iteration advances the epoch by one."""
@@ -241,6 +248,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return point.to_state()
 
     def _describe_iteration(self, point: ResumePoint, iteration: Iteration) -> None:
+        point.finished = iteration.finished
         point.position = self._position(iteration)
         point.order = {} if iteration.progress is None else iteration.progress.origin or {}
         point.begin = iteration.begin
@@ -257,7 +265,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _describe_next_epoch(self, point: ResumePoint) -> None:
         """Fill in the generators of this loader at the start of the next epoch; global generators are not its own."""
         generator = self.base_dataloader.generator
-        order_generator = None if self._sharded is None else self._sharded.rng.generator
+        order_generator = None if self._sharded is None else self._sharded.rng.lasting_generator
         if isinstance(generator, torch.Generator):
             point.begin = {"generator": generator.get_state()}
         # If one generator serves both, torch draws the workers' seed from it first, except for persistent workers.
@@ -272,6 +280,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume in the next iteration where the state was saved: same order, same position, then later epochs.
+
+        After a state that was saved after the last batch of an epoch, the next iteration has no batches, unless
+        :meth:`pass_over_finished_epoch` is called or the loader is passed to ``skip_first_batches(loader, 0)``.
 
         On map-style data, samples that were handed out are not read again. The number of ranks may change, unless the
         position depends on it.
@@ -317,9 +328,27 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def skipping(self: Loader, num_batches: int) -> Loader:
         """A copy that shares epochs with this loader and skips ``num_batches`` batches in its first iteration."""
-        skipped = copy.copy(self)
+        if num_batches == 0:
+            # Of an epoch without remaining batches, a script that skips none means the next one.
+            self.pass_over_finished_epoch()
+        skipped = type(self).__new__(type(self))
+        skipped.__dict__.update(self.__dict__)
         skipped.skip_batches = num_batches
         return skipped
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The loader between two epochs: an iteration in progress and live workers stay in this process."""
+        clock = EpochClock(self._clock.upcoming)
+        clock.pending, clock.keeps_finished = self._clock.pending, self._clock.keeps_finished
+        base = copy.copy(self.base_dataloader)
+        stop_workers(base)
+        state = {**self.__dict__, "base_dataloader": base, "_clock": clock, "_workers": None}
+        del state["gradient_state"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, gradient_state=GradientState())
+        self.reset()
 
     # Iterating
 
@@ -329,8 +358,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             hook.begin(self)
             if not self.has_even_steps:
                 hook = None
-        iteration = self._clock.begin()
         skip, attributes = self.skip_batches, self.__dict__
+        if self._clock.pending is not None and self._clock.pending.finished and not skip:
+            self._warn_about_finished_epoch()
+        if self._clock.must_finish and not skip:
+            self._finish_epoch()
+        iteration = self._clock.begin()
         self.begin()
         try:
             self._forward_epoch(iteration.epoch)
@@ -338,6 +371,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             # Attributes are set through __dict__, because __setattr__ would cost more than the rest of this loop.
             for batch, last, real, remainder in self._steps(iteration, skip):
                 iteration.steps += 1
+                iteration.finished = last
                 attributes["end_of_dataloader"] = last
                 attributes["real_samples"] = real
                 attributes["remainder"] = remainder
@@ -351,6 +385,26 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 self.skip_batches = 0
             if self._clock.current is iteration:
                 self.end()
+
+    def _finish_epoch(self) -> None:
+        """Complete a loaded epoch without remaining batches, whose order the generators of later epochs depend on."""
+        iteration = self._clock.begin()
+        self._forward_epoch(iteration.epoch)
+        for _ in self._steps(iteration, 0):
+            pass
+        iteration.close()
+
+    def _warn_about_finished_epoch(self) -> None:
+        epoch = self._clock.upcoming
+        if self._clock.keeps_finished:
+            logger.warning(
+                "Resuming in epoch %d, of which all batches were handed out: this iteration has none. To begin with "
+                "epoch %d, iterate skip_first_batches(loader, 0).",
+                epoch,
+                epoch + 1,
+            )
+        else:
+            logger.info("The state was saved after the last batch of epoch %d: resuming in epoch %d.", epoch, epoch + 1)
 
     def _steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
         raise NotImplementedError

@@ -58,6 +58,7 @@ class ResumePoint:
     read_ahead: dict[str, Any] = field(default_factory=dict)  # generators before each batch read but not handed out
     source: dict[str, Any] = field(default_factory=dict)  # state of a StatefulDataLoader
     workers: dict[str, Any] = field(default_factory=dict)  # see WorkerRngStates
+    finished: bool = False  # whether the last batch of the epoch was handed out
 
     def to_state(self) -> dict[str, Any]:
         """A dictionary of numbers, strings, tuples and tensors."""
@@ -67,6 +68,7 @@ class ResumePoint:
     def from_state(cls, state: dict[str, Any]) -> ResumePoint:
         """The inverse of :meth:`to_state`."""
         names = list(cls.__dataclass_fields__)
+        state = {"finished": False, **state}  # which states of earlier versions lack
         if state.get("format") != STATE_FORMAT or not set(names) <= set(state):
             raise ConfigurationError(
                 f"this is not the state of a prepared loader in format {STATE_FORMAT}: it has "
@@ -99,6 +101,7 @@ class Iteration:
     workers: WorkerRngStates | None = None  # the worker processes' generator states
     first_batch: Any = None  # the first batch, which missing samples are taken from
     dropped: Any = None  # the last batch that was read and skipped
+    finished: bool = False  # whether its last batch was handed out
     open: bool = True  # False once it ended or was abandoned
 
     def close(self) -> None:
@@ -118,6 +121,12 @@ class EpochClock:
         self.upcoming = upcoming  # epoch of the next iteration
         self.current: Iteration | None = None  # the latest iteration
         self.pending: ResumePoint | None = None  # where the next iteration begins, if a state was loaded
+        self.keeps_finished = True  # whether a loaded epoch without remaining batches is iterated too
+
+    @property
+    def must_finish(self) -> bool:
+        """Whether a loaded epoch without remaining batches is completed before the next iteration begins."""
+        return self.pending is not None and self.pending.finished and not self.keeps_finished
 
     @property
     def epoch(self) -> int:
@@ -134,6 +143,7 @@ class EpochClock:
         """Begin the next iteration at ``point``."""
         self.upcoming = point.epoch
         self.pending = point
+        self.keeps_finished = True
         self.current = None
 
     def begin(self) -> Iteration:
