@@ -120,6 +120,9 @@ def check_padding(rank: int, world: int) -> None:
     with pytest.warns(ops.CannotPadNestedTensorWarning):
         padded = ops.pad_across_processes(ragged)
     assert padded is ragged
+    with pytest.warns(UserWarning, match="values of type NoneType, str unchanged"):
+        mixed = ops.pad_across_processes({"x": torch.ones(rank + 1), "name": f"r{rank}", "none": None})
+    assert mixed["x"].shape == (world,) and mixed["name"] == f"r{rank}" and mixed["none"] is None
 
 
 def check_objects(rank: int, world: int) -> None:

@@ -160,8 +160,12 @@ def test_concatenate_and_slice() -> None:
     halves = [Both(torch.full((2,), i), [torch.full((1,), i)]) for i in range(2)]
     assert ops.concatenate(halves).left.tolist() == [0, 0, 1, 1] and ops.concatenate(halves).right[0].tolist() == [0, 1]
     assert ops.slice_tensors(joined, slice(1, 3))["a"][0].flatten().tolist() == [0, 1]
-    with pytest.raises(TypeError, match="not a str"):
-        ops.concatenate(["a", "b"])
+
+
+def test_concatenate_returns_other_leaves_as_lists() -> None:
+    with pytest.warns(UserWarning, match="values of type str as a list"):
+        joined = ops.concatenate([{"x": torch.ones(2), "name": "a"}, {"x": torch.ones(1), "name": "b"}])
+    assert joined["x"].shape == (3,) and joined["name"] == ["a", "b"]
 
 
 def test_listify_and_device() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -188,12 +189,11 @@ def listify(data: Any) -> Any:
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Concatenate several pieces of nested data of the same structure.
 
+    Leaves that are not tensors become a list of their values in the pieces, with a warning.
+
     Args:
         data: the pieces.
         dim: the dimension along which tensors are concatenated.
-
-    Raises:
-        TypeError: a leaf is not a tensor.
     """
     first = data[0]
     if isinstance(first, torch.Tensor):
@@ -205,7 +205,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     if is_dataclass_instance(first):
         names = [f.name for f in dataclasses.fields(first)]
         return rebuild_dataclass(first, {n: concatenate([getattr(piece, n) for piece in data], dim=dim) for n in names})
-    raise TypeError(f"concatenate accepts nested tensors, not a {type(first).__name__}")
+    warnings.warn(f"concatenate returns values of type {type(first).__name__} as a list", stacklevel=2)
+    return list(data)
 
 
 def slice_tensors(

@@ -9,7 +9,7 @@ import torch
 
 from ..state import PartialState
 from .debug import chained_operation
-from .nested import check_only_tensors, leaves, recursively_apply, replace_leaves
+from .nested import is_container, is_torch_tensor, leaves, recursively_apply, replace_leaves
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -27,13 +27,15 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
         pad_first: pad at the beginning instead of the end.
 
     Returns:
-        Data of the same structure, with tensors of equal shapes on all ranks.
-
-    Raises:
-        TypeError: the data contains leaves other than tensors.
+        Data of the same structure, with tensors of equal shapes on all ranks. Other leaves are returned unchanged, with
+        a warning.
     """
     state = PartialState()
-    check_only_tensors(tensor, "pad_across_processes")
+    other_types = {type(leaf).__name__ for leaf in leaves(tensor, _is_other_leaf)}
+    if other_types:
+        warnings.warn(
+            f"pad_across_processes returns values of type {', '.join(sorted(other_types))} unchanged", stacklevel=3
+        )
     if not state.use_distributed:
         return tensor
     tensors = leaves(tensor)
@@ -43,6 +45,10 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     return replace_leaves(
         tensor, (_pad(leaf, dim, size, pad_index, pad_first) for leaf, size in zip(tensors, longest, strict=True))
     )
+
+
+def _is_other_leaf(item: Any) -> bool:
+    return not is_torch_tensor(item) and not is_container(item)
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:
