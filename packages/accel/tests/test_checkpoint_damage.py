@@ -20,6 +20,7 @@ from checkpoint_runs import (
     as_of_another_library,
     same,
 )
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
@@ -28,6 +29,7 @@ from accel import Accelerator, DataLoaderConfiguration
 from accel.checkpoint.manifest import MANIFEST_NAME
 from accel.checkpoint.safe_load import CheckpointError, read
 from accel.checkpoint.writer import write_manifest
+from accel_state.errors import ConfigurationError
 
 
 @pytest.fixture
@@ -163,7 +165,6 @@ def test_another_number_of_objects(saved: tuple[Run, Path]) -> None:
     extra = nn.Linear(1, 1)
     for add, message in (
         (lambda: accelerator.register_for_checkpointing(Counter()), "has 1 registered objects and there are 2"),
-        (lambda: accelerator.prepare(DataLoader(Noisy())), "has 1 dataloaders and there are 2"),
         (lambda: accelerator.prepare(StepLR(run.optimizer.optimizer, 1)), "has 1 schedulers and there are 2"),
         (lambda: accelerator.prepare(torch.optim.SGD(extra.parameters())), "has 1 optimizers and there are 2"),
         (lambda: accelerator.prepare(extra), "has 1 models and there are 2"),
@@ -171,6 +172,42 @@ def test_another_number_of_objects(saved: tuple[Run, Path]) -> None:
         add()
         with pytest.raises(CheckpointError, match=message):
             accelerator.load_state(state)
+
+
+def test_fewer_objects_than_were_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    run.train(1, {(0, 3): str(tmp_path / "state")})
+    saved = load_file(tmp_path / "state" / "model.safetensors")
+    for with_loader in (False, True):
+        accelerator = Accelerator(cpu=True)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+        model = accelerator.prepare(model)
+        loader = accelerator.prepare(DataLoader(Noisy(), batch_size=3)) if with_loader else None
+        with pytest.raises(CheckpointError, match=r"Prepare and register the same objects"):
+            accelerator.load_state(tmp_path / "state", strict=True)
+        caplog.clear()
+        accelerator.load_state(tmp_path / "state")
+        assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+        assert "was loaded in part" in caplog.text and "1 of 1 optimizers" in caplog.text
+        assert "1 of 1 registered objects" in caplog.text
+        # An evaluation reads all of its data, although the training was interrupted in the middle of an epoch.
+        assert loader is None or len(list(loader)) == 8
+        accelerator.free_memory()
+
+
+def test_a_loader_that_was_not_saved_begins_at_its_start(saved: tuple[Run, Path]) -> None:
+    run, state = saved
+    added = run.accelerator.prepare(DataLoader(Noisy(), batch_size=3))
+    run.accelerator.load_state(state)
+    assert len(list(added)) == 8
+    with pytest.raises(CheckpointError, match="has 1 dataloaders and there are 2"):
+        run.accelerator.load_state(state, strict=True)
+
+
+def test_a_registered_object_is_named_by_its_index() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigurationError, match="item at index 1: 'text'"):
+        accelerator.register_for_checkpointing(Counter(), "text")
 
 
 def test_another_model(tmp_path: Path) -> None:

@@ -324,6 +324,7 @@ def fixed_length_and_metric() -> tuple[int, float]:
 
 
 def test_a_schedule_of_fixed_length_ends_and_a_metric_scheduler_counts_calls() -> None:
+    assert fixed_length_and_metric() == (4, 0.5)
     assert run_world(fixed_length_and_metric, 2) == [(4, 0.5)] * 2
 
 

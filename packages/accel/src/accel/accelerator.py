@@ -516,10 +516,17 @@ class Accelerator(AcceleratorProperties):
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
+        *,
+        strict: bool | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load a state of :meth:`save_state`; the same objects must have been prepared and registered.
+        """Load a state of :meth:`save_state` into the objects that are prepared and registered, in their order.
 
+        A script may prepare fewer objects than were saved, such as the model alone for an evaluation: the rest is left,
+        with a warning. Unless all optimizers are prepared, loaders begin at their start.
+
+        If the state was saved after the last batch of an epoch, the next iteration of the loader has no batches, so
+        that the code after the loop runs. ``skip_first_batches(loader, 0)`` begins with the next epoch instead.
         Training continues exactly as it would have: a loader in the middle of an epoch returns the rest of it in its
         next iteration, and later epochs in full. Files are verified first, and reading them runs no code. Every rank
         must call it.
@@ -529,14 +536,18 @@ class Accelerator(AcceleratorProperties):
                 directory. None is the same, with automatic naming.
             load_kwargs: for ``torch.load`` of everything but weights. ``weights_only=False`` allows code in the files
                 to run.
-            **load_model_func_kwargs: for ``load_state_dict`` of the models, such as ``strict=False``; and
-                ``map_location``, where tensors are read to: "cpu" (the default) or "on_device".
+            strict: True also refuses a checkpoint with other objects than are prepared and registered. False also loads
+                those weights of a model that fit, where names differ. None, the default, does neither.
+            **load_model_func_kwargs: for ``load_state_dict`` of the models; and ``map_location``, where tensors are
+                read to: "cpu" (the default) or "on_device".
 
         Raises:
-            CheckpointError: on every rank, if on one: files are missing or damaged, or there is another number of some
-                kind of object.
+            CheckpointError: on every rank, if on one: files are missing or damaged, or there are more objects of some
+                kind than were saved (with ``strict=True``, also fewer).
             ConfigurationError: there is no such directory, or no checkpoint in it.
         """
+        if strict is not None:
+            load_model_func_kwargs["strict"] = strict
         self._checkpointer.load_state(input_dir, load_kwargs, load_model_func_kwargs)
 
     def resume(self) -> bool:
@@ -555,7 +566,7 @@ class Accelerator(AcceleratorProperties):
         newest = self._checkpointer.newest(None if self.preemption is None else self.preemption.settings.output_dir)
         if newest is None:
             return False
-        self.load_state(newest)
+        self.load_state(newest, strict=True)
         return True
 
     def register_for_checkpointing(self, *objects: Any) -> None:

@@ -61,17 +61,14 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        if self._steps_per_call == 1:
-            self.scheduler.step(*args, **kwargs)
-            return
         for _ in range(self._steps_per_call):
-            # A schedule of fixed length raises an error beyond its end, which several steps at once may reach.
             if not self._has_ended():
                 self.scheduler.step(*args, **kwargs)
 
     def _has_ended(self) -> bool:
+        """Whether a schedule of fixed length (OneCycleLR) is at its last step, beyond which it raises an error."""
         total = getattr(self.scheduler, "total_steps", None)
-        return total is not None and self.scheduler.last_epoch >= total - 1
+        return total is not None and getattr(self.scheduler, "last_epoch", -1) >= total - 1
 
     def get_last_lr(self) -> list[float]:
         """The learning rates of the last step."""

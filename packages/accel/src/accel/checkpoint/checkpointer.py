@@ -332,10 +332,13 @@ class Checkpointer:
 
     def register(self, objects: tuple[Any, ...]) -> None:
         """See :meth:`accel.Accelerator.register_for_checkpointing`."""
-        wrong = [obj for obj in objects if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))]
+        wrong = []
+        for index, obj in enumerate(objects):
+            if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")):
+                wrong.append(f"item at index {index}: {obj!r}")
         if wrong:
             raise ConfigurationError(
-                f"{', '.join(map(repr, wrong))} cannot be part of a checkpoint: objects need the methods state_dict "
+                f"register_for_checkpointing cannot register {', '.join(wrong)}. Objects need the methods state_dict "
                 "and load_state_dict. Register only such objects, or wrap these in one."
             )
         self.custom_objects.extend(objects)

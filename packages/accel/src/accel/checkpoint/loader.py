@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,9 @@ from .weights_io import MODEL_NAME, SAFE_MODEL_NAME
 
 logger = get_logger(__name__)
 
+# A file of an optimizer, complete, sharded or of one rank; group 1 is the optimizer's index.
+_OPTIMIZER_FILE = re.compile(rf"{re.escape(OPTIMIZER_NAME)}(?:_(\d+))?(?:_rank\d+)?(?:\.bin|/.*)")
+
 
 class StateReader:
     """Reads one checkpoint on one rank.
@@ -65,6 +69,7 @@ class StateReader:
         changes: the calls that load what was read, in this order.
         windows: the open accumulation windows; None if there were none.
         own: the contents of this rank's file.
+        strict: whether a checkpoint with more objects than there are to load is refused.
 
     Raises:
         ConfigurationError: there is no such directory.
@@ -93,6 +98,8 @@ class StateReader:
         self.changes: list[Callable[[], Any]] = []
         self.windows: dict[str, Any] | None = None
         self.own: dict[str, Any] = {}
+        self.strict = False
+        self._left: dict[str, str] = {}  # what the checkpoint holds and nothing is prepared for, by kind of object
         self._process = process
         self._rank = process.process_index if rank is None else rank
         self._map_location = process.device if map_location == "on_device" else map_location or "cpu"
@@ -144,13 +151,17 @@ class StateReader:
         Args:
             objects: the objects to load.
             models: those of its models to load.
-            options: arguments of the models' ``load_state_dict``.
+            options: arguments of the models' ``load_state_dict``. With ``strict=True``, everything that was saved must
+                be loaded; otherwise what nothing was prepared for is left, and a warning names it.
             strategy: the strategy that prepared the models. With it, checkpoints of every strategy can be read.
             layouts: the layout of each model by its ``id``, if the strategy shards models.
 
         Raises:
             CheckpointError: a file is missing or damaged, could run code, or does not fit the objects.
         """
+        self.strict = options.get("strict") is True
+        saved_optimizers = {match[1] or "0" for match in map(_OPTIMIZER_FILE.fullmatch, self.names) if match}
+        trains_less = not self.strict and len(objects.optimizers) < len(saved_optimizers)
         own = self._read(self._own_file)
         self.own = own if isinstance(own, dict) else {}
         if self.manifest is None and self.own.get(MANIFEST_MARK):
@@ -166,23 +177,43 @@ class StateReader:
             self._read_models(models, options)
             self._read_objects(OPTIMIZER_NAME, objects.optimizers)
         self._read_objects(SCHEDULER_NAME, objects.schedulers)
-        self._read_loaders(objects.dataloaders, objects.seeded_samplers)
-        if objects.scaler is not None:
+        if trains_less and objects.dataloaders:
+            # Without its optimizers this is no continued training, so its loaders begin at their start.
+            self._left["dataloaders"] = "the optimizers, so that dataloaders begin at their start"
+        else:
+            self._read_loaders(objects.dataloaders, objects.seeded_samplers)
+        if objects.scaler is not None and (objects.optimizers or SCALER_NAME in self.names):
             self.changes.append(partial(objects.scaler.load_state_dict, self._read(SCALER_NAME)))
         if strategy is not None:  # otherwise registered objects and windows are loaded on their own
             saved = list(filter(CUSTOM_FILE.fullmatch, self.names))
-            require_count("registered objects", len(saved), len(objects.registered), self.folder)
+            self.check_count("registered objects", len(saved), len(objects.registered))
             for index, obj in enumerate(objects.registered):
                 self.changes.append(partial(obj.load_state_dict, self._read(custom_file(index))))
             windows = sorted(filter(GRADIENTS_FILE.fullmatch, self.names), key=_number_of)
-            if windows and self.manifest is not None:
+            if windows and self._left.keys() & {"models", "optimizers", "dataloaders"}:
+                self._left["windows"] = "open accumulation windows"
+                self._read_names.update(windows)
+            elif windows and self.manifest is not None:
                 self._read_windows(windows, objects.dataloaders, objects.models, strategy)
+        if self._left:
+            logger.warning(
+                "%s was loaded in part: nothing is prepared or registered for %s. load_state(strict=True) refuses such "
+                "a checkpoint.",
+                self.folder,
+                ", ".join(self._left.values()),
+            )
         if (self.load_kwargs or {}).get("weights_only", True):
             # A file that could run code is refused even if nothing needs it.
             unneeded = (".safetensors", ".json", SHARD_TABLE_NAME, SHARD_SUFFIX)
             for name in self.names:
                 if name not in self._read_names and not name.endswith(unneeded) and is_checkpoint_file(name):
                     read(self.folder / name, mapped=True)
+
+    def check_count(self, kind: str, saved: int, present: int) -> None:
+        """Note how many objects of a kind are left; raise CheckpointError if there are too few of them to load."""
+        require_count(kind, saved, present, self.folder, self.strict)
+        if present < saved:
+            self._left[kind] = f"{saved - present} of {saved} {kind}"
 
     def restore_rng(self) -> None:
         """Restore the random number generators."""
@@ -210,7 +241,7 @@ class StateReader:
                 f"{self.folder} was saved by DeepSpeed. Load it with DeepSpeed, or consolidate its weights with the "
                 "zero_to_fp32.py in it, and load these into the model before prepare()."
             )
-        require_count("models", len(saved), len(models), self.folder)
+        self.check_count("models", len(saved), len(models))
         for index, model in enumerate(models):
             name = numbered(stem, index, suffix)
             require_files(self.folder, [name], self.names)
@@ -254,18 +285,20 @@ class StateReader:
             model = owner_of(optimizer, models, f"optimizer {index}")
             owned.append((layouts[id(model)], optimizer, strategy.parameter_names(model, optimizer)))
         strict = bool(options.get("strict", True))
+        self.check_count("models", reader.count_models(), len(models))
+        self.check_count("optimizers", reader.count_optimizers(), len(owned))
         self.changes += plan(reader, [layouts[id(model)] for model in models], owned, strict)
         self._read_names |= reader.used
 
     def _read_objects(self, stem: str, objects: list[Any]) -> None:
-        require_count(f"{stem}s", len(numbered_files(self.names, stem, "bin")), len(objects), self.folder)
+        self.check_count(f"{stem}s", len(numbered_files(self.names, stem, "bin")), len(objects))
         for index, obj in enumerate(objects):
             self.changes.append(partial(obj.load_state_dict, self._read(numbered(stem, index, "bin"))))
 
     def _read_loaders(self, dataloaders: list[Any], samplers: Mapping[int, SeedableRandomSampler]) -> None:
         for index, sampler in samplers.items():
             name = numbered(SAMPLER_NAME, index, "bin")
-            if self.manifest is None and name not in self.names:
+            if name not in self.names and not (self.strict and self.manifest is not None):
                 continue
             seed = self._read(name)
             if not isinstance(seed, dict) or not {"initial_seed", "epoch"} <= set(seed):
@@ -280,15 +313,22 @@ class StateReader:
         for index, loader in enumerate(dataloaders):
             if hasattr(loader, "load_state_dict"):
                 resumable.append(index)
-        if self.manifest is not None:
-            saved = len(numbered_files(self.names, LOADER_NAME, "bin"))
-            require_count("dataloaders", saved, len(resumable), self.folder)
+        saved = len(numbered_files(self.names, LOADER_NAME, "bin"))
+        if self.manifest is not None and (self.strict or saved >= len(resumable)):
+            self.check_count("dataloaders", saved, len(resumable))
+        elif self.manifest is not None:
+            logger.warning(
+                "%s has %d dataloaders and there are %d to load: the last ones begin at their start.",
+                self.folder,
+                saved,
+                len(resumable),
+            )
         for index in resumable:
             loader, name = dataloaders[index], numbered(LOADER_NAME, index, "bin")
             # Other libraries save positions only for some kinds of loader.
             if index in positions:
                 self.changes.append(partial(loader.load_state_dict, positions[index]))
-            elif self.manifest is not None or name in self.names:
+            elif name in self.names:
                 self.changes.append(partial(loader.load_state_dict, self._read(name)))
 
     def _read_windows(self, names: list[str], loaders: list[Any], models: list[Any], strategy: Strategy) -> None:

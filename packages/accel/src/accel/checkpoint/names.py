@@ -149,9 +149,9 @@ def require_files(directory: Path, names: Iterable[str], known: Collection[str] 
         )
 
 
-def require_count(kind: str, saved: int, present: int, directory: Path) -> None:
-    """Raise CheckpointError if a checkpoint has another number of some kind of object than there are to load."""
-    if saved != present:
+def require_count(kind: str, saved: int, present: int, directory: Path, strict: bool = True) -> None:
+    """Raise CheckpointError if more objects of some kind are to be loaded than were saved; if strict, also if fewer."""
+    if present > saved or (strict and present < saved):
         raise CheckpointError(
             f"{directory} has {saved} {kind} and there are {present} to load. Prepare and register the same objects "
             "as when it was saved."

@@ -25,7 +25,7 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
 from ..checkpoint.names import MODEL_FOLDER, CheckpointError, engine_folders
-from ..checkpoint.safe_load import read, require_count
+from ..checkpoint.safe_load import read
 from ..core.types import Gathered, Part
 from . import universal
 from .runtime import is_engine
@@ -190,7 +190,7 @@ class EngineLoader:
             wanted: those of them to load.
 
         Raises:
-            CheckpointError: the number of models differs, or the checkpoint was saved without DeepSpeed.
+            CheckpointError: the checkpoint was saved without DeepSpeed.
         """
         tags = engine_folders(self.names)
         if not tags:
@@ -198,10 +198,9 @@ class EngineLoader:
                 f"{self.directory} was saved without DeepSpeed, whose engines load only states saved by engines. Load "
                 "the weights into the model before prepare(): accel.utils.load_checkpoint_in_model(model, directory)."
             )
-        require_count("models", len(tags), len(models), self.directory)
         wanted_ids = set(map(id, wanted))
         return [
-            partial(self._load, tag, model) for tag, model in zip(tags, models, strict=True) if id(model) in wanted_ids
+            partial(self._load, tag, model) for tag, model in zip(tags, models, strict=False) if id(model) in wanted_ids
         ]
 
     def _load(self, tag: str, model: nn.Module) -> None:

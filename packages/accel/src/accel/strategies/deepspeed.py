@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from accel_state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.errors import ConfigurationError
 
+from ..checkpoint.names import engine_folders
 from ..core.types import Gathered
 from ..deepspeed import gradients, runtime
 from ..deepspeed.engine import (
@@ -296,7 +297,7 @@ class DeepSpeedStrategy(Strategy):
         """The calls that discard current gradients and load the engines' states.
 
         Raises:
-            CheckpointError: the number of models differs, or the checkpoint was saved without DeepSpeed.
+            CheckpointError: there are more models than were saved, or the checkpoint was saved without DeepSpeed.
             ConfigurationError: an option that engines do not support.
         """
         from ..deepspeed.checkpoint import EngineLoader
@@ -307,6 +308,8 @@ class DeepSpeedStrategy(Strategy):
                 f"load_state got {', '.join(unknown)}, which DeepSpeed does not support. It takes strict."
             )
         saved_by = None if reader.manifest is None else reader.manifest.world_size
+        if tags := engine_folders(reader.names):
+            reader.check_count("models", len(tags), len(self._models))
         loader = EngineLoader(reader.folder, reader.names, saved_by, reader.load_kwargs, options.get("strict", True))
         wanted = set(map(id, models))
         optimizers = [item for item in self._optimizers if id(item.engine_wrapper.engine) in wanted]  # type: ignore[union-attr]

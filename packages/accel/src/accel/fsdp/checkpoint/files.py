@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from accel_state.collectives.single import Collectives
 
 from ...checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
-from ...checkpoint.names import OPTIMIZER_NAME, SHARD_TABLE_NAME, CheckpointError, numbered, require_count
+from ...checkpoint.names import OPTIMIZER_NAME, SHARD_TABLE_NAME, CheckpointError, numbered
 from ...checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME
 from ...core.types import Gathered, Layout, Part
 from ..grad_norm import local
@@ -162,6 +162,14 @@ class ShardedReader:
         matches = [re.fullmatch(f"(?:{'|'.join(stems)}){suffix}", name) for name in self.names]
         return len({int(match[1] or 0) for match in matches if match})
 
+    def count_models(self) -> int:
+        """How many models the checkpoint holds."""
+        return self.count([MODEL_STEM, SAFE_MODEL_NAME, MODEL_NAME])
+
+    def count_optimizers(self) -> int:
+        """How many optimizers the checkpoint holds."""
+        return self.count([OPTIMIZER_NAME])
+
     def model(self, index: int, layout: Layout) -> State:
         """This rank's parts of a model's state.
 
@@ -266,8 +274,6 @@ def plan(
     Raises:
         CheckpointError: something is missing, damaged, or does not fit.
     """
-    require_count("models", reader.count([MODEL_STEM, SAFE_MODEL_NAME, MODEL_NAME]), len(layouts), reader.directory)
-    require_count("optimizers", reader.count([OPTIMIZER_NAME]), len(optimizers), reader.directory)
     changes: list[Callable[[], Any]] = []
     for index, layout in enumerate(layouts):
         state = reader.model(index, layout)
