@@ -527,6 +527,7 @@ class Accelerator(AcceleratorProperties):
 
         If the state was saved after the last batch of an epoch, the next iteration of the loader has no batches, so
         that the code after the loop runs. ``skip_first_batches(loader, 0)`` begins with the next epoch instead.
+
         Training continues exactly as it would have: a loader in the middle of an epoch returns the rest of it in its
         next iteration, and later epochs in full. Files are verified first, and reading them runs no code. Every rank
         must call it.
