@@ -162,9 +162,10 @@ class AlignDevicesHook(ModelHook):
             values = self.prefetcher.take(self.prefetch_index, self.device)
         else:
             values = {slot.name: self._read(slot.name, device or self.device) for slot in self.slots}
-        assert self.weights_map is not None or not self.slots
+        # Not `or {}`: the truth of a PrefixedDataset is found by going through all weights of the model.
+        weights = {} if self.weights_map is None else self.weights_map
         for slot in self.slots:
-            slot.fill(values[slot.name], self.weights_map or {})
+            slot.fill(values[slot.name], weights)
         return values
 
     def _read(self, name: str, device: torch.device | None) -> torch.Tensor:
