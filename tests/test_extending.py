@@ -71,6 +71,7 @@ def averaged_copies(every: int = 4) -> dict[str, torch.Tensor]:
     return models[0].state_dict()
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize("kind", ["name", "object"])
 def test_strategy_tracker_launcher_and_device(site: Path, tmp_path: Path, kind: str) -> None:
     variables = {"FARM_LAUNCH": "1", "FARM_PIN": "1"} if kind == "name" else {}

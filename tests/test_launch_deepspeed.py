@@ -102,6 +102,7 @@ def launcher(server, tmp_path) -> Launcher:
     return Launcher(server, tmp_path)
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.timeout(700)
 def test_over_pdsh(launcher) -> None:
     # Variables that the user exports with DeepSpeed's file stay exported.
@@ -111,6 +112,7 @@ def test_over_pdsh(launcher) -> None:
     assert launcher.ranks() == ["2.0 0 true 2 kept s.py a b  $HOME 'c'"] * 2
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.timeout(700)
 def test_the_rank_that_failed_first_is_named_last(launcher) -> None:
     code, _, errors = launcher.run("s.py", "fail")
@@ -121,6 +123,7 @@ def test_the_rank_that_failed_first_is_named_last(launcher) -> None:
     assert code == 1
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.timeout(700)
 def test_without_ssh(launcher) -> None:
     with reserved_port() as port:
@@ -136,6 +139,7 @@ def test_without_ssh(launcher) -> None:
     assert launcher.ranks() == ["2.0 0 true - - s.py"] * 2
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.timeout(960)
 def test_a_signal_ends_the_ranks_of_all_machines(launcher) -> None:
     process = launcher.start("s.py", "sleep")

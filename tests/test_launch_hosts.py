@@ -97,6 +97,7 @@ class Run:
         return [output for output, _ in outputs]
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_the_digits_example_learns_the_same(hosts, tmp_path, backend) -> None:
     run = Run(
@@ -113,6 +114,7 @@ def trained_alone(ranks: int) -> list[float]:
     return weight.tolist()
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize(
     ("backend", "each", "victim", "others"),
     [

@@ -88,6 +88,7 @@ def test_accel_launch_starts_mpirun(mpi, tmp_path) -> None:
     assert sorted(result.stdout.splitlines()) == [f"{rank} 2.0 {rank} 2 3 1 bf16 a b $HOME" for rank in (0, 1)]
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize(
     ("how", "code", "says"),
     [
@@ -138,6 +139,7 @@ def test_a_signal_ends_the_ranks(mpi, tmp_path) -> None:
         launcher.wait()
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.timeout(1000)
 def test_the_digits_example_learns_the_same(mpi, tmp_path) -> None:
     check_loss(run(mpi, tmp_path, *MPIRUN, SCRIPT, *ARGUMENTS).stdout)

@@ -113,6 +113,7 @@ def unchanged(path: Path) -> Iterator[None]:
     assert path.read_bytes() == before and sorted(os.listdir(path.parent)) == beside
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @settings(RUNS, max_examples=120)
 @given(contents, st.sampled_from([".yaml", ".json"]))
 @example(b"a: &x {b: *x}", ".yaml")

@@ -36,6 +36,7 @@ def test_this_machine_works(shell) -> None:
     assert "all-reduce     correct; " in result.stdout
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
     shell.write("c.yaml", "num_proceses: 2\n")
     code = """

@@ -28,6 +28,7 @@ def read_ranks(shell, world_size: int) -> list[dict]:
     return [json.loads((shell.folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_two_ranks_reduce_and_get_their_settings(shell) -> None:
     shell.write("s.py", ALL_REDUCE)
     words = [
@@ -148,6 +149,7 @@ def test_executable_ranks(shell) -> None:
     assert "ended first with exit code 4" in result.stderr
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_module_ranks_and_what_main_is(shell) -> None:
     """A rank's script is the module __main__, as far as pickle, inspect and spawned children can tell."""
     code = """
@@ -243,6 +245,7 @@ def test_the_last_line_of_output_is_not_lost(shell) -> None:
     )
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_the_output_of_a_single_process_is_kept_too(shell) -> None:
     shell.write("s.py", "import sys; print('out'); sys.exit('gone')")
     result = shell.accel("launch", "--cpu", "--num_processes", "1", "--tee", "3", "--log_dir", "logs", "s.py")

@@ -39,6 +39,7 @@ print(os.environ["GROUP_RANK"], os.environ["RANK"], os.environ["LOCAL_RANK"], fl
 """
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_two_machines_form_one_world(shell, started, free_port, backend) -> None:
     shell.write("s.py", SUM if backend == "static" else RANKS)
@@ -54,6 +55,7 @@ def test_two_machines_form_one_world(shell, started, free_port, backend) -> None
         assert outputs[0][0].startswith("0 0") and outputs[1][0].startswith("1 1")
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_a_machine_that_succeeded_does_not_wait_for_one_that_failed(shell, started, free_port) -> None:
     """torch's own exit barrier would wait 300 seconds here."""
     shell.write(
@@ -69,6 +71,7 @@ def test_a_machine_that_succeeded_does_not_wait_for_one_that_failed(shell, start
     assert "those of machine rank 1 failed" in errors[0] and "rank 1 of 2 ended first with exit code 4" in errors[1]
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_a_machine_that_succeeded_waits_for_the_others(shell, started, free_port) -> None:
     shell.write("s.py", "import os, time; time.sleep(3 * int(os.environ['RANK']))")
     first, second = start_machines(shell, started, free_port(), "s.py")

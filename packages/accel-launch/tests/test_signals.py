@@ -23,6 +23,7 @@ def test_a_signal_ends_everything(sleepers, ended) -> None:
     ended(pids)
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_an_ignored_signal_stays_ignored(shell, started) -> None:
     """nohup relies on this: otherwise closing the terminal would end the job."""
     shell.write(
@@ -64,6 +65,7 @@ def test_a_signal_without_running_ranks(shell, when) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (143, "", "")
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_ranks_can_clean_up(shell, sleepers, ended) -> None:
     cleanup = (
         "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('saved' + os.environ['RANK']).write_text(''), "
@@ -117,6 +119,7 @@ def _catches_sigterm(pid: int) -> bool:
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_waiting_for_another_machine_can_be_interrupted(shell, started, wait_until) -> None:
     """The machine of rank 0 never arrives: the main thread is blocked in a call into the store."""
     shell.write("s.py", "")
@@ -227,6 +230,7 @@ def test_ranks_that_save_exit_before_the_other_machines_are_notified(shell, star
     assert not os.listdir(shell.env["TMPDIR"])
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_saved_are_started_again(shell, started, wait_until, ranks: int) -> None:
     """Only the ranks were signalled, so they are restarted."""

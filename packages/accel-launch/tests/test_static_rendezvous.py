@@ -228,6 +228,7 @@ def launch(shell, started, free_port):
     return run
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize("victim", [0, 5])
 def test_a_killed_rank_restarts_every_machine_once(shell, launch, victim: int) -> None:
     codes, errors = launch(3, 1, "once", victim)
@@ -241,6 +242,7 @@ def test_a_killed_rank_restarts_every_machine_once(shell, launch, victim: int) -
     )
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize("victim", [0, 3])
 def test_all_machines_end_when_one_has_no_restarts_left(launch, victim: int) -> None:
     codes, errors = launch(2, 1, "always", victim)  # in less time than the other machine's processes sleep

@@ -78,6 +78,7 @@ def documented() -> list[tuple[str, str]]:
     return [(command.replace("\\\n", " "), output) for command, output in blocks if "error:" not in output]
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize("number", range(7))
 def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> None:
     command, output = documented()[number]
@@ -164,6 +165,7 @@ def test_the_figures_of_the_pipeline_follow_from_the_shapes() -> None:
     assert "data rank 34 of 64; samples 272, 273" in output
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize(
     "options",
     [
@@ -185,6 +187,7 @@ def test_extrapolation_equals_tracing_all_blocks(tmp_path, options) -> None:
     assert quick == whole
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_ranks_that_share_layers_or_sequences_share_samples(tmp_path) -> None:
     model = small(tmp_path, num_attention_heads=8)
     settings = settings_of(**mesh(dp_shard=2, cp=2, tp=2))
@@ -323,7 +326,7 @@ def test_deepspeed_stages(tmp_path, stage) -> None:
         (
             mesh(dp_shard=2, cp=4),
             {"seq_length": 20},
-            "sequences of 20 positions cannot be shared by cp_size=4.*multiple of 8",
+            "sequences of 20 positions cannot be split over cp_size=4.*multiple of 8",
         ),
         (
             {**FSDP2, "num_processes": 8},

@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -69,6 +70,7 @@ def arrive_alone() -> str:
     raise AssertionError("the collective completed without rank 1")
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_a_timeout_names_who_arrived_and_who_did_not() -> None:
     messages = run_world(arrive_alone, 3)
     assert messages[1] == "late"

@@ -75,7 +75,7 @@ CASES = [
     (torch.Size([2, 3]), [2, 3]),
     (pathlib.Path("x") / "y", "x/y"),
     (Settings(), {"lr": 0.1, "path": "a/b"}),
-    (Settings, "test_values.Settings"),
+    (Settings, "test_serialize.Settings"),
     (Point(1, {2}), {"x": 1, "y": [2]}),
     (argparse.Namespace(a=1), {"a": 1}),
     (types.SimpleNamespace(a=None), {"a": None}),

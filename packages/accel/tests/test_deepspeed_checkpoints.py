@@ -139,6 +139,7 @@ def resume_with_an_optimizer_of_another_form(folder: str) -> dict[int, tuple[lis
     return found
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_resumed_schedulers_reach_a_replaced_optimizer(tmp_path: Path) -> None:
     """Loading creates new parameter groups in the engine's optimizer, which is not the script's."""
     for stage, (full, resumed) in run_world(resume_with_an_optimizer_of_another_form, 2, str(tmp_path), timeout=500)[

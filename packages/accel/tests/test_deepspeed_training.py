@@ -106,6 +106,7 @@ def train_on_cpu() -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_precisions_on_cpu() -> None:
     """After 20 steps in bf16, losses and weights are within 0.05 of fp32."""
     results = run_world(train_on_cpu, 2, timeout=500)[0]
@@ -247,6 +248,7 @@ def run_with_a_scheduler() -> dict[int, dict[str, torch.Tensor]]:
     return {stage: with_a_scheduler(stage) for stage in (1, 3)}
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_a_scheduler_reaches_adagrad() -> None:
     """DeepSpeed would replace Adagrad by a new one, which the script's scheduler does not reach."""
     model = net()

@@ -152,7 +152,7 @@ def test_recipes_without_effect_are_refused() -> None:
     ):
         Accelerator(mixed_precision="bf16", cpu=True, kwargs_handlers=[TERecipeKwargs()])
     AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(ConfigurationError, match="AORecipeKwargs and NativeRecipeKwargs, but one back end"):
+    with pytest.raises(ConfigurationError, match="AORecipeKwargs and NativeRecipeKwargs. Pass one recipe"):
         accelerator(AORecipeKwargs(), NativeRecipeKwargs())
 
 

@@ -251,6 +251,7 @@ def dropping() -> dict[str, Any]:
     return {"losses": losses, "norm": own["transformer.h.0.ln_1.weight"], "positions": own["transformer.wpe.weight"]}
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_dropout_of_whole_activations_is_the_same_where_they_are_the_same() -> None:
     ranks = run_world(dropping, 4, timeout=250)
     for first, second in ((0, 1), (2, 3)):
@@ -269,6 +270,7 @@ def in_bf16() -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_bf16_stays_near_fp32() -> None:
     # bf16 keeps 8 bits: a hundredth of the loss, which is near 2.6.
     expected = plain("gpt2", STEPS)
@@ -303,12 +305,14 @@ def with_other_plans_of_models() -> list[dict[str, Any]]:
     return [train(accelerator_for({"tp_size": 2}), kind, 4) for kind in ("qwen", "phi", "gemma")]
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_plans_of_the_user_and_the_older_plugin() -> None:
     expected = plain("own", 4)
     for number, found in enumerate(run_world(with_plans, 4, timeout=250)[0]):
         assert_same(found, expected, number)
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_plans_of_models_with_norms_of_heads_fused_layers_and_scaled_embeddings() -> None:
     for kind, found in zip(
         ("qwen", "phi", "gemma"), run_world(with_other_plans_of_models, 2, timeout=250)[0], strict=True
@@ -344,7 +348,7 @@ def refusals() -> None:
     assert "the parameters of Own are already sharded" in message(accelerator_for({"tp_size": 2}), divided)
     accelerator = accelerator_for({"tp_size": 2})
     with pytest.raises(
-        ConfigurationError, match="LocalSGD needs whole models with their own optimizer on each rank; MeshStrategy"
+        ConfigurationError, match="LocalSGD needs the full model and its optimizer on each rank, and MeshStrategy"
     ):
         LocalSGD(accelerator, accelerator.prepare(build("own")), 2)
     accelerator.free_memory()
