@@ -172,7 +172,7 @@ def _check_supported(settings: Resolution) -> None:
     if settings["use_deepspeed"] and settings["use_parallelism_config"]:
         # The message of the Accelerator.
         raise ConfigurationError(
-            "one strategy trains a model, but settings were given for deepspeed, mesh. Pass one of them."
+            "settings were given for deepspeed, mesh, but a model is trained by one strategy. Pass one of them."
         )
     if settings["mixed_precision"] == "fp8":
         raise ConfigurationError(
