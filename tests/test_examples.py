@@ -103,6 +103,7 @@ def test_the_launcher_is_not_needed(tmp_path) -> None:
     assert accuracy_of(alone) > 0.1 and loss_of(unsaved) != loss_of(alone)
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_an_invalid_setting_is_named() -> None:
     result = subprocess.run([sys.executable, str(DIGITS), "--epochs", "0"], capture_output=True, text=True, timeout=100)
     assert result.returncode == 2 and "--epochs 0: must be at least 1" in result.stderr

@@ -91,6 +91,7 @@ def test_one_process_is_refused(site: Path, tmp_path: Path) -> None:
     assert "PeriodicAveraging(every=4) needs every >= 1 and several processes" in result.stderr
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_device(site: Path) -> None:
     code = "from accel_state import devices; print(type(devices.detect()).__name__, devices.names()[0])"
     assert run(site, sys.executable, "-c", code, FARM_PIN="1").stdout.split() == ["PinnedCpu", "pinned_cpu"]

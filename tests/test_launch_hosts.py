@@ -146,6 +146,7 @@ def test_a_killed_worker_is_started_again(hosts, tmp_path, backend, each: int, v
     assert "starting all processes again (restart 1 of 1)" in run.errors
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_the_doctor_passes_on_both_hosts(hosts, tmp_path) -> None:
     common = [
         "--cpu",
@@ -173,6 +174,7 @@ def test_the_doctor_passes_on_both_hosts(hosts, tmp_path) -> None:
         assert "point to point correct" in output and "clocks" in output
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_the_doctor_reports_a_host_that_does_not_answer(hosts, tmp_path) -> None:
     words = [
         "--cpu",

@@ -115,6 +115,7 @@ def test_mpirun_starts_accel_launch(mpi, tmp_path) -> None:
     assert result.returncode and "--num_processes 5, but " in result.stderr
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.timeout(700)
 def test_a_signal_ends_the_ranks(mpi, tmp_path) -> None:
     launcher = subprocess.Popen(

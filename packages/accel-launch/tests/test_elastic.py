@@ -217,6 +217,7 @@ def test_tee_and_log_dir(shell) -> None:
     }
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_the_last_line_of_output_is_not_lost(shell) -> None:
     """The rank prints and exits between the copying thread's last read and its check of the rank."""
     shell.write("s.py", "import time; time.sleep(1); print('last')")
@@ -274,6 +275,7 @@ def test_debug_shows_the_agents_log(shell) -> None:
     )
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_each_process_is_bound_to_its_cores(shell) -> None:
     shell.write(
         "s.py",

@@ -80,6 +80,7 @@ def test_a_machine_that_succeeded_waits_for_the_others(shell, started, free_port
     assert first.wait(60) == 0
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_missing_machines_are_reported(shell, free_port, backend) -> None:
     shell.write("s.py", "")

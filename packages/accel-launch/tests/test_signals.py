@@ -195,6 +195,7 @@ def ready(shell, ranks: int) -> list[int]:
     return [int(text) for text in texts] if len(texts) == ranks and all(texts) else []
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize(
     ("number", "ranks", "restarts"), [(signal.SIGTERM, 2, 0), (signal.SIGUSR1, 2, 1), (signal.SIGTERM, 1, 1)]
 )
@@ -209,6 +210,7 @@ def test_ranks_that_save_are_waited_for(shell, started, wait_until, number: int,
     assert launcher.wait(60) == 75
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_ranks_that_save_exit_before_the_other_machines_are_notified(shell, started, wait_until, free_port) -> None:
     """No rank is left while this launcher waits until the other machines have read the result."""
     shell.write("s.py", SAVES.replace('range(int(os.environ["WORLD_SIZE"]))', "[1]"))

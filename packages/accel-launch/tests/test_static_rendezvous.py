@@ -257,6 +257,7 @@ def test_all_machines_end_when_one_has_no_restarts_left(launch, victim: int) -> 
     )
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_a_machine_whose_processes_have_exited_is_not_waited_for(launch) -> None:
     codes, errors = launch(2, 1, "late", 3)
     assert codes == [1, 128 + signal.SIGKILL], errors

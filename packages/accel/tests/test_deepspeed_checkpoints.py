@@ -184,6 +184,7 @@ def load_with_ddp(folder: str) -> None:
     accelerator.load_state(folder)
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_damaged_and_foreign_checkpoints(saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path) -> None:
     folder = saved[0] / "2" / "waiting"
     damaged = tmp_path / "damaged"

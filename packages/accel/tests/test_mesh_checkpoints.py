@@ -173,6 +173,7 @@ def refused(folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 def test_files_hold_the_models_own_names_and_shapes(tmp_path: Path) -> None:
     weights = run_world(save_for_others, 4, str(tmp_path), timeout=250)[0]
     plain = build("gpt2").state_dict()

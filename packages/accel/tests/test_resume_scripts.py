@@ -93,6 +93,7 @@ def by_resume(script: Script, resume: Path | None) -> None:
         script.scheduler.step()
 
 
+@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(
     ("loop", "seedable"),
