@@ -152,9 +152,9 @@ def check_match(model: nn.Module, checkpoint: str, match: CheckpointMatch, stric
             "which keeps the values of buffers, or set them first."
         )
     if match.missing:
-        names = join_names(match.missing)
+        missing = join_names(match.missing)
         warnings.warn(
-            f"the checkpoint {checkpoint} does not fit {type(model).__name__}: missing ({len(match.missing)}): {names}"
+            f"the checkpoint {checkpoint} does not fit {type(model).__name__}: missing ({len(match.missing)}): {missing}"
             ". Missing weights keep their values.",
             stacklevel=4,
         )

@@ -48,7 +48,7 @@ class AutocastForward:
     def __code__(self) -> CodeType:
         # torch.export names the inputs after the forward's source.
         wrapped = inspect.unwrap(self.forward)
-        code: CodeType = getattr(wrapped, "func", wrapped).__code__  # type: ignore[attr-defined]
+        code: CodeType = getattr(wrapped, "func", wrapped).__code__
         return code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
