@@ -154,8 +154,8 @@ def check_match(model: nn.Module, checkpoint: str, match: CheckpointMatch, stric
     if match.missing:
         missing = join_names(match.missing)
         warnings.warn(
-            f"the checkpoint {checkpoint} does not fit {type(model).__name__}: missing ({len(match.missing)}): {missing}"
-            ". Missing weights keep their values.",
+            f"the checkpoint {checkpoint} does not fit {type(model).__name__}: missing ({len(match.missing)}): "
+            f"{missing}. Missing weights keep their values.",
             stacklevel=4,
         )
     if match.unexpected:
