@@ -26,15 +26,7 @@ _WINDOW_FIELDS = ("divisor", "position", "by_items", "items", "normaliser")
 
 
 def capture(accumulation: Accumulation, loaders: Sequence[Any], models: Sequence[nn.Module]) -> dict[str, Any] | None:
-    """The open windows and their gradients, as tensors and plain values; None if there is nothing to save.
-
-    Every rank must call it.
-
-    Args:
-        accumulation: keeps the windows.
-        loaders: the prepared loaders; windows refer to them by index.
-        models: the prepared models, likewise.
-    """
+    """The open windows and their gradients, as tensors and plain values; None if there is nothing to save."""
     windows = []
     for loader, window in _open_windows(accumulation, loaders):
         indices = [i for i, model in enumerate(models) if any(model is other for other in window.models)]
@@ -85,18 +77,11 @@ def _is_whole(parameter: nn.Parameter) -> bool:
 
 
 def combine(saved: Sequence[dict[str, Any]], num_processes: int) -> dict[str, Any]:
-    """The share that each of ``num_processes`` ranks takes of the windows of all ranks that saved.
-
-    Synchronising averages over ranks. Losses with equal weights are averaged, so each rank takes the mean; with losses
-    weighted by items the gradients are sums, so each takes a share of the sum, and of the number of items.
-
-    Args:
-        saved: what the ranks have saved, by rank.
-        num_processes: the number of ranks that gradients are averaged over now.
-    """
+    """The share that each of ``num_processes`` ranks takes of the windows of all ranks that saved."""
     windows = [dict(window) for window in saved[0]["windows"]]
     # Ranks that shared their samples had the same items.
     before = saved[0].get("averaging_ranks", len(saved))
+    # Averaged losses: each rank takes the mean. Losses weighted by items are sums: a share of the sum and of the items.
     factors = dict.fromkeys([*saved[0]["gradients"], *saved[0].get("averaged", ())], 1.0)
     for number, window in enumerate(windows):
         if window["by_items"]:
@@ -140,14 +125,7 @@ def check(
 def restore(
     accumulation: Accumulation, saved: dict[str, Any] | None, loaders: Sequence[Any], models: Sequence[nn.Module]
 ) -> None:
-    """Restore windows and gradients, in place of those that are open now.
-
-    Args:
-        accumulation: keeps the windows.
-        saved: what :func:`capture` or :func:`combine` returned.
-        loaders: the prepared loaders.
-        models: the prepared models.
-    """
+    """Restore windows and gradients, in place of those that are open now."""
     strategy = accumulation.strategy
     stale = {id(model): model for _, window in _open_windows(accumulation, loaders) for model in window.models}
     for model in stale.values():

@@ -14,7 +14,8 @@ from accel_state.errors import ConfigurationError
 from .manifest import Manifest
 from .names import CheckpointError, is_checkpoint_file
 
-# Hidden names next to a checkpoint's own. Everything with such a name may be deleted.
+# Hidden names next to a checkpoint's own: while it is written (and locked, which distinguishes it from what a killed
+# process has left), an older one between the two renames of `commit` (which `recover` undoes), and one to delete.
 PARTIAL, REPLACED, DELETED = "accel-partial", "accel-replaced", "accel-deleted"
 _MAX_LOST_RACES = 10
 # A process that looks for leftovers locks each of them for a moment, which is waited for.
@@ -22,18 +23,7 @@ _LOCK_ATTEMPTS, _PAUSE_SECONDS = 100, 0.02
 
 
 class CheckpointDirectory:
-    """A checkpoint that is being written.
-
-    It is written in ``.<name>.accel-partial`` next to its final name. If an older checkpoint has that name, it is
-    ``.<name>.accel-replaced`` for the moment between two renames; if the process is killed in that moment,
-    :func:`recover` renames it back. A checkpoint to delete is renamed to ``.<name>.accel-deleted`` first, so that it is
-    never mistaken for a complete one.
-
-    The directory that is being written is locked, to distinguish it from what a killed process has left.
-
-    Args:
-        target: the final path. If it is a link, the directory it points to is replaced.
-    """
+    """A checkpoint that is being written."""
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
         self.target = Path(target).resolve()
@@ -42,12 +32,7 @@ class CheckpointDirectory:
         self._lock: int | None = None
 
     def begin(self) -> None:
-        """Make the directory to write into, and remove what killed processes have left next to it.
-
-        Raises:
-            ConfigurationError: the target is a file, the working directory or a mount point.
-            CheckpointError: another process is saving to the same path.
-        """
+        """Make the directory to write into, and remove what killed processes have left next to it."""
         if self.target.is_file():
             raise ConfigurationError(f"{self.target} is a file. Give a directory to save the state in.")
         if self.target == Path.cwd() or self.target.is_mount():
@@ -97,10 +82,7 @@ class CheckpointDirectory:
             self._lock = None
 
     def commit(self) -> None:
-        """Rename what was written, which is on the disk, to its final name.
-
-        Files of the older checkpoint's directory that were not part of that checkpoint are kept.
-        """
+        """Rename what was written, which is on the disk, to its final name."""
         replaces = self.target.exists()
         if replaces:
             os.rename(self.target, self.replaced)
@@ -117,10 +99,7 @@ class CheckpointDirectory:
 
     @contextmanager
     def explaining_write_errors(self) -> Iterator[None]:
-        """A block that writes; file system errors are raised as CheckpointError with the free space.
-
-        Errors of torch's and safetensors' own writers count as file system errors.
-        """
+        """A block that writes; file system errors are raised as CheckpointError with the free space."""
         try:
             yield
         except Exception as error:
@@ -221,12 +200,7 @@ def _remove(directory: Path) -> None:
 
 
 def remove_leftovers(parent: Path, skip: Path | None = None) -> None:
-    """Remove what killed processes have left in a directory, and finish the replacements they had begun.
-
-    Args:
-        parent: the directory that holds the checkpoints.
-        skip: a partial directory of this process.
-    """
+    """Remove what killed processes have left in a directory, and finish the replacements they had begun."""
     # Two passes: the first renames what the second deletes.
     for kind in (PARTIAL, DELETED):
         for entry in list(parent.iterdir()):
@@ -274,13 +248,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _lock(directory: Path, require_lock: bool = False) -> int | None:
-    """The descriptor of a directory that is now locked; None if another process holds the lock.
-
-    Args:
-        directory: the directory.
-        require_lock: return None also if the system or the (network) file system has no locks; otherwise the
-            descriptor of an unlocked directory.
-    """
+    """The descriptor of a directory that is now locked; None if another process holds the lock."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         import fcntl

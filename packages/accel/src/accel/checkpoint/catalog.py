@@ -17,25 +17,15 @@ from .names import NUMBERED, CheckpointError, is_checkpoint_file, rng_file
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint, without the contents of its files.
+    """A checkpoint, without the contents of its files."""
 
-    Attributes:
-        path: its directory.
-        complete: whether every file exists with its size.
-        problem: why it is not complete, else "".
-        size: of all files, in bytes.
-        saved: time of the save, in seconds since the epoch.
-        optimizer_steps: number of optimizer steps taken; None if unknown.
-        world_size: number of processes that saved it; None if unknown.
-    """
-
-    path: Path
-    complete: bool
-    problem: str
-    size: int
-    saved: float
-    optimizer_steps: int | None
-    world_size: int | None
+    path: Path  # its directory
+    complete: bool  # whether every file exists with its size
+    problem: str  # why it is not complete, else ""
+    size: int  # of all files, in bytes
+    saved: float  # time of the save, in seconds since the epoch
+    optimizer_steps: int | None  # number of optimizer steps taken; None if unknown
+    world_size: int | None  # number of processes that saved it; None if unknown
 
     @classmethod
     def of(cls, directory: Path) -> CheckpointInfo:
@@ -95,11 +85,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
-    """Every checkpoint in a directory, including unfinished ones, the oldest first.
-
-    Args:
-        directory: a directory of checkpoints, or one that has them in ``checkpoints/``.
-    """
+    """Every checkpoint in a directory, including unfinished ones, the oldest first."""
     infos = []
     for parent in (directory, directory / "checkpoints"):
         for entry in sorted(parent.iterdir()) if parent.is_dir() else ():
@@ -121,11 +107,7 @@ def _looks_like_checkpoint(directory: Path) -> bool:
 
 
 def newest_complete(directory: Path) -> Path:
-    """The complete automatically named checkpoint with the highest number.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """The complete automatically named checkpoint with the highest number."""
     checkpoints = numbered_checkpoints(directory)
     for path in reversed(checkpoints.values()):
         if is_complete(path):
@@ -139,11 +121,7 @@ def newest_complete(directory: Path) -> Path:
 
 
 def newest_saved(directory: Path) -> Path:
-    """The complete checkpoint, of any name, that was saved last.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """The complete checkpoint, of any name, that was saved last."""
     if directory.is_dir():
         recover_all(directory)
         for info in reversed(list_checkpoints(directory)):
@@ -156,11 +134,7 @@ def newest_saved(directory: Path) -> Path:
 
 
 def rotate(directory: Path, total_limit: int, newest: Path) -> list[Path]:
-    """Delete the checkpoints with the lowest numbers until ``total_limit`` are left, but never the newest.
-
-    Returns:
-        The deleted ones.
-    """
+    """Delete the checkpoints with the lowest numbers until ``total_limit`` are left, but never the newest."""
     old = [path for path in numbered_checkpoints(directory).values() if path != newest]
     surplus = old[: max(0, len(old) + 1 - max(total_limit, 1))]
     for path in surplus:

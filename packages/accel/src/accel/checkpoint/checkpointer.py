@@ -45,15 +45,7 @@ LoadHook = Callable[[list[Any], str], None]
 
 @contextmanager
 def on_all_ranks(collectives: Collectives, what: str) -> Iterator[None]:
-    """A block that fails on every rank if it fails on one. Every rank must enter it.
-
-    Args:
-        collectives: of all ranks; no other thread may use them meanwhile.
-        what: what the block does, for messages.
-
-    Raises:
-        CheckpointError: the block failed on some rank. A rank whose own error is one of accel's raises that.
-    """
+    """A block that fails on every rank if it fails on one. Every rank must enter it."""
     error: Exception | None = None
     try:
         yield
@@ -77,20 +69,7 @@ def on_all_ranks(collectives: Collectives, what: str) -> Iterator[None]:
 
 
 class Checkpointer:
-    """Saves and loads everything that a training run needs to continue; see the methods of the Accelerator.
-
-    Args:
-        setup: process, strategy and precision.
-        prepared: the prepared objects.
-        accumulation: the windows of gradient accumulation.
-        tracking: the experiment trackers, whose runs are continued.
-        project: directories and naming.
-
-    Attributes:
-        custom_objects: the registered objects.
-        save_hooks: called by each save, before anything is written.
-        load_hooks: called by each load, when the files are verified and before anything is loaded.
-    """
+    """Saves and loads everything that a training run needs to continue; see the methods of the Accelerator."""
 
     def __init__(
         self,
@@ -434,11 +413,7 @@ class Checkpointer:
         return newest_saved(Path(self.project.project_dir))
 
     def newest(self, output_dir: str | os.PathLike[str] | None) -> Path | None:
-        """The newest complete checkpoint, the same on all ranks; None if there is none. See ``Accelerator.resume``.
-
-        Args:
-            output_dir: the only directory to look at; by default the project's checkpoints.
-        """
+        """The newest complete checkpoint, the same on all ranks; None if there is none. See ``Accelerator.resume``."""
         collectives = self._process.collectives
         with on_all_ranks(collectives, "looking for a state to resume from"):
             newest = self._newest_or_none(output_dir) if self._process.process_index == 0 else None

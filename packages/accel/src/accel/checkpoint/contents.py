@@ -41,25 +41,15 @@ class WeightsPart(Part):
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """The objects whose state a checkpoint holds.
+    """The objects whose state a checkpoint holds."""
 
-    Attributes:
-        models: the models, prepared or not.
-        optimizers: torch's optimizers, not their wrappers.
-        schedulers: the schedulers, not their wrappers.
-        dataloaders: the prepared loaders.
-        seeded_samplers: see :func:`seeded_samplers`.
-        scaler: the loss scaler.
-        registered: the objects of ``register_for_checkpointing``.
-    """
-
-    models: list[Any]
-    optimizers: list[Any]
-    schedulers: list[Any]
-    dataloaders: list[Any]
-    seeded_samplers: Mapping[int, SeedableRandomSampler]
-    scaler: torch.amp.GradScaler | None = None
-    registered: Sequence[Any] = ()
+    models: list[Any]  # the models, prepared or not
+    optimizers: list[Any]  # torch's optimizers, not their wrappers
+    schedulers: list[Any]  # the schedulers, not their wrappers
+    dataloaders: list[Any]  # the prepared loaders
+    seeded_samplers: Mapping[int, SeedableRandomSampler]  # see :func:`seeded_samplers`
+    scaler: torch.amp.GradScaler | None = None  # the loss scaler
+    registered: Sequence[Any] = ()  # the objects of ``register_for_checkpointing``
 
 
 def collect(
@@ -72,18 +62,7 @@ def collect(
     safe_serialization: bool,
     with_manifest: bool = False,
 ) -> list[Part]:
-    """The files of a checkpoint. Every rank must call it.
-
-    Args:
-        objects: the objects; their models and optimizers are not used.
-        weights: the state dicts of the models to save.
-        optimizers: the optimizers to save.
-        rank: this process.
-        step: micro batches in the open accumulation window.
-        device: the kind of device whose generators are saved.
-        safe_serialization: weights in the safetensors format rather than torch's.
-        with_manifest: the checkpoint gets a manifest.
-    """
+    """The files of a checkpoint. Every rank must call it."""
     parts: list[Part] = []
     for index, state_dict in enumerate(weights):
         if safe_serialization:
@@ -148,16 +127,7 @@ def capture_rng(device: Device) -> dict[str, Any]:
 
 
 def restore_rng(state: Any, device: Device, path: Path) -> None:
-    """Restore the generators to a state of :func:`capture_rng`.
-
-    Args:
-        state: what was read from ``path``.
-        device: the device that this process computes on.
-        path: for messages.
-
-    Raises:
-        CheckpointError: this is not such a state; the message names the file.
-    """
+    """Restore the generators to a state of :func:`capture_rng`."""
     missing = set(_HOST_KEYS).difference(state if isinstance(state, dict) else ())
     if missing:
         names = ", ".join(key for key in _HOST_KEYS if key in missing)
@@ -188,24 +158,11 @@ def _restore_device_rng(state: dict[str, Any], device: Device, path: Path) -> No
 
 
 def seed_new_rank(base: Any, rank: int, device: Device, path: Path) -> None:
-    """Seed the generators of a rank that did not exist when the state was saved.
-
-    Its seed is the first 8 bytes of SHA-256 over torch's generator state in ``base``, followed by the rank as 8 bytes
-    (little endian): different for every rank and every state, and the same whenever that state is loaded. The
-    generators of python, torch and the devices are seeded with its lower 63 bits, numpy's with the lowest 32.
-
-    Args:
-        base: the state of the lowest rank that was saved.
-        rank: this rank.
-        device: the device that this process computes on.
-        path: of ``base``, for messages.
-
-    Raises:
-        CheckpointError: ``base`` is not such a state.
-    """
+    """Seed the generators of a rank that did not exist when the state was saved."""
     state = base.get("torch_manual_seed") if isinstance(base, dict) else None
     if not isinstance(state, torch.Tensor):
         raise CheckpointError(f"{path} does not hold the state of random number generators: torch_manual_seed missing.")
+    # Different for every rank and every state, the same whenever that state is loaded.
     digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
     seed = int.from_bytes(digest[:8], "little") & (2**63 - 1)
     random.seed(seed)

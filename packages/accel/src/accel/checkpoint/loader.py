@@ -370,18 +370,7 @@ def _number_of(name: str) -> int:
 
 
 def plan_weights(model: nn.Module, weights: Any, path: Path, strict: bool = True, **kwargs: Any) -> Callable[[], Any]:
-    """The call that loads weights into a model.
-
-    Args:
-        model: the model, prepared or not.
-        weights: tensors by their names in the unwrapped and uncompiled model. Of names that share memory one is enough.
-        path: for messages.
-        strict: refuse names that are missing or unknown.
-        **kwargs: for ``load_state_dict``.
-
-    Raises:
-        CheckpointError: the names are not those of the model.
-    """
+    """The call that loads weights into a model."""
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     if not isinstance(weights, dict):
         raise CheckpointError(f"{path} holds a {type(weights).__name__} instead of the weights of a model.")

@@ -32,45 +32,28 @@ _MAX_WORKERS = 8
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and digests of a file.
+    """Size and digests of a file."""
 
-    Attributes:
-        size: in bytes.
-        digests: hexadecimal digest of each block of ``BLOCK_BYTES``; an empty file has one, of no bytes.
-    """
-
-    size: int
-    digests: tuple[str, ...]
+    size: int  # in bytes
+    digests: tuple[str, ...]  # hexadecimal digest of each block of ``BLOCK_BYTES``; an empty file has one, of no bytes
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a manifest.
+    """The contents of a manifest."""
 
-    Attributes:
-        format: version of the format.
-        world_size: number of processes that saved the checkpoint.
-        counters: ``iteration``, the number of the next checkpoint; ``step``, the micro batches in the open accumulation
-            window; and ``optimizer_steps``, the steps taken by the first optimizer.
-        versions: of accel, torch, numpy and python.
-        saved_at: time of the save, UTC, ISO 8601.
-        files: relative POSIX path to record.
-    """
-
-    format: int
-    world_size: int
+    format: int  # version of the format
+    world_size: int  # number of processes that saved the checkpoint
+    # ``iteration``, the number of the next checkpoint; ``step``, the micro batches in the open accumulation window; and
+    # ``optimizer_steps``, the steps taken by the first optimizer
     counters: Mapping[str, int]
-    versions: Mapping[str, str]
-    saved_at: str
-    files: Mapping[str, FileRecord]
+    versions: Mapping[str, str]  # of accel, torch, numpy and python
+    saved_at: str  # time of the save, UTC, ISO 8601
+    files: Mapping[str, FileRecord]  # relative POSIX path to record
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
-        """Read the manifest of a checkpoint; None if there is none, as in checkpoints of other libraries.
-
-        Raises:
-            CheckpointError: it is damaged, of a newer format, or names files outside of the directory.
-        """
+        """Read the manifest of a checkpoint; None if there is none, as in checkpoints of other libraries."""
         path = directory / MANIFEST_NAME
         if leads_outside(directory, MANIFEST_NAME):
             raise CheckpointError(f"{path} is a link that leads outside of the checkpoint. It is not loaded.")
@@ -121,11 +104,7 @@ class Manifest:
         ]
 
     def verify(self, directory: Path) -> None:
-        """Compare every file with its record.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
+        """Compare every file with its record."""
         with Workers() as workers:
             verification = Verification(self, directory, workers)
         verification.conclude()
@@ -150,14 +129,7 @@ def record_file(path: Path) -> FileRecord:
 
 
 class Workers:
-    """Threads that run jobs while the caller continues.
-
-    When the block is left, all jobs have ended, and the first error is raised.
-
-    Args:
-        count: number of threads. By default one for each processor, at least 2 (one may wait for the disk) and at
-            most 8.
-    """
+    """Threads that run jobs while the caller continues."""
 
     def __init__(self, count: int | None = None) -> None:
         if count is None:
@@ -207,18 +179,7 @@ class Workers:
 
 
 class Verification:
-    """Compares files with their records, in worker threads.
-
-    Args:
-        manifest: the records.
-        directory: the checkpoint.
-        workers: call :meth:`conclude` after their block.
-        share: (i, n) compares every n-th block from the i-th on, where n processes see the same files and share the
-            work.
-
-    Raises:
-        CheckpointError: a file is missing or has another size.
-    """
+    """Compares files with their records, in worker threads."""
 
     def __init__(self, manifest: Manifest, directory: Path, workers: Workers, share: tuple[int, int] = (0, 1)) -> None:
         require_files(directory, manifest.files)

@@ -62,13 +62,9 @@ _outermost: AbstractContextManager[Any] | None = None
 
 @contextmanager
 def allowing_harmless() -> Iterator[None]:
-    """A block in which ``torch.load(weights_only=True)`` accepts :data:`HARMLESS` too.
-
-    torch has one list of allowed types for the process, and a save in the background reads while the loop may be
-    loading: the first block adds to the list, the last one removes what was added. Types that the user has allowed,
-    before or meanwhile, stay allowed.
-    """
+    """A block in which ``torch.load(weights_only=True)`` accepts :data:`HARMLESS` too."""
     global _open_blocks, _outermost
+    # torch has one list for the process, and a save in the background may read while the loop is loading.
     with _lock:
         if _open_blocks == 0:
             known = torch.serialization.get_safe_globals()
@@ -85,17 +81,7 @@ def allowing_harmless() -> Iterator[None]:
 
 
 def read(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None, mapped: bool = False) -> Any:
-    """Read a file of torch's format: tensors, :data:`HARMLESS` values, and types that the user has allowed.
-
-    Args:
-        path: the file.
-        map_location: where to put tensors, as in ``torch.load``.
-        load_kwargs: further arguments of ``torch.load``; with ``weights_only=False`` the file may run code.
-        mapped: map the file rather than read it, for tensors that are copied elsewhere at once.
-
-    Raises:
-        CheckpointError: the file is damaged, or holds anything else; the message names it.
-    """
+    """Read a file of torch's format: tensors, :data:`HARMLESS` values, and types that the user has allowed."""
     options = {"map_location": map_location, "weights_only": True, **(load_kwargs or {})}
     try:
         if mapped and _is_zip(path):  # the format of torch before 1.6 cannot be mapped
@@ -115,11 +101,7 @@ def read(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | No
 
 
 def read_safetensors(path: Path, device: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a file in the safetensors format.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """The tensors of a file in the safetensors format."""
     try:
         weights: dict[str, torch.Tensor] = load_file(path, device=str(device))
     except SafetensorError as error:
@@ -128,10 +110,7 @@ def read_safetensors(path: Path, device: Any) -> dict[str, torch.Tensor]:
 
 
 def check_readable(path: Path, what: str) -> None:
-    """Raise CheckpointError if a file that was just written cannot be loaded without running code.
-
-    The file is mapped, so the elements of its tensors are not read.
-    """
+    """Raise CheckpointError if a file that was just written cannot be loaded without running code."""
     try:
         with allowing_harmless():
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -160,11 +139,7 @@ def was_saved_with_manifest(path: Path) -> bool:
 
 
 def check_sums(path: Path) -> None:
-    """Compare a file of torch's ZIP format with the checksums in it, which torch writes and does not check.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """Compare a file of torch's ZIP format with the checksums in it, which torch writes and does not check."""
     if not _is_zip(path):
         return
     try:

@@ -15,11 +15,7 @@ StorageKey = tuple[torch.device, int, int]
 
 
 class HostCopies:
-    """Copies nested states into host memory that is kept for the next time.
-
-    Tensors that share memory share it in the copy too, so that a file written from the copy has the same bytes.
-    Allocating and clearing fresh memory takes several times longer than copying, so it is kept: one copy of the state.
-    """
+    """Copies nested states into host memory, which is kept: fresh memory takes several times longer."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.UntypedStorage]] = {}

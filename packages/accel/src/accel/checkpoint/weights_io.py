@@ -49,12 +49,7 @@ _ALIGNMENT = 64
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[str], None]) -> None:
-    """Write a file under a temporary name, and rename it when it is complete and on the disk.
-
-    Args:
-        path: the final name; an existing file is replaced.
-        write: called with the temporary name.
-    """
+    """Write a file under a temporary name, and rename it when it is complete and on the disk."""
     target = Path(path)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     os.close(descriptor)
@@ -124,11 +119,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
-    """Write tensors in the safetensors format, one after another, to an object with ``write``.
-
-    The format: the length of the header as 8 bytes (little endian), the header as JSON, padded with spaces, then the
-    elements of the tensors without gaps.
-    """
+    """Write tensors in the safetensors format, one after another, to an object with ``write``."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Wide elements come first, so that every tensor is aligned to its own element size.
     ordered = []
@@ -159,11 +150,7 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
 
 
 def safetensors_content(obj: Any) -> dict[str, torch.Tensor]:
-    """The tensors to write for an object in the safetensors format.
-
-    Raises:
-        ConfigurationError: it is not a dictionary of tensors.
-    """
+    """The tensors to write for an object in the safetensors format."""
     for value in obj.values() if isinstance(obj, Mapping) else [obj]:
         if not isinstance(value, torch.Tensor) or not isinstance(obj, Mapping):
             raise ConfigurationError(
@@ -197,18 +184,7 @@ def save_model_weights(
     safe_serialization: bool,
     read: Callable[[list[str]], dict[str, Any]] | None = None,
 ) -> list[str]:
-    """Write a model's weights, sharded if they are large, and remove those of an earlier save.
-
-    Args:
-        state_dict: names to tensors.
-        folder: the directory to write to.
-        max_shard_size: largest file in bytes, or as text such as "5GB".
-        safe_serialization: safetensors rather than torch's format.
-        read: returns the named tensors of one file, if those in ``state_dict`` are on the meta device.
-
-    Returns:
-        The names of the written files.
-    """
+    """Write a model's weights, sharded if they are large, and remove those of an earlier save."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
     stem, suffix = (SAFE_MODEL_NAME, "safetensors") if safe_serialization else (MODEL_NAME, "bin")
@@ -239,11 +215,7 @@ def _write_text(text: str, path: str) -> None:
 
 
 def refuse_each_node(state: PartialState, each_node: bool) -> None:
-    """Refuse to save a model on each of several nodes if it is sharded over all of their ranks.
-
-    Raises:
-        ConfigurationError: ``each_node`` is set, and there are several nodes.
-    """
+    """Refuse to save a model on each of several nodes if it is sharded over all of their ranks."""
     if each_node and state.environment.num_nodes > 1:
         raise ConfigurationError(
             f"save_on_each_node=True saves everything on each node, and this model is sharded over the ranks of "
@@ -253,11 +225,7 @@ def refuse_each_node(state: PartialState, each_node: bool) -> None:
 
 
 def refuse_unsavable(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Refuse to save a model if some of its tensors have no values.
-
-    Raises:
-        ConfigurationError: naming tensors on the meta device.
-    """
+    """Refuse to save a model if some of its tensors have no values."""
     empty = []
     for name, value in state_dict.items():
         if isinstance(value, torch.Tensor) and value.device.type == "meta":

@@ -41,11 +41,7 @@ Consensus = Callable[[str], AbstractContextManager[None]]
 
 
 class HashingFile:
-    """A file to write to, whose blocks are hashed as they are written.
-
-    Args:
-        path: the file; an existing one is replaced.
-    """
+    """A file to write to, whose blocks are hashed as they are written."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -108,21 +104,7 @@ class HashingFile:
 def write_parts(
     directory: Path, parts: Iterable[Part], workers_count: int | None = None, on_device: bool = True
 ) -> dict[str, FileRecord]:
-    """Write files, and bring them to the disk.
-
-    Args:
-        directory: where to write.
-        parts: the files.
-        workers_count: threads that sync them.
-        on_device: tensors may be on a device, and are copied to the host before they are written.
-
-    Returns:
-        Their records, by name.
-
-    Raises:
-        CheckpointError: a file could not be loaded again without running code.
-        OSError: the disk cannot take them; or an error of torch or safetensors.
-    """
+    """Write files, and bring them to the disk."""
     records: dict[str, FileRecord] = {}
     with Workers(workers_count) as workers:
         for part in parts:
@@ -150,14 +132,7 @@ def write_manifest(
     counters: Mapping[str, int],
     known: Mapping[str, FileRecord] | None = None,
 ) -> Manifest:
-    """Write the manifest of everything in a directory, and bring to the disk what is not there yet.
-
-    Args:
-        directory: the checkpoint.
-        world_size: how many processes have saved it.
-        counters: see :class:`~accel.checkpoint.manifest.Manifest`.
-        known: records of files that are on the disk already, by name.
-    """
+    """Write the manifest of everything in a directory, and bring to the disk what is not there yet."""
     records = {}
     for parent, _, names in os.walk(directory):
         for name in names:
@@ -199,40 +174,24 @@ def sync_directories(directory: Path) -> None:
 
 @dataclass
 class StateWriter:
-    """One save on one rank.
+    """One save on one rank."""
 
-    Attributes:
-        directory: where to write; its partial directory exists.
-        is_writer: whether this process writes what is common to all ranks: the main process (of each node, if the
-            nodes save on their own).
-        parts: the files that this rank writes.
-        world_size: number of processes.
-        counters: for the manifest.
-        total_limit: how many automatically named checkpoints to keep; None keeps all.
-        finalizers: called on the writer with the directory that is being written, when every rank has written its
-            parts.
-        on_device: whether tensors may be on a device.
-        workers: threads that sync files; by default one for each processor.
-        committed: whether the checkpoint has its final name.
-    """
-
-    directory: CheckpointDirectory
+    directory: CheckpointDirectory  # where to write; its partial directory exists
+    # whether this process writes what is common to all ranks: the main process (of each node, if the nodes save on
+    # their own)
     is_writer: bool
-    parts: Sequence[Part]
-    world_size: int
-    counters: Mapping[str, int]
-    total_limit: int | None = None
+    parts: Sequence[Part]  # the files that this rank writes
+    world_size: int  # number of processes
+    counters: Mapping[str, int]  # for the manifest
+    total_limit: int | None = None  # how many automatically named checkpoints to keep; None keeps all
+    # called on the writer with the directory that is being written, when every rank has written its parts
     finalizers: Sequence[Callable[[Path], None]] = ()
-    on_device: bool = True
-    workers: int | None = None
-    committed: bool = field(default=False, init=False)
+    on_device: bool = True  # whether tensors may be on a device
+    workers: int | None = None  # threads that sync files; by default one for each processor
+    committed: bool = field(default=False, init=False)  # whether the checkpoint has its final name
 
     def finish(self, on_all_ranks: Consensus) -> None:
-        """Write the files, rename the checkpoint to its final name, delete old ones. Every rank must call it.
-
-        Raises:
-            CheckpointError: this failed on some rank; except for the deletion, an older checkpoint is unchanged.
-        """
+        """Write the files, rename the checkpoint to its final name, delete old ones. Every rank must call it."""
         directory, partial_dir = self.directory, self.directory.partial
         try:
             with on_all_ranks(f"saving {directory.target}"), directory.explaining_write_errors():
@@ -278,15 +237,7 @@ def _records_of_other_ranks(partial_dir: Path) -> dict[str, FileRecord]:
 
 
 class BackgroundSave:
-    """A save in a thread of its own, which the interpreter waits for before it exits.
-
-    An error is logged at once, and raised by the first :meth:`wait`.
-
-    Args:
-        writer: writes the checkpoint.
-        on_all_ranks: consensus over collectives that only this thread uses.
-        number: the checkpoint's number.
-    """
+    """A save in a thread of its own, which the interpreter waits for before it exits."""
 
     def __init__(self, writer: StateWriter, on_all_ranks: Consensus, number: int) -> None:
         self.writer = writer
@@ -302,11 +253,7 @@ class BackgroundSave:
         return self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when it has ended.
-
-        Raises:
-            CheckpointError: it failed on some rank.
-        """
+        """Return when it has ended."""
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -22,14 +22,7 @@ _AGE_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (0.0, "s"))
 
 
 def run(argv: list[str]) -> int:
-    """Run ``accel checkpoint list`` or ``accel checkpoint verify``.
-
-    Returns:
-        0, or 1 if ``verify`` has found damaged files.
-
-    Raises:
-        ConfigurationError: the directory does not exist, or has no checkpoint.
-    """
+    """Run ``accel checkpoint list`` or ``accel checkpoint verify``."""
     options = _parser().parse_args(argv)
     directory = Path(options.path)
     if not directory.is_dir():

@@ -8,12 +8,7 @@ from accel_launch.commands.base import Command
 
 
 def run(argv: list[str]) -> int:
-    """Merge the shards, print the files that were written, and return 0.
-
-    Raises:
-        ConfigurationError: the directory has no shards.
-        CheckpointError: the shards are damaged.
-    """
+    """Merge the shards, print the files that were written, and return 0."""
     options = _parser().parse_args(argv)
     from ..fsdp.merge import merge_fsdp_weights
 

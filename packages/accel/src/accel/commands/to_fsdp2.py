@@ -11,12 +11,7 @@ from accel_state.errors import ConfigurationError
 
 
 def run(argv: list[str]) -> int:
-    """Convert a file, print what was changed, and return 0.
-
-    Raises:
-        ConfigurationError: the file does not use FSDP, asks for what version 2 does not support, or the target exists
-            already.
-    """
+    """Convert a file, print what was changed, and return 0."""
     options = parse_options(argv, _parser())
     source = Path(options["config_file"]).expanduser()
     target = Path(options.get("output_file", source)).expanduser()

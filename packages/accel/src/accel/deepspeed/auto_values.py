@@ -44,17 +44,7 @@ _BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
 
 
 def fill_auto(config: dict[str, Any], facts: PreparedFacts, name: str, is_train_batch_min: bool) -> None:
-    """Replace all "auto" values in place.
-
-    Args:
-        config: the configuration.
-        facts: what is known when a model is prepared.
-        name: where the configuration comes from, for messages.
-        is_train_batch_min: use the smallest batch size of several loaders rather than the largest.
-
-    Raises:
-        ConfigurationError: a value cannot be determined, or contradicts another; the message names both.
-    """
+    """Replace all "auto" values in place."""
     _check_dummies(config, facts, name)
     _fill_batch_sizes(config, facts, name, is_train_batch_min)
     if config.get("gradient_clipping") in (None, AUTO):

@@ -91,11 +91,7 @@ class _SafeReader:
 
 
 def read_engine_file(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None) -> Any:
-    """Read a file of an engine: tensors, plain values and DeepSpeed's settings. Runs no code from the file.
-
-    Raises:
-        CheckpointError: the file is damaged, or contains anything else.
-    """
+    """Read a file of an engine: tensors, plain values and DeepSpeed's settings. Runs no code from the file."""
     classes = []
     for module, name in _SAFE_CLASSES:
         if importlib.util.find_spec(module) is not None:
@@ -114,11 +110,7 @@ def _replace_checkpoint_engine(engine: Any, replacement: Any) -> Iterator[None]:
 
 
 def gather_engines(models: Sequence[nn.Module], gathered: Gathered) -> None:
-    """Add the files of all models to ``gathered``. Every rank must call it.
-
-    Raises:
-        ConfigurationError: optimizer states are on NVMe drives.
-    """
+    """Add the files of all models to ``gathered``. Every rank must call it."""
     state = PartialState()
     add_script = False
     for index, model in enumerate(models):
@@ -166,32 +158,16 @@ def _add_recovery_script(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class EngineLoader:
-    """Loads engines from a checkpoint.
+    """Loads engines from a checkpoint."""
 
-    Attributes:
-        directory: the checkpoint.
-        names: its files.
-        world_size: number of processes that saved it; None if unknown.
-        load_kwargs: further arguments of ``torch.load``.
-        strict: refuse missing and unexpected weights.
-    """
-
-    directory: Path
-    names: Sequence[str]
-    world_size: int | None
-    load_kwargs: dict[str, Any] | None = None
-    strict: bool = True
+    directory: Path  # the checkpoint
+    names: Sequence[str]  # its files
+    world_size: int | None  # number of processes that saved it; None if unknown
+    load_kwargs: dict[str, Any] | None = None  # further arguments of ``torch.load``
+    strict: bool = True  # refuse missing and unexpected weights
 
     def plan(self, models: Sequence[nn.Module], wanted: Sequence[nn.Module]) -> list[Callable[[], Any]]:
-        """The calls that load the states; every rank must make them in this order.
-
-        Args:
-            models: all prepared models.
-            wanted: those of them to load.
-
-        Raises:
-            CheckpointError: the checkpoint was saved without DeepSpeed.
-        """
+        """The calls that load the states; every rank must make them in this order."""
         tags = engine_folders(self.names)
         if not tags:
             raise CheckpointError(

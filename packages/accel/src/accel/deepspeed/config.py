@@ -64,11 +64,7 @@ class ConfigSource(NamedTuple):
 
 
 def explicit_setting(field: str, value: Any) -> Setting | None:
-    """The value of a plugin field as set in the script (``value``) or else by the launcher; None if neither set it.
-
-    Raises:
-        ConfigurationError: the value is not allowed.
-    """
+    """The value of a plugin field as set in the script (``value``) or else by the launcher; None if neither set it."""
     opt = _OPTIONS[_OPTION_NAMES.get(field, field)]
     if value is not None and value not in (AUTO, _UNSET.get(field, AUTO)):
         source = f"DeepSpeedPlugin({field}={value!r})"
@@ -80,11 +76,7 @@ def explicit_setting(field: str, value: Any) -> Setting | None:
 
 
 def read_config(source: Any, launcher_file: str | None) -> ConfigSource:
-    """Read ``hf_ds_config`` in any of its forms, or else the file that the launcher names.
-
-    Raises:
-        ConfigurationError: ``source`` has an unknown form, or cannot be read.
-    """
+    """Read ``hf_ds_config`` in any of its forms, or else the file that the launcher names."""
     if source is None and launcher_file is None:
         return ConfigSource(None, "DeepSpeedPlugin")
     if source is None:
@@ -142,11 +134,7 @@ def enabled_precision(config: Mapping[str, Any]) -> str | None:
 
 
 def apply_mixed_precision(config: dict[str, Any], mixed_precision: str, name: str) -> None:
-    """Enable a precision, in place, unless the configuration already sets one; "no" keeps what it has.
-
-    Raises:
-        ConfigurationError: the configuration sets another precision, or this one is unknown.
-    """
+    """Enable a precision, in place, unless the configuration already sets one; "no" keeps what it has."""
     if mixed_precision not in _PRECISION_SECTIONS:
         allowed = ", ".join(_PRECISION_SECTIONS)
         raise ConfigurationError(f"mixed_precision={mixed_precision!r} is not one of {allowed}.")
@@ -239,19 +227,7 @@ def automatic_config() -> dict[str, Any]:
 
 
 def merge_settings(config: dict[str, Any], source: ConfigSource, settings: Mapping[str, Setting]) -> None:
-    """Fill what a configuration leaves open, in place.
-
-    Values that are neither missing nor "auto" stay. A missing value is added if the script or the launcher set it;
-    "auto" becomes that value, or else the default, or stays "auto" until ``prepare``.
-
-    Args:
-        config: the configuration.
-        source: where it comes from.
-        settings: what the script and the launcher set, by plugin field.
-
-    Raises:
-        ConfigurationError: a setting differs from the configuration; the message names both places and values.
-    """
+    """Fill in values that are missing or "auto" with what the script and the launcher set, or else the defaults."""
     check_section_types(config, source.name)
     _refuse_conflicts(config, source, settings)
     for name, path in FILE_PATHS.items():

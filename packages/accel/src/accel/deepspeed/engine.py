@@ -274,15 +274,7 @@ class ModelGroup:
 
 
 def group_models(objects: Sequence[Any], prepared: Sequence[Any]) -> list[ModelGroup]:
-    """Match each model that becomes an engine with its optimizer and its DummyScheduler.
-
-    Args:
-        objects: the arguments of ``prepare``.
-        prepared: the models that are prepared already.
-
-    Raises:
-        ConfigurationError: an optimizer without its model, a model with two optimizers, or an optimizer of two models.
-    """
+    """Match each model that becomes an engine with its optimizer and its DummyScheduler."""
     is_prepared = set(map(id, prepared))
     groups = [ModelGroup(obj) for obj in objects if isinstance(obj, nn.Module) and id(obj) not in is_prepared]
     for optimizer in objects:
@@ -325,27 +317,16 @@ def missing_model_error(optimizer: Any) -> ConfigurationError:
 
 @dataclass(frozen=True)
 class EngineBuilder:
-    """Creates engines.
+    """Creates engines."""
 
-    Attributes:
-        library: the deepspeed package.
-        plugin: the selected DeepSpeedPlugin.
-        state: rank, world and device.
-        mixed_precision: the Accelerator's precision.
-        preparation: the :class:`accel.core.prepare.Preparation`: prepared objects, and the Accelerator's settings.
-    """
-
-    library: Any
-    plugin: Any
-    state: PartialState
-    mixed_precision: str
-    preparation: Any
+    library: Any  # the deepspeed package
+    plugin: Any  # the selected DeepSpeedPlugin
+    state: PartialState  # rank, world and device
+    mixed_precision: str  # the Accelerator's precision
+    preparation: Any  # the :class:`accel.core.prepare.Preparation`: prepared objects, and the Accelerator's settings
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
-        """Replace models by engines, and their optimizers and DummySchedulers by the prepared ones.
-
-        They are added to the lists of ``preparation``. Loaders and torch schedulers are left to the caller.
-        """
+        """Replace models by engines, and their optimizers and DummySchedulers by the prepared ones."""
         preparation = self.preparation
         replacements: dict[int, Any] = {}
         for group in group_models(objects, preparation.models):

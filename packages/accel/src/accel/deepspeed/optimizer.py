@@ -67,14 +67,9 @@ class DummyScheduler:
 
 
 class LateAdagrad(Optimizer):
-    """The script's Adagrad with states that are created at the first step, so that ZeRO can shard them.
+    """The script's Adagrad with states that are created at the first step, so that ZeRO can shard them."""
 
-    torch's Adagrad creates them in its constructor. DeepSpeed would replace it by a new one with a single parameter
-    group, which the script's schedulers do not reach.
-
-    Args:
-        original: the optimizer; its parameter groups are shared, so schedulers of either reach both.
-    """
+    # DeepSpeed would replace torch's Adagrad, which creates them in its constructor, by a new one with a single group.
 
     def __init__(self, original: Adagrad) -> None:
         super().__init__(original.param_groups, original.defaults)
@@ -82,11 +77,7 @@ class LateAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients.
-
-        Args:
-            closure: computes the loss again.
-        """
+        """Update the parameters that have gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -173,15 +164,7 @@ def _unsupported_option(optimizer: Optimizer) -> str:
 
 
 def optimizer_for_engine(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-    """The script's optimizer in a form that an engine can shard and offload.
-
-    Args:
-        optimizer: the script's optimizer.
-        config: the complete DeepSpeed configuration.
-
-    Raises:
-        ConfigurationError: its states are to be offloaded, and DeepSpeed has no equivalent.
-    """
+    """The script's optimizer in a form that an engine can shard and offload."""
     device = get_value(config, "zero_optimization.offload_optimizer.device", "none")
     if device not in (None, "none") and config.get("zero_force_ds_cpu_optimizer") is not False:
         kind, original = type(optimizer).__name__, optimizer
@@ -201,11 +184,7 @@ def optimizer_for_engine(optimizer: Optimizer, config: dict[str, Any]) -> Optimi
 
 
 def check_ownership(model: nn.Module, optimizer: Optimizer | DummyOptim) -> None:
-    """Refuse an optimizer with parameters that are not the model's: the engine would not update them.
-
-    Raises:
-        ConfigurationError: there are such parameters.
-    """
+    """Refuse an optimizer with parameters that are not the model's: the engine would not update them."""
     model_parameters = set(map(id, model.parameters()))
     foreign = sum(id(parameter) not in model_parameters for parameter in parameters_of(optimizer))
     if foreign:

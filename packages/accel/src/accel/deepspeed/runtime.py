@@ -32,12 +32,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def load_deepspeed(state: PartialState) -> Any:
-    """Import the deepspeed package, configured for this process's device.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-        ConfigurationError: it was imported earlier, for another kind of device.
-    """
+    """Import the deepspeed package, configured for this process's device."""
     # DeepSpeed picks the machine's accelerator unless this is set; a run with cpu=True must stay on the CPU.
     device_type = state.device.type
     variables = {} if env.read_str("DS_ACCELERATOR") else {"DS_ACCELERATOR": device_type}
@@ -112,13 +107,7 @@ def log_operator_builds() -> Iterator[None]:
 
 
 class EngineRegistry:
-    """The engines of an Accelerator, which are destroyed before the process group.
-
-    An engine that outlives the process group may abort the process, because its threads still use the group.
-
-    Args:
-        state: rank, world and device.
-    """
+    """The engines of an Accelerator. One that outlives the process group, which its threads use, may abort."""
 
     def __init__(self, state: PartialState) -> None:
         self._state = state
@@ -230,11 +219,7 @@ _TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
 
 
 def enable_sharded_init(config: Mapping[str, Any]) -> HfDeepSpeedConfig:
-    """Have Transformers create and load models in ``deepspeed.zero.Init`` while the returned object is alive.
-
-    Args:
-        config: a configuration of stage 3; it may contain "auto".
-    """
+    """Have Transformers create and load models in ``deepspeed.zero.Init`` while the returned object is alive."""
     hf_config = HfDeepSpeedConfig(sharded_init_config(config))
     if is_transformers_available():
         importlib.import_module(_TRANSFORMERS_MODULE).set_hf_deepspeed_config(hf_config)

@@ -37,22 +37,7 @@ def universal_info(engine: Any) -> dict[str, Any]:
 def converted(
     directory: Path, tag: str, engine: Any, saved_by: int | None, read: Callable[[Path], Any]
 ) -> Iterator[Path]:
-    """Convert an engine's state for the block, so that it loads on any number of processes. Every rank must enter it.
-
-    Args:
-        directory: the checkpoint.
-        tag: the engine's directory in it.
-        engine: the engine that will load it.
-        saved_by: number of processes that saved it.
-        read: reads a file without running code from it.
-
-    Yields:
-        The directory that contains the converted state under ``tag``.
-
-    Raises:
-        CheckpointError: DeepSpeed cannot convert it.
-        ConfigurationError: the converted state cannot be written next to the checkpoint.
-    """
+    """Yield a directory with the state converted for any number of processes. Every rank must enter it."""
     if not engine.zero_optimization():
         yield directory  # not sharded
         return
@@ -121,13 +106,7 @@ def _convert(directory: Path, tag: str, saved_by: int | None, read: Callable[[Pa
 
 
 def restore_omitted_state(engine: Any, source: Path, read: Callable[[Path], Any]) -> None:
-    """Restore what the universal format omits: buffers, frozen parameters, and at stage 3 settings of parameter groups.
-
-    Args:
-        engine: the engine that has loaded the rest.
-        source: the engine's directory in the original checkpoint.
-        read: reads a file without running code from it.
-    """
+    """Restore what the universal format omits: buffers, frozen parameters, and at stage 3 settings of groups."""
     states = [read(path) for path in sorted(source.glob("*_model_states.pt"), key=_rank_of)]
     module = states[0]["module"]
     buffers = dict(engine.module.named_buffers())

@@ -38,11 +38,7 @@ _EXAMPLE_TYPES = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
 
 
 def check_section_types(config: dict[str, Any], name: str) -> None:
-    """Remove sections that are null, and refuse sections that are not objects.
-
-    Raises:
-        ConfigurationError: a section is not an object.
-    """
+    """Remove sections that are null, and refuse sections that are not objects."""
     for path in _SECTIONS:
         value = get_value(config, path, MISSING)
         if value is None:
@@ -52,15 +48,7 @@ def check_section_types(config: dict[str, Any], name: str) -> None:
 
 
 def check_config(config: Mapping[str, Any], name: str) -> None:
-    """Check a configuration in which any value may still be "auto".
-
-    Args:
-        config: the configuration, with the settings of the script and the launcher merged in.
-        name: where it comes from, for messages.
-
-    Raises:
-        ConfigurationError: a key is misspelt, a value is out of range, or two values contradict each other.
-    """
+    """Check a configuration in which any value may still be "auto"."""
     for key in config:
         close = difflib.get_close_matches(str(key), _KNOWN_KEYS, n=1, cutoff=0.85)
         if key not in _KNOWN_KEYS and close:
@@ -84,11 +72,7 @@ def check_config(config: Mapping[str, Any], name: str) -> None:
 
 
 def check_resolved(config: Mapping[str, Any], name: str, world_size: int) -> None:
-    """Check what requires a configuration without "auto".
-
-    Raises:
-        ConfigurationError: nvme offload without a path, or a ZeRO++ group size that does not divide the world size.
-    """
+    """Check what requires a configuration without "auto"."""
     for kind in ("optimizer", "param"):
         section = f"{ZERO}.offload_{kind}"
         if get_value(config, f"{section}.device") == "nvme" and not get_value(config, f"{section}.nvme_path"):

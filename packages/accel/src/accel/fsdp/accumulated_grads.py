@@ -38,14 +38,7 @@ def gather_parameters(
     averaging: Collectives,
     everyone: Collectives,
 ) -> Gradients:
-    """The full gradients of a model by name on rank 0, nothing on the other ranks. Every rank must call it.
-
-    Args:
-        model: the model, whose parameters are DTensors or full tensors.
-        pending: the gradients of a parameter that are not reduced yet.
-        averaging: collectives over the ranks that gradients are averaged over.
-        everyone: collectives over all ranks.
-    """
+    """The full gradients of a model by name on rank 0, nothing on the other ranks. Every rank must call it."""
     shapes, named = packed_shapes(model), named_once(model)
     unreduced = {name: gradients for name, parameter in named.items() if (gradients := pending(parameter))}
     reduced = [name for name, parameter in named.items() if parameter.grad is not None]

@@ -12,16 +12,7 @@ from .._torch_compat import checkpoint_wrappers, checkpointed_module
 
 
 def checkpoint_units(model: nn.Module, units: Sequence[nn.Module], offload: bool) -> None:
-    """Wrap each unit in a checkpoint, in place; units that have one already stay as they are.
-
-    Args:
-        model: the model that holds the units.
-        units: the modules of which only the inputs are kept.
-        offload: keep the inputs in CPU memory.
-
-    Raises:
-        ConfigurationError: there are no units.
-    """
+    """Wrap each unit in a checkpoint, in place; units that have one already stay as they are."""
     if not units:
         raise ConfigurationError(
             "activation_checkpointing wraps the units of auto_wrap_policy, and there are none. Set auto_wrap_policy to "

@@ -31,17 +31,7 @@ def groups_over(tensor: torch.Tensor) -> Groups:
 
 
 def power_sum(parts: Sequence[torch.Tensor], groups: Groups, norm_type: float, device: torch.device) -> torch.Tensor:
-    """The sum of ``|x| ** norm_type`` (for ``inf`` the largest ``|x|``) over all parts of all ranks of the groups.
-
-    Args:
-        parts: this rank's parts; may be empty.
-        groups: the groups of ranks that hold the other parts.
-        norm_type: the p of the norm.
-        device: where the groups communicate.
-
-    Returns:
-        A 0-dimensional fp32 tensor on that device.
-    """
+    """The sum of ``|x| ** norm_type`` (for ``inf`` the largest ``|x|``) over all parts of all ranks of the groups."""
     total = torch.zeros((), device=device)
     non_empty = [part.detach() for part in parts if part.numel()]
     if non_empty:
@@ -53,14 +43,7 @@ def power_sum(parts: Sequence[torch.Tensor], groups: Groups, norm_type: float, d
 
 
 def norm_of(totals: Sequence[torch.Tensor], norm_type: float, stages: Groups, device: torch.device) -> torch.Tensor:
-    """The norm, from power sums of disjoint sets of elements.
-
-    Args:
-        totals: the power sums; may be empty.
-        norm_type: the p of the norm.
-        stages: groups of ranks that have further elements.
-        device: where the groups communicate.
-    """
+    """The norm, from power sums of disjoint sets of elements."""
     stacked = torch.stack(list(totals)) if totals else torch.zeros(1, device=device)
     is_inf = math.isinf(norm_type)
     total = stacked.max() if is_inf else stacked.sum()

@@ -43,16 +43,7 @@ def has_meta(module: nn.Module) -> bool:
 def allocate(
     module: nn.Module, device: torch.device, owners: Mapping[int, list[Owner]]
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Give the tensors that a module holds directly on the meta device uninitialised memory, keeping ties.
-
-    Args:
-        module: the module.
-        device: where to allocate.
-        owners: of the model's parameters; see :func:`owners_of`.
-
-    Returns:
-        The new parameter for each old one.
-    """
+    """Give the tensors that a module holds directly on the meta device uninitialised memory, keeping ties."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in list(module.parameters(recurse=False)):
         if parameter.is_meta:
@@ -67,11 +58,7 @@ def allocate(
 
 
 def fill(module: nn.Module, settings: FullyShardedDataParallelPlugin) -> None:
-    """Initialise the parameters that a module holds directly, by ``param_init_fn`` or ``reset_parameters()``.
-
-    Raises:
-        ConfigurationError: there is neither.
-    """
+    """Initialise the parameters that a module holds directly, by ``param_init_fn`` or ``reset_parameters()``."""
     if settings.param_init_fn is not None:
         settings.param_init_fn(module)
         return
@@ -86,24 +73,14 @@ def fill(module: nn.Module, settings: FullyShardedDataParallelPlugin) -> None:
 
 
 def allocate_and_fill(module: nn.Module, device: torch.device, settings: FullyShardedDataParallelPlugin) -> None:
-    """The ``param_init_fn`` of ``FullyShardedDataParallel``, called for modules with parameters on the meta device.
-
-    Where only rank 0 has read the weights, the other ranks receive them when module states are synchronised.
-    """
+    """The ``param_init_fn`` of ``FullyShardedDataParallel``, called for modules with parameters on the meta device."""
     module.to_empty(device=device, recurse=False)
     if not (settings.cpu_ram_efficient_loading and PartialState().process_index):
         fill(module, settings)
 
 
 class Materialiser:
-    """Allocates and initialises parameters, module by module, the same way on every rank.
-
-    Args:
-        model: the full model.
-        settings: how to initialise.
-        state: rank and device.
-        collectives: over the ranks that have the same model; None takes all ranks.
-    """
+    """Allocates and initialises parameters, module by module, the same way on every rank."""
 
     def __init__(
         self,
@@ -121,11 +98,7 @@ class Materialiser:
         self._fills = dict(zip(map(id, model.modules()), decided, strict=True))
 
     def run(self, modules: Iterable[nn.Module]) -> None:
-        """Materialise the parameters and buffers that the modules hold directly.
-
-        Raises:
-            ConfigurationError: a rank other than 0 has no weights to start with, or a module cannot be initialised.
-        """
+        """Materialise the parameters and buffers that the modules hold directly."""
         for module in modules:
             fills = self._fills[id(module)]
             if not fills and has_meta(module) and not self.settings.sync_module_states:

@@ -17,14 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_units(model: nn.Module, policy: Any, ignored: Iterable[nn.Module] = ()) -> list[nn.Module]:
-    """The submodules that a policy makes units of their own, inner ones first, without the model itself.
-
-    Args:
-        model: the full model, not sharded yet.
-        policy: None; a policy object of torch (``ModuleWrapPolicy``, ``CustomPolicy``); or a function with torch's
-            signature ``policy(module, recurse, nonwrapped_numel)``.
-        ignored: modules that are not sharded, including their submodules.
-    """
+    """The submodules that a policy makes units of their own, inner ones first, without the model itself."""
     if policy is None:
         return []
     skipped = {id(inner) for module in ignored for inner in module.modules()}
@@ -89,15 +82,7 @@ def owned_by(model: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Modul
 
 
 def transformer_policy(model: nn.Module, names: Sequence[str] | None) -> Callable[..., bool]:
-    """A policy that makes every module of the named classes a unit.
-
-    Args:
-        model: the model; without names, its ``_no_split_modules`` (as Transformers models have) are taken.
-        names: class names, such as "LlamaDecoderLayer".
-
-    Raises:
-        ConfigurationError: there are no names, or the model has no module of a named class.
-    """
+    """A policy that makes every module of the named classes a unit."""
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     wanted = list(names) if names else list(getattr(model, "_no_split_modules", None) or ())

@@ -24,21 +24,9 @@ Hook = Callable[..., Any]
 
 
 def batched_power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients in a low-rank approximation.
+    """Average a bucket by PowerSGD (https://arxiv.org/abs/1905.13727, Algorithm 1), as one square matrix.
 
-    Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-    NeurIPS 2019, https://arxiv.org/abs/1905.13727, Algorithm 1, with a bucket's gradients as one square matrix: n
-    elements, padded to an s x s matrix M, are sent as P (s x r) and Q (s x r), so as 2 s r numbers instead of n.
-
-    torch's ``batched_powerSGD_hook`` fails at the first compressed step (up to 2.13 at least): it passes matrices to a
-    function that asserts batches of matrices. This hook uses torch's state class and settings.
-
-    Args:
-        state: settings (rank, when to start, error feedback, warm start) and what is kept between steps.
-        bucket: the gradients.
-
-    Returns:
-        A future of the averaged gradients, of the bucket's shape.
+    torch's ``batched_powerSGD_hook`` fails at the first compressed step (up to 2.13 at least).
     """
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)

@@ -98,16 +98,7 @@ class _RingOnCPU(torch.autograd.Function):
 
 
 class RingAttention:
-    """Replaces ``scaled_dot_product_attention`` while sequences are split.
-
-    Args:
-        mesh: the ranks that a sequence is split over.
-        inner: the function that torch's ``context_parallel`` has installed.
-
-    Attributes:
-        calls: number of calls.
-        closed: whether the block in which it may be used has ended.
-    """
+    """Replaces ``scaled_dot_product_attention`` while sequences are split."""
 
     def __init__(self, mesh: DeviceMesh, inner: Callable[..., torch.Tensor]) -> None:
         self.mesh = mesh
@@ -126,11 +117,7 @@ class RingAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Causal attention of this rank's queries to all keys and values: shapes ``[B, H, length / cp, D]``.
-
-        Raises:
-            ConfigurationError: a mask, dropout, or attention that is not causal.
-        """
+        """Causal attention of this rank's queries to all keys and values: shapes ``[B, H, length / cp, D]``."""
         self.calls += 1
         _check_call(query, key, attn_mask, dropout_p, is_causal)
         if query.device.type == "cpu":
@@ -201,16 +188,7 @@ ROTATIONS = ("allgather", "alltoall")
 
 
 class ContextParallel:
-    """Splits sequences over the ranks of one mesh axis, with torch's ``context_parallel``.
-
-    Args:
-        mesh: the axis, of one dimension.
-        rotation: how keys and values travel: "allgather" (all at once, with memory for all keys and values) or
-            "alltoall" (from one neighbour at a time).
-
-    Raises:
-        ConfigurationError: an unknown rotation.
-    """
+    """Splits sequences over the ranks of one mesh axis, with torch's ``context_parallel``."""
 
     def __init__(self, mesh: DeviceMesh, rotation: str = "allgather") -> None:
         if rotation not in ROTATIONS:
@@ -254,18 +232,7 @@ class ContextParallel:
         seq_dims: Sequence[int] | None,
         no_restore: set[torch.Tensor] | None,
     ) -> Iterator[None]:
-        """Shard the buffers along their sequences, and compute attention over full ones.
-
-        Args:
-            buffers: tensors with a sequence dimension, equal on the ranks of the axis. In the block each holds this
-                rank's shard.
-            seq_dims: the sequence dimension of each.
-            no_restore: buffers that keep the shard after the block.
-
-        Raises:
-            ConfigurationError: no buffers, sequences that cannot be split, a nested block, or a version of torch
-                without ring attention.
-        """
+        """Shard the buffers along their sequences, and compute attention over full ones."""
         dims = self._check_buffers(buffers, seq_dims, no_restore)
         buffers = buffers or ()
         kept = {id(tensor) for tensor in no_restore or ()}
@@ -356,12 +323,7 @@ class ContextParallel:
             )
 
     def unshard(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
-        """The full sequences, in order, on every rank of the axis, without a gradient.
-
-        Args:
-            tensor: this rank's shard, for example logits ``[B, length / cp, vocabulary]``.
-            seq_dim: the sequence dimension.
-        """
+        """The full sequences, in order, on every rank of the axis, without a gradient."""
         local, size = tensor.detach().contiguous(), self.mesh.size()
         shards = [torch.empty_like(local) for _ in range(size)]
         dist.all_gather(shards, local, group=self.mesh.get_group())

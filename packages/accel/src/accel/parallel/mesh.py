@@ -31,19 +31,7 @@ _WORLDS: Any = WeakIdKeyDictionary()
 
 
 def build(sizes: Mapping[str, int], check_world: Callable[[int], Any], device_type: str) -> DeviceMesh:
-    """A mesh of the axes with more than one rank; every rank must call it.
-
-    It also has "dp" (ranks with different samples), "dp_cp" (ranks over which losses and gradients are averaged) and
-    "dp_shard_cp" (ranks that parameters are sharded over), where these have more than one rank.
-
-    Args:
-        sizes: the size of each axis.
-        check_world: called with the world size; raises if it is not the product of the sizes.
-        device_type: a device type of torch, such as "cpu".
-
-    Raises:
-        ConfigurationError: there is no process group.
-    """
+    """A mesh of the axes with more than one rank; every rank must call it."""
     if not dist.is_initialized():
         total = math.prod(sizes.values())
         raise ConfigurationError(
@@ -61,14 +49,7 @@ def build(sizes: Mapping[str, int], check_world: Callable[[int], Any], device_ty
 
 
 def adopt(mesh: DeviceMesh, tp_size: int) -> dict[str, int]:
-    """Check a mesh of the user for tensor parallelism, and add the groups of axes to it.
-
-    Returns:
-        The sizes of its axes.
-
-    Raises:
-        ConfigurationError: it has unknown axes, another order, or another size of "tp".
-    """
+    """Check a mesh of the user for tensor parallelism, and add the groups of axes to it."""
     names = list(mesh.mesh_dim_names or ())
     if names != [axis for axis in AXES if axis in names] or "tp" not in names:
         raise ConfigurationError(

@@ -30,11 +30,7 @@ from .sequence_inputs import IGNORED, shift_labels
 
 
 def block_ranges(model: nn.Module, stages: int) -> tuple[str, tuple[range, ...]]:
-    """The name of the model's list of blocks, and the blocks of each stage: earlier stages get one more if needed.
-
-    Raises:
-        ConfigurationError: there is no list of blocks, or it is too short.
-    """
+    """The name of the model's list of blocks, and the blocks of each stage: earlier stages get one more if needed."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ConfigurationError(
             f"{type(model).__name__} has an encoder and a decoder, and a pipeline trains causal models. Train it with "
@@ -63,15 +59,10 @@ def block_ranges(model: nn.Module, stages: int) -> tuple[str, tuple[range, ...]]
 
 @dataclass
 class PipelineOutput:
-    """The output of a prepared pipeline, on every rank.
+    """The output of a prepared pipeline, on every rank."""
 
-    Attributes:
-        loss: of the whole batch of this replica; None without labels.
-        logits: of the whole batch, in evaluation; None in training, where they stay on the last rank.
-    """
-
-    loss: torch.Tensor | None
-    logits: torch.Tensor | None
+    loss: torch.Tensor | None  # of the whole batch of this replica; None without labels
+    logits: torch.Tensor | None  # of the whole batch, in evaluation; None in training, where they stay on the last rank
 
     def __getitem__(self, key: str) -> torch.Tensor | None:
         value: torch.Tensor | None = getattr(self, key)
@@ -95,22 +86,7 @@ class _ComputedLoss(torch.autograd.Function):
 
 
 class TrainingPipeline:
-    """A model in stages, and the training and evaluation of batches in them.
-
-    Args:
-        model: the whole model, not sharded yet.
-        mesh: the pp axis.
-        settings: how batches pass through the stages.
-        device: of this rank.
-        compute_dtype: the dtype that sharding casts parameters to for each forward; None if it does not.
-
-    Attributes:
-        parts: the stages of this rank, by number: to be sharded in place before :meth:`assemble`.
-        ties: parameters of the first stage that are also in the last one, with their names there.
-
-    Raises:
-        ConfigurationError: the model cannot be split.
-    """
+    """A model in stages, and the training and evaluation of batches in them."""
 
     def __init__(
         self,
@@ -358,11 +334,7 @@ class TrainingPipeline:
 
 
 def _find_ties(parts: Sequence[nn.Module]) -> dict[str, str]:
-    """Names of parameters of the first stage that the last one has too, with their names there.
-
-    Raises:
-        ConfigurationError: other stages share a parameter.
-    """
+    """Names of parameters of the first stage that the last one has too, with their names there."""
     first = dict(parts[0].named_parameters())
     last = {id(parameter): name for name, parameter in parts[-1].named_parameters()}
     seen = {id(parameter) for parameter in first.values()} | set(last)

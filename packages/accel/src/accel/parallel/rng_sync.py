@@ -16,11 +16,7 @@ _SAME_BATCH = ("tp", "cp", "sp", "pp")
 
 
 def share_generators(mesh: DeviceMesh, state: PartialState) -> None:
-    """Synchronise the generators of python, numpy, torch and the device between ranks with the same batch; a collective
-    call.
-
-    Augmentation and dropout are then the same on them; ranks with other samples keep their own generators.
-    """
+    """Give ranks with the same batch the same generators (python, numpy, torch, device). Every rank must call it."""
     device = state.device_backend
     for axis in _SAME_BATCH:
         if axis not in (mesh.mesh_dim_names or ()):

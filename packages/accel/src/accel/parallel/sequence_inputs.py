@@ -28,18 +28,12 @@ def shift_labels(labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Ten
 
 @dataclass
 class SequenceShard:
-    """This rank's shard of the sequences of a batch.
+    """This rank's shard of the sequences of a batch."""
 
-    Attributes:
-        length: positions of a full sequence.
-        positions: the positions that this rank has, ``[length / size]``.
-        size: number of ranks that a sequence is split over.
-        tensors: pairs of a sharded tensor and the full one.
-    """
-
-    length: int
-    positions: torch.Tensor
-    size: int
+    length: int  # positions of a full sequence
+    positions: torch.Tensor  # the positions that this rank has, ``[length / size]``
+    size: int  # number of ranks that a sequence is split over
+    # pairs of a sharded tensor and the full one
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -54,15 +48,7 @@ class SequenceShard:
 
 
 class ShardedCall:
-    """The arguments of a model's call on a shard of sequences, and their correction.
-
-    Args:
-        model: the model.
-        args: positional arguments of its forward.
-        kwargs: keyword arguments of its forward.
-        shard: this rank's shard of the sequences.
-        attention: the implementation of attention that models of Transformers must use.
-    """
+    """The arguments of a model's call on a shard of sequences, and their correction."""
 
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shard: SequenceShard, attention: str
@@ -78,11 +64,7 @@ class ShardedCall:
             self._arguments.update(self._arguments.pop(var_kwargs, {}))
 
     def correct(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments to call the model with; None if they may stay as they are.
-
-        Raises:
-            ConfigurationError: the model or an argument cannot be used on shards of sequences.
-        """
+        """The arguments to call the model with; None if they may stay as they are."""
         if self._has_var_args:
             return None
         config = getattr(self.model, "config", None)
@@ -161,11 +143,7 @@ class ShardedCall:
 
 
 def check_attention(config: Any, length: int, allowed: str) -> None:
-    """Refuse a Transformers model whose attention would use this rank's shard only.
-
-    Raises:
-        ConfigurationError: another implementation than ``allowed``, or an attention window shorter than ``length``.
-    """
+    """Refuse a Transformers model whose attention would use this rank's shard only."""
     if config._attn_implementation != allowed:
         raise ConfigurationError(
             f"attn_implementation={config._attn_implementation!r} attends to this rank's part of each sequence only. "

@@ -15,12 +15,7 @@ from .ulysses import SequenceParallel
 
 
 class SequenceSharding:
-    """The axes of a mesh that sequences are split over; it does nothing where there are none.
-
-    Attributes:
-        context: context parallelism; None where the cp axis has one rank.
-        ulysses: sequence parallelism; None where the sp axis has one rank.
-    """
+    """The axes of a mesh that sequences are split over; it does nothing where there are none."""
 
     def __init__(self, mesh: DeviceMesh | None, settings: ParallelismConfig) -> None:
         self.context: ContextParallel | None = None

@@ -28,12 +28,7 @@ def shared(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 class SharedInput:
-    """A common input of several layers of a module: its gradients are added and then all-reduced once.
-
-    Args:
-        module: the module whose forward calls the layers.
-        mesh: the axis.
-    """
+    """A common input of several layers of a module: its gradients are added and then all-reduced once."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self._mesh = mesh

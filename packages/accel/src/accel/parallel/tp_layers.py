@@ -54,13 +54,9 @@ def _scale_of(module: nn.Module, dtype: torch.dtype) -> Any:
 
 
 class Style:
-    """How a module is sharded.
+    """How a module is sharded."""
 
-    Attributes:
-        supported: the kinds of modules that it can shard, for messages.
-    """
-
-    supported: ClassVar[str] = ""
+    supported: ClassVar[str] = ""  # the kinds of modules that it can shard, for messages
 
     def fits(self, module: nn.Module) -> bool:
         """Whether a module can be sharded this way."""
@@ -75,11 +71,7 @@ class Style:
 
 
 class ParameterSharder:
-    """Shards parameters along the axis, tied ones once.
-
-    Args:
-        mesh: the axis.
-    """
+    """Shards parameters along the axis, tied ones once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -95,17 +87,7 @@ class ParameterSharder:
         return self._inputs.get(module) or partial(shared, mesh=self.mesh)
 
     def __call__(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
-        """Replace a module's parameter by its shard along a dimension.
-
-        Args:
-            module: the module.
-            name: the parameter's name in it.
-            dim: the dimension.
-            pieces: number of tensors that are concatenated along it, each of which is sharded.
-
-        Raises:
-            ConfigurationError: the same parameter has been sharded along another dimension.
-        """
+        """Replace a module's parameter by its shard along a dimension."""
         old = module._parameters[name]
         assert old is not None
         if old not in self._made:
@@ -154,13 +136,7 @@ def _replace_forward(module: nn.Module, forward: Forward) -> None:
 
 
 class Columns(Style):
-    """Column-wise: each rank computes a part of the outputs.
-
-    Args:
-        pieces: number of matrices in the layer (3 for fused queries, keys and values); each is sharded, so that a rank
-            has the same heads of all of them.
-        gathers: whether the outputs are all-gathered.
-    """
+    """Column-wise: each rank computes a part of the outputs."""
 
     supported = "torch.nn.Linear and Conv1D themselves"
 
@@ -190,11 +166,7 @@ class Columns(Style):
 
 
 class Rows(Style):
-    """Row-wise: each rank multiplies a part of the inputs, and the products are all-reduced.
-
-    Args:
-        splits: whether the inputs are replicated, and each rank takes its part first.
-    """
+    """Row-wise: each rank multiplies a part of the inputs, and the products are all-reduced."""
 
     supported = "torch.nn.Linear and Conv1D themselves"
 

@@ -36,19 +36,12 @@ TensorParallelPlan = dict[str, Any]
 
 @dataclass(frozen=True)
 class _BlockShape:
-    """A kind of block, by the names of its layers.
+    """A kind of block, by the names of its layers."""
 
-    Attributes:
-        columns: layers that are sharded column-wise.
-        rows: candidates for the layer that is sharded row-wise.
-        attention: whether it is attention, which must be sharded by heads.
-        fused: number of matrices in a layer of ``columns``.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    attention: bool = False
-    fused: int = 1
+    columns: tuple[str, ...]  # layers that are sharded column-wise
+    rows: tuple[str, ...]  # candidates for the layer that is sharded row-wise
+    attention: bool = False  # whether it is attention, which must be sharded by heads
+    fused: int = 1  # number of matrices in a layer of ``columns``
 
 
 _SHAPES = (
@@ -68,20 +61,7 @@ _PER_RANK = (*_HEADS, "n_local_heads", "n_local_kv_heads", "split_size", "all_he
 
 
 def plan_of(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> tuple[TensorParallelPlan, bool]:
-    """The plan of a model: the user's, the model's own, or one derived from the shape of its blocks.
-
-    Args:
-        model: the whole model, on any device.
-        given: the user's plan, or None.
-        size: size of the axis.
-
-    Returns:
-        The style of each module that is sharded (other modules are replicated), and whether the plan was derived from
-        the shape of the blocks.
-
-    Raises:
-        ConfigurationError: a plan names a module that does not exist or cannot be sharded; or there is no plan.
-    """
+    """The plan of a model: the user's, the model's own, or one derived from the shape of its blocks."""
     model = extract_model_from_parallel(model)
     own = getattr(model, "_tp_plan", None) or {}
     if given is not None:

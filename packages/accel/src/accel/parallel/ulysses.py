@@ -38,15 +38,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class SequenceParallel:
-    """Splits sequences over the ranks of one mesh axis, each of which computes attention of some heads over full ones.
-
-    Args:
-        mesh: the axis, of one dimension.
-        settings: the length of sequences, and the implementation of attention.
-
-    Raises:
-        ConfigurationError: an implementation other than "sdpa".
-    """
+    """Splits sequences over the ranks of one mesh axis; each computes attention of some heads over full ones."""
 
     def __init__(self, mesh: DeviceMesh, settings: DeepSpeedSequenceParallelConfig) -> None:
         if settings.sp_attn_implementation != "sdpa":
@@ -60,11 +52,7 @@ class SequenceParallel:
         self._recent: deque[SequenceShard] = deque(maxlen=8)
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Replace a model's attention, and pass it the positions of this rank.
-
-        Raises:
-            ConfigurationError: it is not a model of Transformers, or the number of its heads does not fit.
-        """
+        """Replace a model's attention, and pass it the positions of this rank."""
         config: Any = getattr(model, "config", None)
         set_attention: Any = getattr(model, "set_attn_implementation", None)
         if set_attention is None or not hasattr(config, "_attn_implementation"):
@@ -109,14 +97,7 @@ class SequenceParallel:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention as Transformers calls it, on this rank's shard of sequences: ``[B, heads, length / sp, D]``.
-
-        Returns:
-            ``[B, length / sp, heads, D]``, and no weights.
-
-        Raises:
-            ConfigurationError: attention that is not causal, or that has a mask or a cap.
-        """
+        """Attention as Transformers calls it, on this rank's shard of sequences: ``[B, heads, length / sp, D]``."""
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
         if not causal or attention_mask is not None or options or query.shape[2] != key.shape[2]:
@@ -147,11 +128,7 @@ class SequenceParallel:
         return SplitLoader(self, loader)
 
     def split(self, batch: Any) -> dict[str, Any]:
-        """This rank's shard of a batch, with its positions and shifted labels.
-
-        Raises:
-            ConfigurationError: the batch is not a dictionary with input_ids, or its sequences cannot be split.
-        """
+        """This rank's shard of a batch, with its positions and shifted labels."""
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
             raise ConfigurationError(
@@ -196,12 +173,7 @@ class SequenceParallel:
 
 
 class SplitLoader:
-    """A prepared loader whose batches are split along the sequence; all other attributes are the loader's.
-
-    Args:
-        sharding: splits the batches.
-        loader: the prepared loader.
-    """
+    """A prepared loader whose batches are split along the sequence; all other attributes are the loader's."""
 
     def __init__(self, sharding: SequenceParallel, loader: Any) -> None:
         self._sharding = sharding

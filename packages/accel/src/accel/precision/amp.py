@@ -25,16 +25,7 @@ if TYPE_CHECKING:
 
 
 class AutocastForward:
-    """A model's forward under autocast.
-
-    An object and not a closure, because a copied or pickled model must call its own forward.
-
-    Args:
-        forward: the bound forward of the model.
-        device_type: the type of the model's device.
-        dtype: the 16-bit type.
-        settings: how autocast runs.
-    """
+    """A model's forward under autocast; an object because a copied model must call its own forward."""
 
     def __init__(
         self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype, settings: AutocastKwargs
@@ -58,11 +49,7 @@ class AutocastForward:
 
 
 class HalfPrecision(Precision):
-    """torch's autocast with a 16-bit dtype.
-
-    Raises:
-        ConfigurationError: autocast does not support the dtype on the device.
-    """
+    """torch's autocast with a 16-bit dtype."""
 
     name: ClassVar[str]
     dtype: ClassVar[torch.dtype]

@@ -32,14 +32,7 @@ logger = get_logger(__name__)
 
 
 class FP8Forward(AutocastForward):
-    """A model's forward under autocast and in the context of its backend.
-
-    Args:
-        forward: the bound forward of the model.
-        device_type: the type of the model's device.
-        settings: how autocast runs.
-        backend: the FP8 backend.
-    """
+    """A model's forward under autocast and in the context of its backend."""
 
     def __init__(self, forward: Any, device_type: str, settings: AutocastKwargs, backend: Any) -> None:
         super().__init__(forward, device_type, torch.bfloat16, settings)
@@ -52,15 +45,7 @@ class FP8Forward(AutocastForward):
 
 
 class FP8(Precision):
-    """Linear layers multiply in 8 bits, other operations compute in bfloat16, and weights keep their dtype.
-
-    Attributes:
-        backend: the name of the backend.
-
-    Raises:
-        ConfigurationError: the device does not support it, or the backend does not support the recipe.
-        MissingDependencyError: the backend's package is not installed.
-    """
+    """Linear layers multiply in 8 bits, other operations compute in bfloat16, and weights keep their dtype."""
 
     def __init__(self, state: PartialState, handlers: Handlers) -> None:
         super().__init__(state, handlers)

@@ -21,13 +21,7 @@ from ..core.prepare import Preparation
 
 
 class LoopEnd:
-    """Everything but weights and optimizer state, when a training loop asks for a batch beyond its last.
-
-    Args:
-        prepared: the prepared objects.
-        registered: the objects registered for checkpointing.
-        device: the device that this process computes on.
-    """
+    """Everything but weights and optimizer state, when a training loop asks for a batch beyond its last."""
 
     def __init__(self, prepared: Preparation, registered: list[Any], device: Device) -> None:
         self._steps = [optimizer.steps_taken for optimizer in prepared.optimizers]

@@ -98,11 +98,7 @@ _UNCATCHABLE = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasa
 
 
 def resolve(value: Any) -> SaveOnSignal | None:
-    """The settings for the argument ``save_on_signal`` of the Accelerator; None if it is off.
-
-    Raises:
-        ConfigurationError: the value is not allowed.
-    """
+    """The settings for the argument ``save_on_signal`` of the Accelerator; None if it is off."""
     if value is None or value is False:
         return None
     if value is True:
@@ -149,18 +145,7 @@ class TrainingRun(Protocol):
 
 
 class PreemptionHandler:
-    """Handles signals, and ends the run between two steps.
-
-    Signal handlers belong to the process, so a new handler replaces the previous one.
-
-    Args:
-        settings: signals and directories.
-        run: the Accelerator, which saves. It is referenced weakly.
-
-    Raises:
-        ConfigurationError: there is no directory to save in, or this is not the main thread, in which alone Python
-            handles signals.
-    """
+    """Handles signals, and ends the run between two steps; a new handler replaces the process's previous one."""
 
     def __init__(self, settings: SaveOnSignal, run: TrainingRun) -> None:
         self.settings = settings

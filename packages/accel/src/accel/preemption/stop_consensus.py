@@ -33,13 +33,7 @@ _KEPT_DECISIONS = 4096
 
 
 class StopAgreement:
-    """Decides at which point a rank stops.
-
-    Args:
-        store: the store of the process group.
-        rank: this rank.
-        world_size: number of ranks.
-    """
+    """Decides at which point a rank stops."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store
@@ -54,13 +48,7 @@ class StopAgreement:
         self._lost = False
 
     def passes(self, loop: int, *, begins: bool, wants_to_stop: bool) -> bool:
-        """Pass a point, and return whether to stop there.
-
-        Args:
-            loop: identifies the loop of the point.
-            begins: whether the loop begins there.
-            wants_to_stop: whether this rank received a signal.
-        """
+        """Pass a point, and return whether to stop there."""
         self._steps_left -= 1
         if wants_to_stop and self._announced < self._lease:
             self._announced = self._lease
@@ -99,11 +87,7 @@ class StopAgreement:
         return decision.decode()
 
     def meet(self, seconds: float) -> list[int]:
-        """Wait for the other ranks to stop.
-
-        Returns:
-            The ranks that did not stop within this time.
-        """
+        """Wait for the other ranks to stop."""
         if self._lost:
             return [rank for rank in range(self._world_size) if rank != self._rank]
         self._store.set(f"stopped/{self._rank}", "1")
@@ -123,11 +107,7 @@ def _key(lease: int) -> str:
 
 
 def stop_agreement(rank: int, world_size: int) -> StopAgreement | None:
-    """The agreement of this process group; None for a single process.
-
-    Raises:
-        ConfigurationError: the process group has no store.
-    """
+    """The agreement of this process group; None for a single process."""
     if world_size == 1:
         return None
     from torch.distributed import PrefixStore

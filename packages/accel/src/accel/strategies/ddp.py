@@ -77,11 +77,7 @@ class DDPStrategy(Strategy):
 
 
 class MeshDDPStrategy(DDPStrategy):
-    """DDP on a device mesh with a ``dp_replicate`` axis only.
-
-    Raises:
-        ConfigurationError: FSDP settings were given too, although no axis shards.
-    """
+    """DDP on a device mesh with a ``dp_replicate`` axis only."""
 
     def __init__(
         self,

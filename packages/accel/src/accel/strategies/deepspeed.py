@@ -33,17 +33,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedStrategy(Strategy):
-    """Each model becomes an engine together with its optimizer.
-
-    Args:
-        state: rank, world and device.
-        handlers: the settings given to the Accelerator.
-        settings: the plugin, or a dictionary of plugins by name.
-
-    Raises:
-        MissingDependencyError: deepspeed is not installed.
-        ConfigurationError: DeepSpeed does not support the requested precision on this device.
-    """
+    """Each model becomes an engine together with its optimizer."""
 
     distributed_type = DistributedType.DEEPSPEED
     uses_engine = True
@@ -126,11 +116,7 @@ class DeepSpeedStrategy(Strategy):
         return prepared
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that is prepared without its model.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Refuse an optimizer that is prepared without its model."""
         raise missing_model_error(optimizer)
 
     def is_wrapped(self, model: nn.Module) -> bool:
@@ -139,16 +125,7 @@ class DeepSpeedStrategy(Strategy):
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
-        """Compute gradients; the engines reduce them at the end of an accumulation window.
-
-        Args:
-            loss: the loss, scaled for its accumulation window.
-            in_window: whether ``accumulate`` determines the end of a window; otherwise the engines count micro batches.
-            **kwargs: ``retain_graph``.
-
-        Raises:
-            ConfigurationError: no engine computes the loss, or DeepSpeed does not support several engines per loss.
-        """
+        """Compute gradients; the engines reduce them at the end of an accumulation window."""
         wrappers = self._engines_of(loss)
         boundary = self._gradient_state.sync_gradients if in_window else None
         ends = [wrapper.set_boundary(boundary) for wrapper in wrappers]
@@ -211,10 +188,7 @@ class DeepSpeedStrategy(Strategy):
         ]
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Have the engines clip in their next step, and return the norm over all of them.
-
-        While gradients accumulate, DeepSpeed does not know their norm; the norm of the last step is returned.
-        """
+        """Have the engines clip in their next step, and return the norm (in a window, the last step's)."""
         chosen = list(parameters)
         wrappers = self._owners(chosen)
         if norm_type != 2:
@@ -259,11 +233,7 @@ class DeepSpeedStrategy(Strategy):
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The weights under the names of the user's model; at stage 3 on rank 0 only, in CPU memory.
-
-        Raises:
-            ConfigurationError: stage 3 without ``zero3_save_16bit_model``.
-        """
+        """The weights under the names of the user's model; at stage 3 on rank 0 only, in CPU memory."""
         engine: Any = model
         if not runtime.is_engine(model) or not engine.zero_optimization_partition_weights():
             return super().state_dict(model, unwrap)
@@ -294,12 +264,7 @@ class DeepSpeedStrategy(Strategy):
         return gathered
 
     def plan_state(self, reader: Any, models: Sequence[nn.Module], options: dict[str, Any]) -> list[Callable[[], Any]]:
-        """The calls that discard current gradients and load the engines' states.
-
-        Raises:
-            CheckpointError: there are more models than were saved, or the checkpoint was saved without DeepSpeed.
-            ConfigurationError: an option that engines do not support.
-        """
+        """The calls that discard current gradients and load the engines' states."""
         from ..deepspeed.checkpoint import EngineLoader
 
         unknown = sorted(set(options) - {"strict"})

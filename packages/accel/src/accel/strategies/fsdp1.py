@@ -162,10 +162,7 @@ class FSDP1Strategy(ShardedStrategy):
         return next(iter(lists.values()))
 
     def _mesh(self) -> DeviceMesh:
-        """The mesh to shard over; the hybrid strategies keep a full copy on each node.
-
-        With a mesh, sharded state dicts are made of DTensors, as those of version 2 are.
-        """
+        """The mesh to shard over; the hybrid strategies keep a full copy on each node."""
         world, local_world = self.state.num_processes, self.state.environment.local_world_size
         if self.settings.sharding_strategy not in (ShardingStrategy.HYBRID_SHARD, hybrid_shard_zero2()):
             return init_device_mesh(self.state.device.type, (world,), mesh_dim_names=("dp_shard",))

@@ -48,17 +48,7 @@ if TYPE_CHECKING:
 
 
 class MeshStrategy(FSDP2Strategy):
-    """Tensor parallelism, sharding, replication and split sequences, on the axes that the mesh has.
-
-    Args:
-        state: rank, world and device.
-        handlers: the settings given to the Accelerator.
-        settings: the sizes of the axes.
-        fsdp: how to shard over the axes that shard; version 2's defaults if it is left out.
-
-    Raises:
-        ConfigurationError: the settings of FSDP are those of version 1.
-    """
+    """Tensor parallelism, sharding, replication and split sequences, on the axes that the mesh has."""
 
     def __init__(
         self,

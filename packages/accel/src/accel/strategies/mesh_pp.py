@@ -40,17 +40,7 @@ if TYPE_CHECKING:
 
 
 class PipelineStrategy(MeshStrategy):
-    """A mesh with a pp axis.
-
-    Args:
-        state: rank, world and device.
-        handlers: the settings given to the Accelerator.
-        settings: the sizes of the axes.
-        fsdp: how to shard over the sharding axes.
-
-    Raises:
-        ConfigurationError: sequences are split too.
-    """
+    """A mesh with a pp axis."""
 
     def __init__(
         self,

@@ -30,22 +30,13 @@ logger = get_logger(__name__)
 
 
 class ShardedStrategy(Strategy):
-    """Parameters, gradients and optimizer state sharded over the ranks.
-
-    Args:
-        state: rank, world size and device.
-        handlers: the settings given to the Accelerator.
-        settings: how to shard; by default as the launcher says.
-
-    Raises:
-        ConfigurationError: there is no process group, or the settings are of another version of FSDP.
-    """
+    """Parameters, gradients and optimizer state sharded over the ranks."""
 
     distributed_type: DistributedType | None = DistributedType.FSDP
     supports_single_process = False
     skips_gradient_sync = True
     fsdp_version: ClassVar[int]
-    settings: FullyShardedDataParallelPlugin
+    settings: FullyShardedDataParallelPlugin  # how to shard; by default as the launcher says
     stages: Groups = ()
     """The process groups of pipeline stages, whose ranks hold other parameters of the same model."""
 
@@ -178,7 +169,6 @@ class ShardedStrategy(Strategy):
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The full state on rank 0, in CPU memory, under the names of the user's own model; empty on the other ranks.
-
         With ``unwrap`` off, this rank's part.
         """
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

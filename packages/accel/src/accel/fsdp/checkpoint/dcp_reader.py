@@ -62,11 +62,7 @@ class _SafeUnpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """The metadata of a directory.
-
-    Raises:
-        CheckpointError: it is missing or damaged, reading it could run code, or it refers to files elsewhere.
-    """
+    """The metadata of a directory."""
     path = directory / SHARD_TABLE_NAME
     try:
         metadata = _SafeUnpickler(io.BytesIO(path.read_bytes())).load()
@@ -145,12 +141,7 @@ class _Reader(FileSystemReader):
 
 
 def _map_tensor(content: memoryview, known: dict[bytes, tuple[torch.dtype, torch.Size]]) -> torch.Tensor | None:
-    """A tensor that shares the memory of what ``torch.save`` has written; None for anything but a contiguous tensor.
-
-    Args:
-        content: a ZIP archive: the pickled description of the tensor, its elements, and the byte order.
-        known: dtype and shape by description; torch.load reads a description that is not known yet.
-    """
+    """A tensor that shares the memory of what ``torch.save`` has written; None for anything but a contiguous tensor."""
     # The directory of the archive is at its end; header_offset is relative to what zipfile is given.
     tail = content[-_TAIL_BYTES:]
     try:
@@ -192,19 +183,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read_shards(directory: Path, like: Like, root: str) -> dict[str, Any]:
-    """Read the parts of a sharded state that this rank needs.
-
-    Args:
-        directory: the directory.
-        like: allocates the memory for each tensor.
-        root: what the directory holds: "model" or "optimizer".
-
-    Returns:
-        The nested state that was saved under ``root``.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or reading them could run code.
-    """
+    """Read the parts of a sharded state that this rank needs."""
     metadata = read_metadata(directory)
     state = _allocate(directory, metadata, like, root)
     try:
@@ -226,11 +205,7 @@ def read_shards(directory: Path, like: Like, root: str) -> dict[str, Any]:
 
 
 def tensors_in(directory: Path, root: str) -> dict[str, torch.Tensor]:
-    """The tensors of a directory by name, on the meta device; no tensor data is read.
-
-    Raises:
-        CheckpointError: see :func:`read_metadata`.
-    """
+    """The tensors of a directory by name, on the meta device; no tensor data is read."""
     metadata = read_metadata(directory)
     tensors = {}
     for name, saved in metadata.state_dict_metadata.items():

@@ -28,14 +28,11 @@ from ...core.types import Part
 
 @dataclass(frozen=True)
 class ShardPart(Part):
-    """One rank's file of a sharded state, whose value is a list of tensors and bytes.
+    """One rank's file of a sharded state, whose value is a list of tensors and bytes."""
 
-    Attributes:
-        indices: the index of each item in the metadata of ``torch.distributed.checkpoint``.
-        written: (offset, length) in bytes of each item, once it was written.
-    """
-
+    # the index of each item in the metadata of ``torch.distributed.checkpoint``
     indices: tuple[MetadataIndex, ...] = ()
+    # (offset, length) in bytes of each item, once it was written
     written: list[tuple[int, int]] = field(default_factory=list)
 
     def write_value(self, value: Any, target: Any) -> None:
@@ -96,17 +93,7 @@ class OffsetsPart(Part):
 def shard_state(
     state: dict[str, Any], directory: str, collectives: Collectives
 ) -> tuple[list[Part], Callable[[Path], None]]:
-    """Plan how ranks write a state: each its own parts of tensors, and a share of what all ranks have.
-
-    Args:
-        state: nested dictionaries and lists of DTensors, of plain tensors that are equal on all ranks, and of other
-            values.
-        directory: the name of the directory within the checkpoint.
-        collectives: over all ranks. Every rank must call this.
-
-    Returns:
-        What this rank writes, and a finalizer for the main process; see :class:`accel.core.types.Gathered`.
-    """
+    """Plan how ranks write a state: each its own parts of tensors, and a share of what all ranks have."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, storage_meta=None, is_coordinator=collectives.rank == 0)
     plans = collectives.all_gather_object(planner.create_local_plan())

@@ -47,14 +47,7 @@ def gather(
     optimizers: Sequence[tuple[nn.Module, Optimizer]],
     collectives: Collectives,
 ) -> Gathered:
-    """Prepare models and optimizers for writing. Every rank must call it.
-
-    Args:
-        kind: the state-dict type.
-        weights: of each model: each rank's parts, or with FULL_STATE_DICT the full state on rank 0.
-        optimizers: each with the model that it updates.
-        collectives: over all ranks.
-    """
+    """Prepare models and optimizers for writing. Every rank must call it."""
     gathered = Gathered()
     for index, state in enumerate(weights):
         gather_one(kind, MODEL_STEM, index, state, collectives, into=gathered)
@@ -73,18 +66,7 @@ def gather_one(
     use_dcp: bool = True,
     into: Gathered | None = None,
 ) -> Gathered:
-    """Prepare one model, or one optimizer, for writing. Every rank must call it.
-
-    Args:
-        kind: the state-dict type.
-        stem: how file names begin: that of models or that of optimizers.
-        index: its number.
-        state: each rank's parts; with FULL_STATE_DICT of a model the full state on rank 0.
-        collectives: over all ranks.
-        use_dcp: write SHARDED_STATE_DICT in the format of torch.distributed.checkpoint; without it, one file of torch's
-            for each rank.
-        into: what to add the files to.
-    """
+    """Prepare one model, or one optimizer, for writing. Every rank must call it."""
     gathered = Gathered() if into is None else into
     what, rank = f"{stem} {index}", collectives.rank
     if kind is StateDictType.FULL_STATE_DICT:
@@ -134,26 +116,16 @@ def _rank_name(stem: str, index: int, rank: int) -> str:
 
 @dataclass
 class ShardedReader:
-    """Reads models and optimizers of any format into any layout.
+    """Reads models and optimizers of any format into any layout."""
 
-    Attributes:
-        directory: the checkpoint.
-        names: its files.
-        rank: of this process.
-        world_size: number of processes.
-        read: reads a file of the checkpoint that torch has saved.
-        read_safetensors: reads one in the safetensors format.
-        used: the files that were read.
-        prefers_ranks: read the files of single ranks even if there is a directory of torch.distributed.checkpoint.
-    """
-
-    directory: Path
-    names: Collection[str]
-    rank: int
-    world_size: int
-    read: Callable[[str], Any]
-    read_safetensors: Callable[[str], State]
-    used: set[str] = field(default_factory=set)
+    directory: Path  # the checkpoint
+    names: Collection[str]  # its files
+    rank: int  # of this process
+    world_size: int  # number of processes
+    read: Callable[[str], Any]  # reads a file of the checkpoint that torch has saved
+    read_safetensors: Callable[[str], State]  # reads one in the safetensors format
+    used: set[str] = field(default_factory=set)  # the files that were read
+    # read the files of single ranks even if there is a directory of torch.distributed.checkpoint
     prefers_ranks: bool = False
 
     def count(self, stems: Sequence[str]) -> int:
@@ -171,11 +143,7 @@ class ShardedReader:
         return self.count([OPTIMIZER_NAME])
 
     def model(self, index: int, layout: Layout) -> State:
-        """This rank's parts of a model's state.
-
-        Raises:
-            CheckpointError: there is none, or it cannot be read, or does not fit.
-        """
+        """This rank's parts of a model's state."""
         if self._has_shards(MODEL_STEM, index):
             return state_dicts.read_model(self._shards(MODEL_STEM, index), layout)
         local_state = self._rank_state(MODEL_STEM, index)
@@ -190,11 +158,7 @@ class ShardedReader:
         raise CheckpointError(f"{self.directory} has no weights of model {index}. Choose another checkpoint.")
 
     def optimizer(self, index: int, layout: Layout, names: Sequence[str]) -> State:
-        """This rank's parts of an optimizer's state by parameter name.
-
-        Raises:
-            CheckpointError: there is none, or it cannot be read, or does not fit.
-        """
+        """This rank's parts of an optimizer's state by parameter name."""
         if self._has_shards(OPTIMIZER_NAME, index):
             return state_dicts.read_optimizer(self._shards(OPTIMIZER_NAME, index), layout)
         local_state = self._rank_state(OPTIMIZER_NAME, index)
@@ -269,11 +233,7 @@ def plan(
     optimizers: Sequence[tuple[Layout, Optimizer, Sequence[str]]],
     strict: bool,
 ) -> list[Callable[[], Any]]:
-    """Read models and optimizers; returns the calls that load them, which every rank must make in this order.
-
-    Raises:
-        CheckpointError: something is missing, damaged, or does not fit.
-    """
+    """Read models and optimizers; returns the calls that load them, which every rank must make in this order."""
     changes: list[Callable[[], Any]] = []
     for index, layout in enumerate(layouts):
         state = reader.model(index, layout)
@@ -286,11 +246,7 @@ def plan(
 def plan_optimizer(
     reader: ShardedReader, index: int, layout: Layout, optimizer: Optimizer, names: Sequence[str]
 ) -> partial[Any]:
-    """Read one optimizer; returns the call that loads it, which every rank must make.
-
-    Raises:
-        CheckpointError: something is missing, damaged, or does not fit.
-    """
+    """Read one optimizer; returns the call that loads it, which every rank must make."""
     state = reader.optimizer(index, layout, names)
     if layout.elsewhere or any(isinstance(tensor, DTensor) for tensor in layout.tensors.values()):
         return state_dicts.plan_optimizer(layout, optimizer, state, reader.directory)

@@ -39,13 +39,9 @@ def packed_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 class Packed(torch.Tensor):
-    """A DTensor that is saved in another shape, for ``torch.distributed.checkpoint``, which only takes tensors.
+    """A DTensor that is saved in another shape, for ``torch.distributed.checkpoint``, which only takes tensors."""
 
-    Args:
-        tensor: of a shape in which one dimension of ``shape`` is split in two; the first counts the fused matrices.
-        shape: the shape in which it is saved.
-    """
-
+    # of a shape in which one dimension of ``shape`` is split in two; the first counts the fused matrices
     tensor: DTensor
 
     @staticmethod

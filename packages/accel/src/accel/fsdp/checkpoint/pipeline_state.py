@@ -18,16 +18,7 @@ State = dict[str, Any]
 def collect(
     entries: Mapping[Any, Any], mesh: DeviceMesh, device: torch.device, keep: Callable[[torch.Tensor], Any]
 ) -> dict[Any, Any]:
-    """Gather the values of all stages on the first rank, one full tensor at a time; empty on the other ranks.
-
-    Every rank must call it.
-
-    Args:
-        entries: of this rank's stages: sharded tensors, full ones, or other values.
-        mesh: the mesh of all axes.
-        device: where ranks communicate.
-        keep: called with each full tensor on the first rank; returns what to keep of it.
-    """
+    """Gather the values of all stages on the first rank, one full tensor at a time; empty elsewhere. Collective."""
     group, stage = mesh.get_group("pp"), mesh.get_local_rank("pp")
     # One rank of each stage sends: the one that shares its pp group with the first rank.
     is_sender = all(mesh.get_local_rank(axis) == 0 for axis in mesh.mesh_dim_names or () if axis != "pp")
@@ -67,13 +58,7 @@ def _receive(stage: int, group: Any, device: torch.device, keep: Callable[[torch
 
 
 def rename_optimizer_state(state: State, names: Mapping[str, str], groups: list[list[str]]) -> State:
-    """An optimizer's state under the names of the full model.
-
-    Args:
-        state: of this rank, by the local names of its parameters.
-        names: the name in the full model for each local name; parameters without one are saved by another rank.
-        groups: the names of all parameters of each group, of all stages.
-    """
+    """An optimizer's state under the names of the full model."""
     entries = {names[name]: value for name, value in state["state"].items() if name in names}
     return {
         "state": entries,
@@ -82,12 +67,7 @@ def rename_optimizer_state(state: State, names: Mapping[str, str], groups: list[
 
 
 def local_optimizer_state(state: State, names: Mapping[str, str]) -> State:
-    """The part of the full model's optimizer state that belongs to this rank's parameters.
-
-    Args:
-        state: by name.
-        names: the local name for each name in the full model.
-    """
+    """The part of the full model's optimizer state that belongs to this rank's parameters."""
     groups = []
     for group in state["param_groups"]:
         groups.append({**group, "params": [names[name] for name in group["params"] if name in names]})

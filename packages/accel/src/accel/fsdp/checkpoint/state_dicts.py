@@ -71,23 +71,14 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
 
 
 def layout_of(model: nn.Module, ties: Sequence[Sequence[str]]) -> Layout:
-    """A sharded model's layout. Every rank must call it.
-
-    Args:
-        model: the prepared model.
-        ties: the tied names from before it was sharded; see :func:`accel.core.unwrap.tied_names`.
-    """
+    """A sharded model's layout. Every rank must call it."""
     state = {name: unpack(value) for name, value in model_state(model).items()}
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
     return Layout(model, tensors, ties, packed_shapes(model))
 
 
 def owner_of(optimizer: Optimizer, models: Iterable[nn.Module], what: str) -> nn.Module:
-    """The model whose parameters an optimizer updates.
-
-    Raises:
-        ConfigurationError: no single model has all of them.
-    """
+    """The model whose parameters an optimizer updates."""
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model in models:
         if updated <= {id(parameter) for parameter in model.parameters()}:
@@ -99,12 +90,7 @@ def owner_of(optimizer: Optimizer, models: Iterable[nn.Module], what: str) -> nn
 
 
 def full_optimizer_state(state: State, on_host: Any) -> State:
-    """Gather the tensors of an optimizer's state one at a time, so that a rank has one full tensor in memory at most.
-
-    Args:
-        state: of :func:`optimizer_state`. Every rank must call this.
-        on_host: on rank 0, called with each full tensor; returns what to keep of it. None on the other ranks.
-    """
+    """Gather an optimizer's state on rank 0 with one full tensor in memory at a time. Every rank must call it."""
     gathered: dict[str, dict[str, Any]] = {}
     for name, entries in state["state"].items():
         for key, value in entries.items():
@@ -115,11 +101,7 @@ def full_optimizer_state(state: State, on_host: Any) -> State:
 
 
 def read_model(directory: Path, layout: Layout) -> State:
-    """This rank's parts of a model's state, from a directory of sharded files.
-
-    Raises:
-        CheckpointError: the directory cannot be read, or does not fit the model.
-    """
+    """This rank's parts of a model's state, from a directory of sharded files."""
     unknown: list[str] = []
 
     def like(path: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
@@ -136,11 +118,7 @@ def read_model(directory: Path, layout: Layout) -> State:
 
 
 def model_from_full(weights: Mapping[str, Any], layout: Layout, path: Path) -> State:
-    """This rank's parts of a model's state, from full tensors.
-
-    Raises:
-        CheckpointError: a tensor has another shape than the model's.
-    """
+    """This rank's parts of a model's state, from full tensors."""
     state: State = {}
     for name, value in weights.items():
         name = clean_name(name)
@@ -152,11 +130,7 @@ def model_from_full(weights: Mapping[str, Any], layout: Layout, path: Path) -> S
 
 
 def read_optimizer(directory: Path, layout: Layout) -> State:
-    """This rank's parts of an optimizer's state by parameter name, from a directory of sharded files.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
+    """This rank's parts of an optimizer's state by parameter name, from a directory of sharded files."""
 
     def like(path: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         name = clean_name(str(path[1])) if len(path) > 2 else ""
@@ -169,17 +143,7 @@ def read_optimizer(directory: Path, layout: Layout) -> State:
 
 
 def optimizer_from_full(state: Mapping[str, Any], layout: Layout, names: Sequence[str], path: Path) -> State:
-    """This rank's parts of an optimizer's state by parameter name, from full tensors.
-
-    Args:
-        state: of an optimizer: by number, as torch's own, or by name.
-        layout: of the model.
-        names: of the parameters in the order of their numbers.
-        path: the file, for messages.
-
-    Raises:
-        CheckpointError: it is the state of an optimizer of other parameters.
-    """
+    """This rank's parts of an optimizer's state by parameter name, from full tensors."""
     by_name = named(state, names, path)
     parts: dict[str, dict[str, Any]] = {}
     for name, entries in by_name["state"].items():
@@ -193,11 +157,7 @@ def optimizer_from_full(state: Mapping[str, Any], layout: Layout, names: Sequenc
 
 
 def named(state: Mapping[str, Any], names: Sequence[str], path: Path) -> State:
-    """An optimizer's state by parameter names instead of numbers.
-
-    Raises:
-        CheckpointError: the numbers are not those of these names.
-    """
+    """An optimizer's state by parameter names instead of numbers."""
     groups, entries = state["param_groups"], state["state"]
     numbers = [number for group in groups for number in group["params"]]
     if all(isinstance(number, str) for number in numbers):
@@ -213,11 +173,7 @@ def named(state: Mapping[str, Any], names: Sequence[str], path: Path) -> State:
 
 
 def numbered(state: Mapping[str, Any], names: Sequence[str], path: Path) -> State:
-    """The inverse of :func:`named`, for torch's own ``load_state_dict``.
-
-    Raises:
-        CheckpointError: a name is unknown.
-    """
+    """The inverse of :func:`named`, for torch's own ``load_state_dict``."""
     numbers = {name: number for number, name in enumerate(names)}
     used = [name for group in state["param_groups"] for name in group["params"]]
     unknown = [name for name in [*used, *state["state"]] if name not in numbers]
@@ -229,11 +185,7 @@ def numbered(state: Mapping[str, Any], names: Sequence[str], path: Path) -> Stat
 
 
 def plan_model(layout: Layout, state: State, strict: bool, path: Path) -> partial[Any]:
-    """The call that loads a model's state, which every rank must make.
-
-    Raises:
-        CheckpointError: weights are missing or unexpected.
-    """
+    """The call that loads a model's state, which every rank must make."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     # Formats that hold every tensor once have only one of its names.
@@ -252,11 +204,7 @@ def plan_model(layout: Layout, state: State, strict: bool, path: Path) -> partia
 
 
 def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State, path: Path) -> partial[Any]:
-    """The call that loads an optimizer's state, which every rank must make.
-
-    Raises:
-        CheckpointError: it is the state of an optimizer of other parameters.
-    """
+    """The call that loads an optimizer's state, which every rank must make."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     if layout.elsewhere:
