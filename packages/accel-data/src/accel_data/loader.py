@@ -84,9 +84,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def iteration(self, epoch: int) -> None:
         self._clock.set_epoch(epoch)
 
-    def pass_over_finished_epoch(self) -> None:
-        """Begin with the next epoch if a loaded state was saved after the last batch of an epoch."""
-        self._clock.keeps_finished = False
+    def pass_over_finished_epoch(self, pass_over: bool = True) -> None:
+        """Begin with the next epoch if a loaded state was saved after the last batch of an epoch.
+
+        Args:
+            pass_over: False completes the loaded epoch first, by an iteration without batches.
+        """
+        self._clock.pass_over(pass_over)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. Otherwise each iteration advances the epoch by one."""
@@ -281,8 +285,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume in the next iteration where the state was saved: same order, same position, then later epochs.
 
-        After a state that was saved after the last batch of an epoch, the next iteration has no batches, unless
-        :meth:`pass_over_finished_epoch` is called or the loader is passed to ``skip_first_batches(loader, 0)``.
+        After a state that was saved between the last batch of an epoch and the end of its loop, the next iteration has
+        no batches, unless :meth:`pass_over_finished_epoch` is called, the next epoch is chosen by :meth:`set_epoch`, or
+        the loader is passed to ``skip_first_batches(loader, 0)``.
 
         On map-style data, samples that were handed out are not read again. The number of ranks may change, unless the
         position depends on it.
@@ -359,10 +364,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if not self.has_even_steps:
                 hook = None
         skip, attributes = self.skip_batches, self.__dict__
-        if self._clock.pending is not None and self._clock.pending.finished and not skip:
-            self._warn_about_finished_epoch()
-        if self._clock.must_finish and not skip:
-            self._finish_epoch()
+        pending = self._clock.pending
+        # A skip counts from the start of the saved epoch, unless the script chose the next one by set_epoch.
+        if pending is not None and pending.finished and (not skip or self._clock.upcoming != pending.epoch):
+            self._log_finished_epoch(pending.epoch)
+            if self._clock.must_finish:
+                self._finish_epoch(pending.epoch)
         iteration = self._clock.begin()
         self.begin()
         try:
@@ -386,20 +393,21 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if self._clock.current is iteration:
                 self.end()
 
-    def _finish_epoch(self) -> None:
+    def _finish_epoch(self, epoch: int) -> None:
         """Complete a loaded epoch without remaining batches, whose order the generators of later epochs depend on."""
+        self._clock.upcoming = epoch
         iteration = self._clock.begin()
         self._forward_epoch(iteration.epoch)
         for _ in self._steps(iteration, 0):
             pass
         iteration.close()
 
-    def _warn_about_finished_epoch(self) -> None:
-        epoch = self._clock.upcoming
+    def _log_finished_epoch(self, epoch: int) -> None:
         if self._clock.keeps_finished:
             logger.warning(
-                "Resuming in epoch %d, of which all batches were handed out: this iteration has none. To begin with "
-                "epoch %d, iterate skip_first_batches(loader, 0).",
+                "Resuming in epoch %d, of which all batches were handed out: this iteration has none, and the code "
+                "after the loop runs. To begin with epoch %d, use load_state instead of resume, or "
+                "skip_first_batches(loader, 0).",
                 epoch,
                 epoch + 1,
             )

@@ -131,13 +131,26 @@ class EpochClock:
     @property
     def epoch(self) -> int:
         """Epoch of the iteration in progress, or of the next one."""
-        return self.current.epoch if self.current is not None and self.current.open else self.upcoming
+        if self.current is not None and self.current.open:
+            return self.current.epoch
+        if self.must_finish and self.pending is not None:
+            return self.pending.epoch + 1
+        return self.upcoming
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a loaded state of another epoch is discarded."""
-        self.upcoming = epoch
-        if self.pending is not None and self.pending.epoch != epoch:
+        self.upcoming, pending = epoch, self.pending
+        if pending is not None and pending.finished and epoch - pending.epoch in (0, 1):
+            # The order of the next epoch depends on the generators at the end of the finished one, so its state stays.
+            self.keeps_finished = epoch == pending.epoch
+        elif pending is not None and pending.epoch != epoch:
             self.pending = None
+
+    def pass_over(self, pass_over: bool) -> None:
+        """Choose whether a loaded epoch without remaining batches is followed by the next one at once."""
+        self.keeps_finished = not pass_over
+        if self.pending is not None:
+            self.upcoming = self.pending.epoch
 
     def load(self, point: ResumePoint) -> None:
         """Begin the next iteration at ``point``."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from accel_data import DataLoaderConfiguration, skip_first_batches
+from accel_data import DataLoaderConfiguration, PreparedLoader, skip_first_batches
 from accel_state import (
     ConfigurationError,
     DynamoBackend,
@@ -525,8 +525,8 @@ class Accelerator(AcceleratorProperties):
         A script may prepare fewer objects than were saved, such as the model alone for an evaluation: the rest is left,
         with a warning. Unless all optimizers are prepared, loaders begin at their start.
 
-        If the state was saved after the last batch of an epoch, the next iteration of the loader has no batches, so
-        that the code after the loop runs. ``skip_first_batches(loader, 0)`` begins with the next epoch instead.
+        If the state was saved in the last step of an epoch, before its loop ended, the loader begins with the next
+        epoch, as scripts expect that compute the epoch from the number of steps. :meth:`resume` completes the epoch.
 
         Training continues exactly as it would have: a loader in the middle of an epoch returns the rest of it in its
         next iteration, and later epochs in full. Files are verified first, and reading them runs no code. Every rank
@@ -550,12 +550,15 @@ class Accelerator(AcceleratorProperties):
         if strict is not None:
             load_model_func_kwargs["strict"] = strict
         self._checkpointer.load_state(input_dir, load_kwargs, load_model_func_kwargs)
+        self._pass_over_finished_epochs(True)
 
     def resume(self) -> bool:
         """Load the newest complete state, if there is one. Call it on every rank, when everything is prepared.
 
         States are looked for where :meth:`save_state` saves them with automatic naming, else in the project directory,
-        or in that of :class:`SaveOnSignal`. Afterwards a loader's ``iteration`` is the epoch to continue with.
+        or in that of :class:`SaveOnSignal`. Afterwards a loader's ``iteration`` is the epoch to continue with. If all of
+        its batches were handed out, but its loop had not ended, the next iteration has none, so that the code after
+        the loop runs.
 
         Returns:
             Whether there was one.
@@ -568,7 +571,13 @@ class Accelerator(AcceleratorProperties):
         if newest is None:
             return False
         self.load_state(newest, strict=True)
+        self._pass_over_finished_epochs(False)
         return True
+
+    def _pass_over_finished_epochs(self, pass_over: bool) -> None:
+        for loader in self.prepared.dataloaders:
+            if isinstance(loader, PreparedLoader):
+                loader.pass_over_finished_epoch(pass_over)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include objects in saved states.

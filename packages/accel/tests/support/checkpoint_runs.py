@@ -125,10 +125,10 @@ def resumed(
     settings: dict[str, Any], folders: dict[tuple[int, int], str]
 ) -> list[tuple[list[Any], dict[str, torch.Tensor]]]:
     results = []
-    for (epoch, _), folder in folders.items():
+    for folder in folders.values():
         run = Run(seed=99, **in_one_process(settings))
         run.accelerator.load_state(folder)
-        results.append((run.train(3, done=epoch), run.weights()))
+        results.append((run.train(3, done=run.loader.iteration), run.weights()))
     return results
 
 

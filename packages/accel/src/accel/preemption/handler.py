@@ -285,7 +285,7 @@ class PreemptionHandler:
         if run.process_state.is_main_process:
             print(
                 f"accel: {name}: the training was saved to {checkpoint}, and ends with exit code "
-                f"{self.settings.exit_code}. load_state('latest') or resume() continues from there.",
+                f"{self.settings.exit_code}. resume() continues from there.",
                 file=sys.stderr,
                 flush=True,
             )
