@@ -41,13 +41,6 @@ def test_types_are_taken_by_name_or_as_they_are(given) -> None:
         ({"load_in_8bit": True, "llm_int8_threshold": -1}, "llm_int8_threshold=-1 must be a number >= 0"),
         ({"load_in_8bit": True, "llm_int8_threshold": True}, "must be a number"),
         ({"load_in_8bit": True, "llm_int8_threshold": float("nan")}, "must be a number"),
-        (
-            {"load_in_8bit": True, "bnb_4bit_quant_type": "nf4"},
-            "bnb_4bit_quant_type='nf4' has no effect with load_in_8bit",
-        ),
-        ({"load_in_8bit": True, "bnb_4bit_use_double_quant": True}, "no effect"),
-        ({"load_in_8bit": True, "bnb_4bit_compute_dtype": "bf16"}, "no effect"),
-        ({"load_in_4bit": True, "llm_int8_threshold": 5.0}, "llm_int8_threshold=5.0 has no effect with load_in_4bit"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "'int4' is not one of fp4, nf4"),
         ({"load_in_4bit": True, "bnb_4bit_use_double_quant": 1}, "must be True or False"),
         ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "int8"}, "'int8' is not a dtype to compute in"),
@@ -61,3 +54,19 @@ def test_types_are_taken_by_name_or_as_they_are(given) -> None:
 def test_a_bad_value_or_combination_is_refused_with_the_next_step(kwargs, message) -> None:
     with pytest.raises(ConfigurationError, match=message):
         BnbQuantizationConfig(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"load_in_8bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bf16"},
+            "bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.bfloat16 has no effect with load_in_8bit",
+        ),
+        ({"load_in_8bit": True, "bnb_4bit_use_double_quant": True}, "bnb_4bit_use_double_quant=True has no effect"),
+        ({"load_in_4bit": True, "llm_int8_threshold": 5.0}, "llm_int8_threshold=5.0 has no effect with load_in_4bit"),
+    ],
+)
+def test_options_of_the_other_width_are_logged(kwargs, message, caplog) -> None:
+    BnbQuantizationConfig(**kwargs)
+    assert message in caplog.text

@@ -293,9 +293,9 @@ def test_a_device_map_that_cannot_be_followed_changes_nothing(kwargs, message, b
 
 
 @pytest.mark.parametrize("option", ["skip_modules", "keep_in_fp32_modules"])
-def test_a_name_that_no_module_has_is_refused(option, build) -> None:
-    with pytest.raises(ConfigurationError, match=f"{option}=\\['lm_haed'\\]: Model has no module named 'lm_haed'"):
-        load_and_quantize_model(build(), BnbQuantizationConfig(load_in_8bit=True, **{option: ["lm_haed"]}))
+def test_a_name_that_no_module_has_is_logged(option, build, caplog) -> None:
+    load_and_quantize_model(build(), BnbQuantizationConfig(load_in_8bit=True, **{option: ["lm_haed"]}))
+    assert f"{option}=['lm_haed']: Model has no module named 'lm_haed'" in caplog.text
 
 
 def test_a_model_without_values_needs_a_checkpoint(build) -> None:

@@ -21,7 +21,7 @@ from accel.deepspeed.auto_values import hidden_size
 from accel.deepspeed.config import PreparedFacts
 from accel.deepspeed.config_paths import auto_paths, get_value
 from accel.utils import DummyOptim, DummyScheduler
-from accel_state import AcceleratorState
+from accel_state import AcceleratorState, PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.options.deepspeed import FILE_PATHS
 
@@ -394,21 +394,35 @@ class TestTheRest:
             resolve(config)
         assert resolve(config, trained(world_size=6))[TRAIN] == 72
 
-    @pytest.mark.parametrize(
-        ("stage", "value", "message"), [(1, "none", "neither true nor false"), (2, 1, "extends ZeRO stage 3, not 2")]
-    )
-    def test_zero_plus_plus_flags_are_booleans(self, stage: int, value: Any, message: str) -> None:
-        with pytest.raises(ConfigurationError, match=f"zero_quantized_weights.*{message}"):
-            resolve({"zero_optimization": {"stage": stage, "zero_quantized_weights": value}})
+    def test_zero_plus_plus_flags_are_booleans(self) -> None:
+        with pytest.raises(ConfigurationError, match="zero_quantized_weights.*neither true nor false"):
+            resolve({"zero_optimization": {"stage": 1, "zero_quantized_weights": "none"}})
         assert (
             resolve({"zero_optimization": {"stage": 3, "zero_quantized_weights": 1}})["zero_optimization"]["stage"] == 3
         )
 
-    def test_changes_by_the_script_are_checked(self) -> None:
+    def test_changes_by_the_script_are_checked(self, caplog: pytest.LogCaptureFixture) -> None:
         plugin = DeepSpeedPlugin(zero_stage=2)
-        plugin.deepspeed_config["zero_optimization"]["offload_param"]["device"] = "cpu"
-        with pytest.raises(ConfigurationError, match="offload_param.device: cpu, which needs ZeRO stage 3, not 2"):
+        zero = plugin.deepspeed_config["zero_optimization"]
+        zero["offload_param"]["device"], zero["zero_quantized_weights"] = "cpu", True
+        PartialState(cpu=True)
+        resolved = plugin.resolve(trained())["zero_optimization"]
+        assert (resolved["offload_param"]["device"], resolved["zero_quantized_weights"]) == ("none", False)
+        assert "offload_param.device: cpu, which has no effect below ZeRO stage 3" in caplog.text
+        zero["offload_param"]["device"] = "tape"
+        with pytest.raises(ConfigurationError, match="offload_param.device: 'tape', which is not one of none, cpu"):
             plugin.resolve(trained())
+
+    def test_a_dummy_scheduler_with_its_defaults_has_a_warm_up_of_one_step(self) -> None:
+        """DeepSpeed refuses 0 steps from 0.19.6 on."""
+        optimizer = DummyOptim([], lr=1.0)
+        config = {
+            **ZERO2,
+            "optimizer": ADAMW,
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        }
+        done = resolve(config, trained(optimizer=optimizer, scheduler=DummyScheduler(optimizer)))
+        assert done["scheduler"]["params"]["warmup_num_steps"] == 1
 
     def test_precision_is_filled_in(self) -> None:
         done = resolve(ZERO2, trained(mixed_precision="bf16"))
@@ -555,7 +569,8 @@ def test_any_json_raises_only_configuration_errors(
 def check_explicit_values_are_kept(done: dict[str, Any], config: dict[str, Any], fields: dict[str, Any]) -> None:
     for field, path in FILE_PATHS.items():
         for value in (fields.get(field), get_value(config, path)):
-            assert value in (None, "auto") or get_value(done, path) == value
+            off_at_stage = path.endswith(".device") and get_value(done, path) == "none"
+            assert value in (None, "auto") or get_value(done, path) == value or off_at_stage
     for key in (TRAIN, MICRO):
         assert config.get(key) in (None, "auto", done[key])
 

@@ -352,21 +352,12 @@ class TestConflicts:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_stage": 7}, r"zero_stage=7\): '7' is not one of 0, 1, 2, 3"),
-    (
-        {"zero_stage": 0, "offload_optimizer_device": "cpu"},
-        "offload_optimizer.device: cpu, which needs ZeRO stage 1 or more, not 0",
-    ),
-    ({"zero_stage": 2, "offload_param_device": "cpu"}, "offload_param.device: cpu, which needs ZeRO stage 3, not 2"),
     ({"offload_param_device": "disk"}, "'disk' is not one of none, cpu, nvme"),
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
     ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0"),
     ({"zero3_init_flag": "perhaps"}, "'perhaps' is neither true nor false"),
     ({"enable_msamp": True}, "enable_msamp=True: MS-AMP's DeepSpeed engine"),
     ({"msamp_opt_level": "O3"}, "msamp_opt_level='O3' is not one of O1, O2"),
-    (
-        {"zero_stage": 2, "transformer_moe_cls_names": "Experts"},
-        "transformer_moe_cls_names='Experts'.* but the stage is 2",
-    ),
     ({"hf_ds_config": {"train_batch_size": 8}}, "does not set the ZeRO stage"),
     ({"hf_ds_config": {"zero_optimization": True}}, "zero_optimization: True, which must be a JSON object"),
     (
@@ -403,14 +394,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"hf_ds_config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}},
         "device: 'disk', which is not one of none, cpu, nvme",
-    ),
-    (
-        {"hf_ds_config": {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}},
-        "zero_quantized_weights of ZeRO.., which extends ZeRO stage 3",
-    ),
-    (
-        {"hf_ds_config": {"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 8}}},
-        "zero_hpz_partition_size of ZeRO.., .* not 1",
     ),
     (
         {"hf_ds_config": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}}},
@@ -463,6 +446,33 @@ def test_zero3_init_without_stage_3_is_disabled_and_logged_once(caplog: pytest.L
         ("WARNING", "[RANK 0] DeepSpeedPlugin(zero3_init_flag=True) has no effect with ZeRO stage 2"),
         ("INFO", "[RANK 0] environment variable ACCELERATE_DEEPSPEED_ZERO3_INIT=true has no effect with ZeRO stage 1"),
     ]
+
+
+def test_settings_without_effect_at_the_stage_are_turned_off_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    zero = {"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}, "zero_hpz_partition_size": 2}
+    given: list[tuple[dict[str, Any], list[str]]] = [
+        ({"zero_stage": 2, "offload_param_device": "cpu"}, ["offload_param.device: cpu, which has no effect"]),
+        ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, ["offload_optimizer.device: cpu, which has no effect"]),
+        ({"zero_stage": 2, "transformer_moe_cls_names": "Experts"}, ["transformer_moe_cls_names='Experts'"]),
+        ({"hf_ds_config": {"zero_optimization": zero}}, ["offload_param.device: cpu", "zero_hpz_partition_size: 2"]),
+    ]
+    AcceleratorState(cpu=True)
+    for settings, messages in given:
+        caplog.clear()
+        plugin = DeepSpeedPlugin(**settings)
+        plugin.select(_from_accelerator_state=True)
+        assert plugin.offload_param_device == plugin.offload_optimizer_device == "none"
+        assert len(caplog.records) == len(messages) and all(text in caplog.text for text in messages)
+    with patch_environment(ACCELERATE_DEEPSPEED_ZERO_STAGE="2", ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE="cpu"):
+        assert DeepSpeedPlugin().offload_param_device == "none"
+
+
+def test_accumulation_steps_that_nothing_sets_are_1_to_readers_only() -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}})
+    assert plugin.deepspeed_config["gradient_accumulation_steps"] == 1
+    assert plugin.accumulation_steps is None, "the Accelerator's number counts"
+    plugin.deepspeed_config["gradient_accumulation_steps"] = 4
+    assert plugin.accumulation_steps == 4
 
 
 def test_dataclasses_replace() -> None:
@@ -682,6 +692,17 @@ class TestTransformers:
         del plugins, state
         AcceleratorState._reset_state()
         assert not enabled()
+
+    def test_the_configuration_of_other_stages(self, enabled: Any) -> None:
+        from transformers.integrations.deepspeed import deepspeed_config
+
+        plugins = {"one": DeepSpeedPlugin(zero_stage=1), "two": DeepSpeedPlugin(zero_stage=2)}
+        state = AcceleratorState(cpu=True, deepspeed_plugin=plugins)
+        for name, stage in (("two", 2), ("one", 1)):
+            state.select_deepspeed_plugin(name)
+            assert deepspeed_config()["zero_optimization"]["stage"] == stage and not enabled()
+        plugins["one"].release()
+        assert deepspeed_config() is None
 
     def test_a_configuration_set_by_the_script_is_kept(self, enabled: Any) -> None:
         from transformers.integrations.deepspeed import set_hf_deepspeed_config

@@ -96,13 +96,6 @@ REFUSED = [
         "LOCAL_STATE_DICT is only available with fsdp_version=1",
     ),
     ({"state_dict_type": "X"}, "state_dict_type='X' is not one of"),
-    (
-        {"fsdp_version": 2, "backward_prefetch": "BACKWARD_PRE"},
-        "backward_prefetch='BACKWARD_PRE' is a setting of fsdp_version=1",
-    ),
-    ({"fsdp_version": 2, "forward_prefetch": True}, "forward_prefetch=True is a setting of fsdp_version=1"),
-    ({"fsdp_version": 2, "use_orig_params": False}, "use_orig_params=False is a setting of fsdp_version=1"),
-    ({"fsdp_version": 2, "limit_all_gathers": False}, "limit_all_gathers=False is a setting of fsdp_version=1"),
     ({"backward_prefetch": "SOON"}, "backward_prefetch='SOON' is not one of"),
     ({"auto_wrap_policy": "by_hand"}, "auto_wrap_policy='by_hand' is not one of"),
     ({"auto_wrap_policy": 7}, "auto_wrap_policy=7 is neither"),
@@ -127,15 +120,6 @@ LAUNCHED_FOR_VERSION_1 = [
         "sharding_strategy=HYBRID_SHARD is only available with fsdp_version=1",
     ),
     ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "sharding_strategy=NO_SHARD is only available with fsdp_version=1"),
-    (
-        {"FSDP_BACKWARD_PREFETCH": "BACKWARD_POST"},
-        "FSDP_BACKWARD_PREFETCH=BACKWARD_POST .* is a setting of fsdp_version=1: .* Leave it out",
-    ),
-    (
-        {"FSDP_FORWARD_PREFETCH": "true"},
-        "FSDP_FORWARD_PREFETCH=true .--fsdp_forward_prefetch. is a setting of fsdp_version=1",
-    ),
-    ({"FSDP_USE_ORIG_PARAMS": "false"}, "FSDP_USE_ORIG_PARAMS=false .* version 2 always keeps the original parameters"),
     ({"FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is only available with fsdp_version=1"),
 ]
 
@@ -146,6 +130,34 @@ def test_what_the_launcher_asks_of_version_1_only_is_refused_by_version_2(
 ) -> None:
     with patch_environment(FSDP_VERSION="2", **variables), pytest.raises(ConfigurationError, match=message):
         FullyShardedDataParallelPlugin()
+
+
+@pytest.mark.parametrize(
+    ("settings", "variables", "message"),
+    [
+        ({"backward_prefetch": "BACKWARD_POST"}, {}, "backward_prefetch='BACKWARD_POST' has no effect"),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, {}, "backward_prefetch='BACKWARD_POST' has no effect"),
+        ({"forward_prefetch": True}, {}, "forward_prefetch=True has no effect"),
+        ({"use_orig_params": False}, {}, "use_orig_params=False has no effect"),
+        ({"limit_all_gathers": False}, {}, "limit_all_gathers=False has no effect"),
+        ({}, {"FSDP_BACKWARD_PREFETCH": "BACKWARD_POST"}, "FSDP_BACKWARD_PREFETCH=BACKWARD_POST has no effect"),
+        ({}, {"FSDP_FORWARD_PREFETCH": "true"}, "FSDP_FORWARD_PREFETCH=true has no effect"),
+        ({}, {"FSDP_USE_ORIG_PARAMS": "false"}, "version 2 always keeps the original parameters"),
+    ],
+    ids=str,
+)
+def test_settings_of_version_1_without_an_effect_are_logged_once(
+    settings: dict[str, Any],
+    variables: dict[str, str],
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("accel_state.logging._already_warned", set())
+    with patch_environment(FSDP_VERSION="2", **variables):
+        FullyShardedDataParallelPlugin(**settings)
+        FullyShardedDataParallelPlugin(**settings)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and message in caplog.text
 
 
 def test_what_is_the_same_in_version_2_is_mapped(caplog: pytest.LogCaptureFixture) -> None:
@@ -273,11 +285,11 @@ def test_unknown_classes_are_refused(settings: dict[str, Any], model: nn.Module,
         plugin.policy_for(model)
 
 
-def test_ignored_modules_by_name_and_themselves() -> None:
+def test_ignored_modules_by_name_and_themselves(caplog: pytest.LogCaptureFixture) -> None:
     tree = Tree()
     assert FullyShardedDataParallelPlugin(ignored_modules=r"leaves\.\d").ignored_in(tree) == list(tree.leaves)
     assert FullyShardedDataParallelPlugin(ignored_modules=[tree.stem, nn.Linear(1, 1)]).ignored_in(tree) == [tree.stem]
-    with pytest.raises(ConfigurationError, match="matches no module"):
-        FullyShardedDataParallelPlugin(ignored_modules="roots").ignored_in(tree)
+    assert FullyShardedDataParallelPlugin(ignored_modules="roots").ignored_in(tree) == []
+    assert "ignored_modules='roots' matches no module of Tree, so all are sharded" in caplog.text
     with pytest.raises(ConfigurationError, match="is not a valid regular expression"):
         FullyShardedDataParallelPlugin(ignored_modules="(").ignored_in(tree)

@@ -130,7 +130,6 @@ def test_the_launchers_sizes_are_taken_where_the_script_gives_none() -> None:
         (lambda: ParallelismConfig(tp_size=2, tp_handler=object()), "must be a TorchTensorParallelConfig"),  # type: ignore[arg-type]
         (lambda: TorchContextParallelConfig("pigeon"), "cp_comm_strategy='pigeon' is not one of allgather, alltoall"),
         (lambda: DeepSpeedSequenceParallelConfig(sp_seq_length=0), "sp_seq_length=0 must be a positive integer"),
-        (lambda: TorchTensorParallelConfig(enable_async_tp=True), "enable_async_tp=True overlaps"),
         (lambda: TorchTensorParallelPlugin(tp_size=0), "tp_size=0 must be a positive integer"),
         (lambda: TorchTensorParallelPlugin(tp_size=3).for_world(4), "tp_size=3 does not divide the 4 processes"),
         (

@@ -92,7 +92,6 @@ def make_plan(
     context = detect_context(settings, variables)
     settings = _with_starter_settings(settings, context)
     mode = choose_mode(settings, context)
-    _check_agent_options(settings, mode, context)
     script_options = settings.group(ScriptOptions)
     entrypoint = find_entrypoint(script_options, script, script_args)
     environment = settings.environment()
@@ -116,7 +115,7 @@ def make_plan(
         rendezvous=settings.group(RendezvousOptions),
         quiet=script_options.quiet,
         debug=settings["debug"],
-        notes=tuple(notes),
+        notes=(*notes, *_unused_agent_options(settings, mode, context)),
         mode=mode,
         settings=settings,
         context=context,
@@ -142,17 +141,19 @@ def _with_starter_settings(settings: Resolution, context: LaunchContext) -> Reso
     return replace(settings, settings=updated)
 
 
-def _check_agent_options(settings: Resolution, mode: LaunchMode, context: LaunchContext) -> None:
-    """Refuse command-line options without effect in this mode; a configuration file may serve several modes."""
+def _unused_agent_options(settings: Resolution, mode: LaunchMode, context: LaunchContext) -> list[str]:
+    """Notes about command-line options without effect in this mode; a configuration file may serve several modes."""
     if mode not in (LaunchMode.RANK, LaunchMode.MPIRUN, LaunchMode.DEEPSPEED):
-        return
+        return []
     starter = context.starter if mode is LaunchMode.RANK else mode.value
+    notes = []
     for setting in (settings.settings[name] for name in _AGENT_OPTIONS):
         if setting.source is Source.COMMAND_LINE and setting.value != setting.option.default:
-            raise ConfigurationError(
-                f"{setting.where} has no effect on ranks that {starter} starts. Leave it out, or start one launcher on "
-                "each machine, which starts the ranks there."
+            notes.append(
+                f"{setting.where} has no effect on ranks that {starter} starts: start one launcher on each machine, "
+                "which starts the ranks there"
             )
+    return notes
 
 
 def _count(

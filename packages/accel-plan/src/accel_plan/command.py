@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from accel_launch.commands.base import Command
@@ -52,6 +53,8 @@ def run(argv: list[str]) -> int:
     names = ("config", "model", "optimizer", *_VALUES, *_SWITCHES)
     given = {name: options.pop(name) for name in names if name in options}
     settings = load_settings({**options, "config_file": given.pop("config")})
+    for note in settings.notes():
+        print(f"accel plan: {note}", file=sys.stderr)
     from .plan import PlanRequest, make_plan
     from .report import as_text
 

@@ -9,6 +9,7 @@ import torch
 
 from accel_state.enums import CustomDtype
 from accel_state.errors import ConfigurationError
+from accel_state.logging import warn_once
 
 _QUANT_TYPES = ("fp4", "nf4")
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -71,17 +72,16 @@ class BnbQuantizationConfig:
                 raise ConfigurationError(f"{name}={names!r} must be a list of module names, such as ['lm_head'].")
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         self.torch_dtype = torch.float16 if self.torch_dtype is None else _dtype("torch_dtype", self.torch_dtype)
-        self._refuse_unused()
+        self._warn_about_unused()
 
-    def _refuse_unused(self) -> None:
+    def _warn_about_unused(self) -> None:
         defaults = {field.name: field.default for field in fields(self)} | {"bnb_4bit_compute_dtype": torch.float16}
         unused = _FOR_4BIT if self.load_in_8bit else _FOR_8BIT
         given = [f"{name}={getattr(self, name)!r}" for name in unused if getattr(self, name) != defaults[name]]
         if given:
             bits, other = (8, 4) if self.load_in_8bit else (4, 8)
-            raise ConfigurationError(
-                f"{', '.join(given)} has no effect with load_in_{bits}bit. Remove it, or set load_in_{other}bit."
-            )
+            text = f"{', '.join(given)} has no effect with load_in_{bits}bit, only with load_in_{other}bit."
+            warn_once(__name__, text)
 
     @property
     def quantizer(self) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 
 from accel_bigmodel.tied_params import find_tied_parameters
 from accel_state.errors import ConfigurationError
+from accel_state.logging import warn_once
 
 from .config import BnbQuantizationConfig
 from .quantizers.base import Quantizer, bitsandbytes_nn
@@ -54,13 +55,14 @@ def contains_name(name: str, part: str) -> bool:
 
 
 def check_names(model: nn.Module, option: str, names: Sequence[str] | None) -> None:
-    """Refuse unknown module names, which are usually misspelled."""
+    """Warn about unknown module names: misspelled, or in a list that serves several models."""
     modules = [name for name, _ in model.named_modules()]
     unknown = [part for part in names or () if not any(contains_name(name, part) for name in modules)]
     if unknown:
-        raise ConfigurationError(
+        warn_once(
+            __name__,
             f"{option}={list(names or ())!r}: {type(model).__name__} has no module named "
-            f"{', '.join(map(repr, unknown))}. Its modules are {', '.join(modules[1:9])}, ...; print(model) shows all."
+            f"{', '.join(map(repr, unknown))}. Its modules are {', '.join(modules[1:9])}, ...; print(model) shows all.",
         )
 
 

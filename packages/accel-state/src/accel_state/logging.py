@@ -70,6 +70,21 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         _already_warned.add(key)
 
 
+def warn_once(name: str, message: str) -> None:
+    """Log a warning once in a run: on its main process, also before there is a PartialState.
+
+    Args:
+        name: the logger's name.
+        message: the text, without arguments.
+    """
+    from .environments import detect
+
+    rank = PartialState().process_index if PartialState._shared_state else detect().rank
+    if rank == 0 and (name, message) not in _already_warned:
+        _already_warned.add((name, message))
+        logging.getLogger(name).warning(message, stacklevel=3)
+
+
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """Get a logger for distributed runs.
 

@@ -20,6 +20,7 @@ from accel_state import (
     GradientAccumulationPlugin,
     PrecisionType,
     RNGType,
+    get_logger,
     operations,
 )
 from accel_state.memory import release_memory
@@ -44,6 +45,8 @@ from .training import lomo
 from .training.gather_for_metrics import gather_for_metrics
 from .training.gradient_accumulation import Accumulation, ItemReduction
 from .training.uneven_inputs import join_uneven_inputs
+
+logger = get_logger(__name__)
 
 
 class Accelerator(AcceleratorProperties):
@@ -481,13 +484,15 @@ class Accelerator(AcceleratorProperties):
         automatic naming, old ones are then deleted, down to ``total_limit``.
 
         Args:
-            output_dir: the directory of this checkpoint, which replaces an older one; None with automatic naming.
+            output_dir: the directory of this checkpoint, which replaces an older one; without effect with automatic
+                naming.
             safe_serialization: weights in the safetensors format rather than torch's.
             blocking: return when the checkpoint is complete. With False, return when the state has been copied into
                 host memory (kept for the next time: one more copy of the state), and write it in the background. One
                 save runs at a time: the next one waits for it, as do :meth:`load_state`, :meth:`wait_for_save`,
                 :meth:`end_training` and the exit of the process. The first of these raises its error.
-            **save_model_func_kwargs: for strategies that take arguments; none does at present.
+            **save_model_func_kwargs: for strategies that take arguments; none does at present, and they are ignored
+                with a warning.
 
         Returns:
             The path of the checkpoint.
@@ -498,10 +503,8 @@ class Accelerator(AcceleratorProperties):
                 number exists.
         """
         if save_model_func_kwargs:
-            raise ConfigurationError(
-                f"save_state got {', '.join(save_model_func_kwargs)}, which {type(self.strategy).__name__} does not "
-                "use. Leave it out."
-            )
+            names = ", ".join(save_model_func_kwargs)
+            logger.warning_once(f"save_state got {names}, which has no effect with {type(self.strategy).__name__}.")
         return self._checkpointer.save_state(output_dir, safe_serialization, blocking)
 
     def wait_for_save(self) -> None:
@@ -556,8 +559,8 @@ class Accelerator(AcceleratorProperties):
         """Load the newest complete state, if there is one. Call it on every rank, when everything is prepared.
 
         States are looked for where :meth:`save_state` saves them with automatic naming, else in the project directory,
-        or in that of :class:`SaveOnSignal`. Afterwards a loader's ``iteration`` is the epoch to continue with. If all of
-        its batches were handed out, but its loop had not ended, the next iteration has none, so that the code after
+        or in that of :class:`SaveOnSignal`. Afterwards a loader's ``iteration`` is the epoch to continue with. If all
+        of its batches were handed out, but its loop had not ended, the next iteration has none, so that the code after
         the loop runs.
 
         Returns:

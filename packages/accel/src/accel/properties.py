@@ -241,6 +241,12 @@ class AcceleratorProperties(ProcessControl):
         return self.state.deepspeed_plugin
 
     @property
+    def deepspeed_config(self) -> dict[str, Any] | None:
+        """The configuration of the DeepSpeed settings in use; None without DeepSpeed."""
+        plugin = self.deepspeed_plugin
+        return None if plugin is None else plugin.deepspeed_config
+
+    @property
     def deepspeed_engine_wrapped(self) -> Any:
         """The DeepSpeed engine that was prepared last, as a DeepSpeedEngineWrapper; None without one."""
         return getattr(self.strategy, "engine_wrapped", None)

@@ -25,6 +25,12 @@ _HYBRID = (
     "replicates the model with a device mesh: --parallelism_config_dp_replicate_size and "
     "--parallelism_config_dp_shard_size"
 )
+# Values without an effect in FSDP 2, and what it always does.
+_UNUSED_IN_VERSION_2: Mapping[str, tuple[object, str]] = {
+    "fsdp_backward_prefetch": ("BACKWARD_POST", "all-gathers the next parameters before gradients are reduced"),
+    "fsdp_forward_prefetch": (True, "prefetches implicitly (model.set_modules_to_forward_prefetch requests more)"),
+    "fsdp_use_orig_params": (False, "always keeps the original parameters"),
+}
 # Values that FSDP 2 does not support, and what it does or offers instead.
 _ONLY_IN_VERSION_1: Mapping[str, Mapping[object, str]] = {
     "fsdp_sharding_strategy": {
@@ -32,13 +38,6 @@ _ONLY_IN_VERSION_1: Mapping[str, Mapping[object, str]] = {
         "HYBRID_SHARD": _HYBRID,
         "HYBRID_SHARD_ZERO2": _HYBRID,
     },
-    "fsdp_backward_prefetch": {
-        "BACKWARD_POST": "all-gathers the next parameters before gradients are reduced: leave it out"
-    },
-    "fsdp_forward_prefetch": {
-        True: "prefetches implicitly (model.set_modules_to_forward_prefetch requests more): leave it out"
-    },
-    "fsdp_use_orig_params": {False: "always keeps the original parameters: leave it out"},
     "fsdp_state_dict_type": {
         "LOCAL_STATE_DICT": "writes SHARDED_STATE_DICT, for any number of processes, or FULL_STATE_DICT"
     },
@@ -52,7 +51,7 @@ def check(settings: Resolution) -> Resolution:
         ConfigurationError: two settings of the same strength contradict each other, or a combination is invalid; the
             message names both, with file and line.
     """
-    settled = _settle_version_2(_settle_type(_settle_engine(settings)))
+    settled = _settle_stage(_settle_version_2(_settle_type(_settle_engine(settings))))
     for rule in RULES:
         rule(settled)
     return settled
@@ -89,6 +88,10 @@ def _settle_version_2(settings: Resolution) -> Resolution:
     if not settings["use_fsdp"] or settings["fsdp_version"] != 2:
         return settings
     notes = []
+    for name, (value, instead) in _UNUSED_IN_VERSION_2.items():
+        if settings[name] == value and settings.is_set(name):
+            notes.append(f"{settings.where(name)} has no effect with --fsdp_version 2, which {instead}")
+            settings = settings.changed(replace(settings.settings[name], value=None, source=Source.DEFAULT))
     if settings["fsdp_backward_prefetch"] == "BACKWARD_PRE":
         notes.append(f"{settings.where('fsdp_backward_prefetch')} can be left out: --fsdp_version 2 always does this")
     strategy, reshard = settings.settings["fsdp_sharding_strategy"], settings.settings["fsdp_reshard_after_forward"]
@@ -102,6 +105,21 @@ def _settle_version_2(settings: Resolution) -> Resolution:
             )
         settings = settings.changed(replace(reshard, value=wanted, source=strategy.source, where=strategy.where))
         notes.append(f"{strategy.where} is an option of version 1; with --fsdp_version 2 it is {equivalent}")
+    return replace(settings, file_notes=(*settings.file_notes, *notes))
+
+
+def _settle_stage(settings: Resolution) -> Resolution:
+    """Turn off offloading that has no effect at the ZeRO stage, with a note; recipes set it for every stage."""
+    stage = settings["zero_stage"]
+    if not settings["use_deepspeed"] or stage is None:
+        return settings
+    notes = []
+    for name, least in (("offload_optimizer_device", 1), ("offload_param_device", 3)):
+        if stage < least and settings[name] not in (None, "none"):
+            notes.append(
+                f"{settings.where(name)} has no effect with {settings.where('zero_stage')}, only from {least} on"
+            )
+            settings = settings.changed(replace(settings.settings[name], value="none"))
     return replace(settings, file_notes=(*settings.file_notes, *notes))
 
 
@@ -126,20 +144,6 @@ def _check_rank(settings: Resolution) -> None:
             f"{settings.where('machine_rank')}: with {machines} machine(s), ranks are 0 to {machines - 1}. "
             "Set --num_machines to the number of machines, or correct the rank."
         )
-
-
-def _check_effect(settings: Resolution) -> None:
-    """Reject flags without effect. A variable or a file may be meant for other runs too, so those are not rejected."""
-    for group in settings.groups:
-        # An undecided switch, such as the precision, may still be set by the script.
-        if group.enabled_by is None or settings.is_enabled(group) or settings[group.enabled_by[0]] is None:
-            continue
-        for opt in group.options():
-            setting = settings.settings[opt.name]
-            if setting.source is Source.COMMAND_LINE:
-                raise ConfigurationError(
-                    f"{setting.where} has no effect without {group.switch()}. Add it, or leave the option out."
-                )
 
 
 def _check_fsdp(settings: Resolution) -> None:
@@ -175,13 +179,6 @@ def _check_deepspeed(settings: Resolution) -> None:
             f"{settings.where('deepspeed_inclusion_filter')} and {settings.where('deepspeed_exclusion_filter')} "
             "contradict each other. Give one of them."
         )
-    stage = settings["zero_stage"]
-    for name, least in (("offload_optimizer_device", 1), ("offload_param_device", 3)):
-        if stage is not None and stage < least and settings[name] not in (None, "none"):
-            raise ConfigurationError(
-                f"{settings.where(name)} needs --zero_stage {least}{' or more' if least < 3 else ''}, not "
-                f"{settings.where('zero_stage')}."
-            )
 
 
 def _check_mesh(settings: Resolution) -> None:
@@ -225,7 +222,6 @@ def _check_megatron(settings: Resolution) -> None:
 RULES: tuple[Callable[[Resolution], None], ...] = (
     _check_run_type,
     _check_rank,
-    _check_effect,
     _check_fsdp,
     _check_deepspeed,
     _check_mesh,

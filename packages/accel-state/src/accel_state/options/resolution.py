@@ -99,13 +99,14 @@ class Resolution:
         return (*self.file_notes, *retired, *(note for note in idle if note is not None))
 
     def _idle_note(self, group: type[OptionGroup]) -> str | None:
-        """The note about options of a file that belong to a disabled group."""
+        """The note about flags, or keys of a file, that belong to a disabled group."""
         settings = [self.settings[opt.name] for opt in group.options()]
-        in_file = [setting for setting in settings if setting.source is Source.CONFIG_FILE]
-        if not in_file or group.enabled_by is None or self[group.enabled_by[0]] is None:
+        given = [setting for setting in settings if setting.source in (Source.COMMAND_LINE, Source.CONFIG_FILE)]
+        # An undecided switch, such as the precision, may still be set by the script.
+        if not given or group.enabled_by is None or self[group.enabled_by[0]] is None:
             return None
-        more = f" (and {len(in_file) - 1} more of its options)" if len(in_file) > 1 else ""
-        return f"{in_file[0].where}{more} has no effect without {group.switch()}"
+        more = f" (and {len(given) - 1} more of its options)" if len(given) > 1 else ""
+        return f"{given[0].where}{more} has no effect without {group.switch()}"
 
     def changed(self, *settings: Setting) -> Resolution:
         """A copy with some settings replaced."""

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accel_state import get_logger
 from accel_state.collectives.single import Collectives
 from accel_state.errors import AccelError, ConfigurationError
 from accel_track.tracking import TrackerRun
@@ -35,6 +36,8 @@ from .manifest import Workers
 from .names import MANIFEST_NAME, NUMBERED, CheckpointError, ProjectConfiguration, gradients_file
 from .staging import HostCopies
 from .writer import BackgroundSave, StateWriter
+
+logger = get_logger(__name__)
 
 LATEST = "latest"
 """The argument of ``load_state`` for the newest complete checkpoint."""
@@ -130,16 +133,16 @@ class Checkpointer:
     def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
         """The path of the checkpoint to save."""
         project = self.project
-        if output_dir is not None:
-            if project.automatic_checkpoint_naming:
+        if not project.automatic_checkpoint_naming:
+            if output_dir is None:
                 raise ConfigurationError(
-                    f"output_dir={str(output_dir)!r} contradicts automatic_checkpoint_naming, which chooses the path. "
-                    "Call save_state() without it, or turn automatic naming off in ProjectConfiguration."
+                    "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
                 )
             return _as_path("output_dir", output_dir)
-        if not project.automatic_checkpoint_naming:
-            raise ConfigurationError(
-                "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
+        if output_dir is not None:
+            logger.warning_once(
+                f"save_state got output_dir, which has no effect with automatic_checkpoint_naming: states are saved in "
+                f"{self._checkpoints()}."
             )
         return self._checkpoints() / f"checkpoint_{project.iteration}"
 

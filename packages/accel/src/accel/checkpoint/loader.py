@@ -267,9 +267,7 @@ class StateReader:
 
         others = [name for name in options if name != "strict"]
         if others:
-            raise ConfigurationError(
-                f"load_state got {', '.join(others)}, which does not apply to sharded models. Leave it out."
-            )
+            logger.warning_once(f"load_state got {', '.join(others)}, which has no effect on sharded models.")
         if layouts is None:
             layouts = {id(model): strategy.layout(model) for model in models}
         reader = ShardedReader(

@@ -237,14 +237,14 @@ def _choose_strategy(
 
 
 def _check_recipes(recipes: list[FP8Kwargs], mixed_precision: str) -> None:
-    """Refuse recipes of 8-bit floating point that would have no effect."""
+    """Warn about recipes of 8-bit floating point without an effect, and refuse several."""
     names = [type(recipe).__name__ for recipe in recipes]
     if names and mixed_precision != "fp8":
-        raise ConfigurationError(
-            f"kwargs_handlers holds {', '.join(names)}, which has no effect with mixed_precision={mixed_precision!r}. "
-            "Pass mixed_precision='fp8', or leave it out."
+        logger.warning_once(
+            f"kwargs_handlers holds {', '.join(names)}, which has no effect with mixed_precision={mixed_precision!r}, "
+            "only with mixed_precision='fp8'."
         )
-    if len(names) > 1:
+    elif len(names) > 1:
         raise ConfigurationError(f"kwargs_handlers holds {' and '.join(names)}. Pass one recipe for 8 bits.")
 
 

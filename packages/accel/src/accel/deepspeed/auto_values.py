@@ -212,7 +212,8 @@ def _fill_scheduler(config: dict[str, Any], facts: PreparedFacts, name: str) -> 
     known: dict[str, Any] = {"warmup_min_lr": 0, "warmup_max_lr": learning_rate}
     if isinstance(scheduler, DummyScheduler):
         divisor = max(facts.scheduler_steps_per_step, 1)
-        known["warmup_num_steps"] = math.ceil(scheduler.warmup_num_steps / divisor)
+        # DeepSpeed refuses a warm-up of 0 steps; its schedulers do not warm up in the first step.
+        known["warmup_num_steps"] = max(1, math.ceil(scheduler.warmup_num_steps / divisor))
         if scheduler.total_num_steps is not None:
             known["total_num_steps"] = math.ceil(scheduler.total_num_steps / divisor)
         known.update(scheduler.kwargs)

@@ -98,6 +98,7 @@ class DeepSpeedPlugin:
         config = ds_config.automatic_config() if source.config is None else source.config
         ds_config.merge_settings(config, source, {name: value for name, value in fields.items() if value is not None})
         validation.check_config(config, self._name)
+        self._pending_logs += [(logging.WARNING, text) for text in validation.turn_off_unused(config, self._name)]
         self.deepspeed_config = config
         if not isinstance(getattr(self.hf_ds_config, "config", None), dict):
             self.hf_ds_config = HfDeepSpeedConfig(config)
@@ -114,11 +115,12 @@ class DeepSpeedPlugin:
         self.zero3_init_flag = self.zero_stage == 3 and (init is None or bool(init.value))
         leaf_classes = explicit_setting("transformer_moe_cls_names", self.transformer_moe_cls_names)
         if leaf_classes is not None and not leaf_classes.by_launcher and self.zero_stage != 3:
-            raise ConfigurationError(
-                f"{leaf_classes.source} applies to ZeRO stage 3 only, but the stage is {self.zero_stage}. Leave it "
-                "out, or set zero_stage=3."
-            )
+            text = f"{leaf_classes.source} has no effect with ZeRO stage {self.zero_stage}: it requires stage 3."
+            self._pending_logs.append((logging.WARNING, text))
         self.transformer_moe_cls_names = leaf_classes.value if leaf_classes is not None else None
+        if config.get(validation.COUNTS[2]) is None:
+            # Callers read the key. As a filled value it does not override the Accelerator's number of steps.
+            self._filled.fill(config, copy_config(config), {validation.COUNTS[2]: 1})
 
     def _update_fields(self) -> None:
         """Set the fields to the values of the configuration."""
@@ -178,6 +180,8 @@ class DeepSpeedPlugin:
             facts = replace(facts, known_micro_batch_size=self._micro_batch_of_other_plugins())
         auto_values.fill_auto(config, facts, self._name, self.is_train_batch_min)
         validation.check_config(config, self._name)
+        for text in validation.turn_off_unused(config, self._name):
+            logger.warning_once(text)
         validation.check_resolved(config, self._name, facts.world_size)
         self._filled.fill(self.deepspeed_config, original, config)
         self._update_fields()
@@ -298,9 +302,14 @@ class DeepSpeedPlugin:
             self.set_deepspeed_weakref()
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell Transformers whether to create sharded models; it holds a weak reference to this plugin's config."""
+        """Give Transformers the configuration, by which it creates sharded models at stage 3.
+
+        It holds a weak reference to this plugin's config. At stage 3 with ``zero3_init_flag=False`` it gets none.
+        """
         self.dschf = None
-        if self.zero3_init_flag and self.zero_stage == 3:
+        if self.zero_stage != 3:
+            self.dschf = runtime.publish_config(self.deepspeed_config)
+        elif self.zero3_init_flag:
             self.dschf = runtime.enable_sharded_init(self.deepspeed_config)
         else:
             runtime.disable_sharded_init()

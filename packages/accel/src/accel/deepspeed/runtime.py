@@ -226,12 +226,33 @@ def enable_sharded_init(config: Mapping[str, Any]) -> HfDeepSpeedConfig:
     return hf_config
 
 
+def publish_config(config: Mapping[str, Any]) -> HfDeepSpeedConfig | None:
+    """Have Transformers, if it is in use, return a configuration of stages 0 to 2 from its ``deepspeed_config()``.
+
+    One that the script has set is kept.
+    """
+    if "transformers" not in sys.modules or not is_transformers_available():
+        return None
+    module = importlib.import_module(_TRANSFORMERS_MODULE)
+    current = _published(module)
+    if current is not None and not isinstance(current, HfDeepSpeedConfig):
+        return None
+    hf_config = HfDeepSpeedConfig(sharded_init_config(config))
+    module.set_hf_deepspeed_config(hf_config)
+    return hf_config
+
+
 def disable_sharded_init() -> None:
     """Have Transformers create unsharded models again, unless the script configured it otherwise."""
     module = sys.modules.get(_TRANSFORMERS_MODULE)
-    reference = getattr(module, "_hf_deepspeed_config_weak_ref", None)
-    if module is not None and reference is not None and isinstance(reference(), HfDeepSpeedConfig):
+    if module is not None and isinstance(_published(module), HfDeepSpeedConfig):
         module.unset_hf_deepspeed_config()
+
+
+def _published(module: Any) -> Any:
+    """The configuration that Transformers has; None without one."""
+    reference = getattr(module, "_hf_deepspeed_config_weak_ref", None)
+    return None if reference is None else reference()
 
 
 def sharded_init_config(config: Mapping[str, Any]) -> dict[str, Any]:

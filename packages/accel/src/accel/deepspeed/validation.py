@@ -10,11 +10,19 @@ from typing import Any
 from accel_state.errors import ConfigurationError
 from accel_state.options.deepspeed import OFFLOAD_DEVICES
 
-from .config_paths import AUTO, MISSING, delete_value, get_value
+from .config_paths import AUTO, MISSING, delete_value, get_value, set_value
 
 ZERO = "zero_optimization"
 COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+GROUP_SIZE = "zero_hpz_partition_size"
 QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+# Settings of a stage and above: the value that turns them off, and the lowest stage.
+_BY_STAGE: dict[str, tuple[Any, int]] = {
+    "offload_optimizer.device": ("none", 1),
+    "offload_param.device": ("none", 3),
+    GROUP_SIZE: (1, 3),
+    **dict.fromkeys(QUANTIZED_KEYS, (False, 3)),
+}
 # DeepSpeed ignores keys that it does not know, so a misspelt one would train with the default.
 _KNOWN_KEYS = (
     *COUNTS,
@@ -66,9 +74,33 @@ def check_config(config: Mapping[str, Any], name: str) -> None:
             raise ConfigurationError(
                 f'{name} has "{section}" without a "type", such as {example}. Add it, or remove the section.'
             )
+    for kind in ("optimizer", "param"):
+        path = f"{ZERO}.offload_{kind}.device"
+        device = get_value(config, path, "none")
+        if device not in (None, AUTO, *OFFLOAD_DEVICES):
+            raise ConfigurationError(
+                f"{name} has {path}: {device!r}, which is not one of {', '.join(OFFLOAD_DEVICES)}."
+            )
     if stage != AUTO:
-        _check_offload(config, name, stage)
-        _check_zero_plus_plus(config, name, stage)
+        _check_zero_plus_plus(config[ZERO], name)
+
+
+def turn_off_unused(config: dict[str, Any], name: str) -> list[str]:
+    """Turn off what has no effect at the configuration's ZeRO stage, in place; recipes often set it for every stage.
+
+    Returns:
+        A message for each setting.
+    """
+    stage = get_value(config, f"{ZERO}.stage")
+    if stage == AUTO:
+        return []
+    messages = []
+    for key, (off, least) in _BY_STAGE.items():
+        value = get_value(config, f"{ZERO}.{key}")
+        if value not in (None, AUTO, off) and stage < least:
+            messages.append(f"{name} has {ZERO}.{key}: {value}, which has no effect below ZeRO stage {least}.")
+            set_value(config, f"{ZERO}.{key}", off)
+    return messages
 
 
 def check_resolved(config: Mapping[str, Any], name: str, world_size: int) -> None:
@@ -80,10 +112,10 @@ def check_resolved(config: Mapping[str, Any], name: str, world_size: int) -> Non
                 f"{name} has {section}.device: nvme without a path. Set {section}.nvme_path, "
                 f"--offload_{kind}_nvme_path or DeepSpeedPlugin(offload_{kind}_nvme_path=...)."
             )
-    group_size = get_value(config, f"{ZERO}.zero_hpz_partition_size", 1)
+    group_size = get_value(config, f"{ZERO}.{GROUP_SIZE}", 1)
     if isinstance(group_size, int) and group_size > 1 and world_size % group_size:
         raise ConfigurationError(
-            f"{name} has {ZERO}.zero_hpz_partition_size: {group_size}, which does not divide the {world_size} "
+            f"{name} has {ZERO}.{GROUP_SIZE}: {group_size}, which does not divide the {world_size} "
             "processes. Set it to the number of processes per node."
         )
 
@@ -114,38 +146,10 @@ def _check_number(config: Mapping[str, Any], key: str, name: str, kinds: tuple[t
         )
 
 
-def _check_offload(config: Mapping[str, Any], name: str, stage: int) -> None:
-    for kind, minimum in (("optimizer", 1), ("param", 3)):
-        path = f"{ZERO}.offload_{kind}"
-        device = get_value(config, f"{path}.device", "none")
-        if device in (None, "none", AUTO):
-            continue
-        if device not in OFFLOAD_DEVICES:
-            raise ConfigurationError(
-                f"{name} has {path}.device: {device!r}, which is not one of {', '.join(OFFLOAD_DEVICES)}."
-            )
-        if stage < minimum:
-            stages = "3" if minimum == 3 else "1 or more"
-            raise ConfigurationError(
-                f"{name} has {path}.device: {device}, which needs ZeRO stage {stages}, not {stage}. Raise the stage, "
-                "or set the device to none."
-            )
-
-
-def _check_zero_plus_plus(config: Mapping[str, Any], name: str, stage: int) -> None:
-    zero = config[ZERO]
+def _check_zero_plus_plus(zero: Mapping[str, Any], name: str) -> None:
     for key in QUANTIZED_KEYS:
         if zero.get(key) not in (None, True, False, AUTO):
             raise ConfigurationError(f"{name} has {ZERO}.{key}: {zero[key]!r}, which is neither true nor false.")
-    used = [key for key in QUANTIZED_KEYS if zero.get(key) not in (None, False, AUTO)]
-    group_size = zero.get("zero_hpz_partition_size", 1)
-    if group_size != AUTO:
-        if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-            raise ConfigurationError(
-                f"{name} has {ZERO}.zero_hpz_partition_size: {group_size!r}, which is not an integer of at least 1."
-            )
-        used += ["zero_hpz_partition_size"] if group_size > 1 else []
-    if used and stage != 3:
-        raise ConfigurationError(
-            f"{name} has {', '.join(used)} of ZeRO++, which extends ZeRO stage 3, not {stage}. Set the stage to 3."
-        )
+    size = zero.get(GROUP_SIZE, 1)
+    if size != AUTO and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ConfigurationError(f"{name} has {ZERO}.{GROUP_SIZE}: {size!r}, which is not an integer of at least 1.")

@@ -14,6 +14,7 @@ from torch import nn
 from accel_state import devices, env
 from accel_state.env import str_to_bool
 from accel_state.errors import ConfigurationError
+from accel_state.logging import warn_once
 from accel_state.options import FsdpOptions
 from accel_state.options.fsdp import PREFETCH_POLICIES, SHARDING_STRATEGIES, STATE_DICT_TYPES, WRAP_POLICIES
 
@@ -142,7 +143,7 @@ class FullyShardedDataParallelPlugin:
         self.set_cpu_offload()
         self.validate_mixed_precision_policy()
         if self.fsdp_version == 2:
-            self._check_version_2(launched, given)
+            self._warn_about_version_1(launched, given)
 
     def _set_sharding(self, launched: FsdpOptions, given: set[str]) -> None:
         """Version 1 has five strategies; version 2 one switch, to which the first two of them map."""
@@ -239,19 +240,16 @@ class FullyShardedDataParallelPlugin:
             # The other ranks have not loaded any weights.
             self.sync_module_states = True
 
-    def _check_version_2(self, launched: FsdpOptions, given: set[str]) -> None:
-        """Refuse settings of version 1, unless the script overrides those of the launcher."""
+    def _warn_about_version_1(self, launched: FsdpOptions, given: set[str]) -> None:
+        """Warn about settings of version 1 without an effect, unless the script overrides those of the launcher."""
         for name, (unsupported, reason) in _ONLY_VERSION_1.items():
             value = getattr(self, name)
-            # Version 2 provides what every other value asks for, but the script should not choose a prefetch policy.
-            if name in given and (value == unsupported or (name == "backward_prefetch" and value is not None)):
-                raise ConfigurationError(f"{name}={value!r} is a setting of fsdp_version=1: {reason}. Leave it out.")
+            value = getattr(value, "name", value)
+            if name in given and value == unsupported:
+                warn_once(__name__, f"{name}={value!r} has no effect with fsdp_version=2: {reason}.")
             if name not in given and getattr(launched, name, None) == unsupported:
                 text = str(unsupported).lower() if isinstance(unsupported, bool) else unsupported
-                raise ConfigurationError(
-                    f"FSDP_{name.upper()}={text} (--fsdp_{name}) is a setting of fsdp_version=1: {reason}. Leave it "
-                    "out, or set fsdp_version=1."
-                )
+                warn_once(__name__, f"FSDP_{name.upper()}={text} has no effect with fsdp_version=2: {reason}.")
 
     @property
     def _default_state_dict_type(self) -> str:
@@ -308,7 +306,7 @@ class FullyShardedDataParallelPlugin:
         """The modules of a model that are not sharded.
 
         Raises:
-            ConfigurationError: the regular expression is invalid, or matches no module.
+            ConfigurationError: the regular expression is invalid.
         """
         if self.ignored_modules is None:
             return []
@@ -324,9 +322,10 @@ class FullyShardedDataParallelPlugin:
         named = {name: module for name, module in model.named_modules() if name}
         matching = [module for name, module in named.items() if pattern.fullmatch(name)]
         if not matching:
-            raise ConfigurationError(
-                f"ignored_modules={self.ignored_modules!r} matches no module of {type(model).__name__}. Its modules "
-                f"have names such as {', '.join(list(named)[:5])}."
+            warn_once(
+                __name__,
+                f"ignored_modules={self.ignored_modules!r} matches no module of {type(model).__name__}, so all are "
+                f"sharded. Its modules have names such as {', '.join(list(named)[:5])}.",
             )
         return matching
 

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from accel_state.enums import NamedChoice
 from accel_state.errors import ConfigurationError
+from accel_state.logging import warn_once
 
 from .base import KwargsHandler
 
@@ -152,13 +153,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
         hook_type = DDPCommunicationHookType
         if self.comm_hook in (hook_type.POWER_SGD, hook_type.BATCHED_POWER_SGD):
             state = PowerSGDState(process_group=None, **self.comm_state_option)
-        elif self.comm_state_option:
-            raise ConfigurationError(
-                f"comm_state_option={self.comm_state_option!r} has no effect with comm_hook={self.comm_hook.value!r}, "
-                "which keeps no state. Use it with power_sgd or batched_power_sgd."
-            )
         else:
             state = None
+            if self.comm_state_option:
+                warn_once(
+                    __name__,
+                    f"comm_state_option={self.comm_state_option!r} has no effect with "
+                    f"comm_hook={self.comm_hook.value!r}: only power_sgd and batched_power_sgd keep a state.",
+                )
         if self.comm_hook == hook_type.NO and self.comm_wrapper == hook_type.NO:
             return
         hooks: dict[DDPCommunicationHookType, Hook] = {

@@ -5,6 +5,7 @@ mesh is built.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -46,10 +47,9 @@ class TorchTensorParallelConfig:
 
     def __post_init__(self) -> None:
         if self.enable_async_tp:
-            raise ConfigurationError(
-                "enable_async_tp=True overlaps communication with matrix products, which needs compiled models on "
-                "devices with symmetric memory, and is not available in this version. Leave it out: results are the "
-                "same."
+            logging.getLogger(__name__).warning(
+                "enable_async_tp=True has no effect: overlapping communication with matrix products needs compiled "
+                "models on devices with symmetric memory, and is not available in this version. Results are the same."
             )
 
 
