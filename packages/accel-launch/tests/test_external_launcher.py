@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from accel_launch.elastic.worker import decode, encode
 from accel_launch.external_launcher import run_external
 from accel_launch.launchers.rank import main
 from accel_state.errors import ConfigurationError
+from accel_state.ports import reserved_port
 
 # A program that runs two ranks one after the other, and exits with its own code.
 RELAY = """
@@ -31,8 +33,6 @@ def relay(shell):
     shell.write("relay.py", RELAY)
 
     def run(code: int, *ranks: str):
-        import subprocess
-
         started = [words if " -m " in words else f"{sys.executable} {worker} {words}" for words in ranks]
         commands = [f"env RANK={index} WORLD_SIZE=2 {words}" for index, words in enumerate(started)]
         return subprocess.run(
@@ -76,6 +76,53 @@ def test_the_exit_of_the_script_is_reported_not_a_later_crash(shell, relay, end,
     result = relay(134, f"{mpi} {sys.executable} -m accel_launch.launchers.rank script s.py")
     assert result.stderr.rpartition("accel launch: ")[2].startswith(says), result.stderr
     assert result.returncode == code
+
+
+OPEN_GROUP = """
+import atexit, os, sys
+import torch
+import torch.distributed as dist
+
+class AbortsInTeardown:
+    def __del__(self):
+        os.abort()
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+kept = AbortsInTeardown()
+log = open("log.txt", "w")
+log.write("not closed")
+atexit.register(print, "atexit")
+if len(sys.argv) > 1:
+    sys.exit(sys.argv[1])
+raise KeyError("labels.csv")
+"""
+
+
+@pytest.mark.parametrize("args", [[], ["no labels"]])
+def test_a_failure_with_an_open_process_group_cannot_abort(shell, args) -> None:
+    """In Python's teardown a thread that has done an all-reduce, and not yet released its tensor, aborts the process.
+
+    That depends on the scheduler; an object that aborts in the teardown shows that there is none.
+    """
+    import accel_launch
+
+    shell.write("s.py", OPEN_GROUP)
+    worker = f"{next(iter(accel_launch.__path__))}/elastic/worker.py"
+    with reserved_port() as port:
+        group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        result = subprocess.run(
+            [sys.executable, worker, "script", "encoded", "s.py", encode(args)],
+            cwd=shell.folder,
+            env={**shell.env, **group, "GLOO_SOCKET_IFNAME": "lo"},
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
+    assert result.returncode == 1, result.stderr
+    assert result.stderr.endswith(f"{args[0]}\n" if args else "KeyError: 'labels.csv'\n")
+    assert result.stdout == "atexit\n" and (shell.folder / "log.txt").read_text() == "not closed"
 
 
 def test_a_long_traceback_keeps_its_end(shell, relay) -> None:

@@ -7,10 +7,12 @@ first, and with which traceback.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType, TracebackType
+from typing import NoReturn
 
 RELAY_VARIABLE = "ACCEL_LAUNCH_RELAY"
 """Set by a launcher that reads failures from the stderr of the ranks; see :mod:`accel_launch.external_launcher`."""
@@ -42,7 +44,12 @@ def main() -> None:
         (run_module if mode == "module" else run_script)(target)
     except SystemExit as error:
         if error.code not in (None, 0):
-            write_report(error, error.code if isinstance(error.code, int) else 1, with_traceback=False)
+            exit_code = error.code if isinstance(error.code, int) else 1
+            write_report(error, exit_code, with_traceback=False)
+            if has_process_group():
+                if not isinstance(error.code, int):
+                    print(error.code, file=sys.stderr)
+                exit_without_teardown(exit_code)
         raise
     except KeyboardInterrupt:
         raise
@@ -51,6 +58,8 @@ def main() -> None:
         write_report(error, 1, with_traceback=True)
         introduce_traceback()
         sys.excepthook(type(error), error, error.__traceback__)
+        if has_process_group():
+            exit_without_teardown(1)
         sys.exit(1)
 
 
@@ -140,6 +149,36 @@ def run_module(name: str) -> None:
     import runpy
 
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def has_process_group() -> bool:
+    """Whether the script has left its process group open."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def exit_without_teardown(exit_code: int) -> NoReturn:
+    """End the process as Python would, up to the teardown of the interpreter.
+
+    During the teardown, a thread of the process group that needs the GIL, to release a tensor, aborts the process: exit
+    code 134 instead of the script's.
+    """
+    import contextlib
+    import gc
+    import io
+    import threading
+
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # joins threads; ends thread pools
+        atexit._run_exitfuncs()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    # Files that the script did not close would lose their last lines. type(): __class__ may run code of a proxy.
+    for item in gc.get_objects():
+        if issubclass(type(item), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(Exception):  # closed, or its device is full
+                item.flush()
+    os._exit(exit_code & 0xFF)
 
 
 def strip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
