@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -39,6 +40,8 @@ _FOREIGN_VARIABLES = {
 }
 # Seconds that threads and processes which are already ending are given to finish.
 _SECONDS_TO_END = 30.0
+# How accel reports that a feature needs a newer torch.
+_NEEDS_NEWER_TORCH = re.compile(r"[^\n]*needs (?:a newer torch than|torch 2\.\d+ or newer)[^\n]*")
 # Property tests of the fast tier run this many examples; --all runs as many as the test asks for.
 _FAST_EXAMPLES = 25
 
@@ -117,6 +120,18 @@ def _settings_of(function: Any) -> settings:
     return getattr(function, "_hypothesis_internal_use_settings", None) or settings.default
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """On a torch that is older than some feature requires, skip the tests in which accel says so."""
+    report = yield
+    if report.failed and call.excinfo is not None and "torch" in sys.modules:
+        said = _NEEDS_NEWER_TORCH.search(str(call.excinfo.value))
+        if said is not None and tuple(map(int, sys.modules["torch"].__version__.split(".")[:2])) < (2, 10):
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {said[0].strip()}")
+    return report
+
+
 @pytest.fixture(scope="session")
 def _empty_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cwd")
@@ -156,14 +171,14 @@ def leaves_no_process_behind() -> Iterator[None]:
 
 
 def _processes() -> list[psutil.Process]:
-    """Descendants of this process, except the two helpers that multiprocessing keeps for its lifetime."""
+    """Descendants of this process, except helpers that multiprocessing and torch's compiler keep for its lifetime."""
     here = psutil.Process()
     found = []
     for process in here.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            is_helper = process.ppid() == here.pid and any(
-                "from multiprocessing." in word for word in process.cmdline()
-            )
+            words = process.cmdline()
+            is_helper = process.ppid() == here.pid and any("from multiprocessing." in word for word in words)
+            is_helper |= any(word.endswith("_inductor/compile_worker/__main__.py") for word in words)
             if not is_helper and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

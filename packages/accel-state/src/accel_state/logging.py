@@ -66,7 +66,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         if key in _already_warned:
             return
         kwargs.setdefault("stacklevel", 3)
-        self.warning(msg, *args, **kwargs)
+        self.log(logging.WARNING, msg, *args, **kwargs)
         _already_warned.add(key)
 
 
