@@ -109,7 +109,7 @@ def test_the_first_failing_ranks_traceback_ends_the_output(shell) -> None:
     assert re.fullmatch(
         r"accel launch: rank 1 of 2 failed first \(local rank 1 on \S+, pid \d+\), exit code 1:\nTraceback \(most "
         r"recent call last\):\n"
-        r'  File "\S+/s.py", line 7, in <module>\n    train\(\)\n'
+        r'  File "\S+/s.py", line 7, in <module>\n    train\(\)\n(?:    ~+\^+\n)?'
         r'  File "\S+/s.py", line 5, in train\n    raise ValueError\("boom"\)\nValueError: boom\n',
         end,
     ), end

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.distributed_c10d import _set_pg_timeout
+import torch.distributed as dist
 
 from accel_state import CollectiveTimeoutError, DistributedOperationException, PartialState
 from accel_state import operations as ops
+from accel_state.collectives.torch import TorchCollectives
 from accel_state.testing import run_world
 
 DEBUG = {"ACCELERATE_DEBUG_MODE": "1"}
@@ -54,7 +55,7 @@ def with_short_timeout() -> PartialState:
     """Short for the collectives alone, and only when all ranks are there: they may take longer than that to come up."""
     state = PartialState()
     state.wait_for_everyone()
-    _set_pg_timeout(timedelta(seconds=3))
+    state.collectives = TorchCollectives(state.device, dist.new_group(timeout=timedelta(seconds=3)))
     return state
 
 
