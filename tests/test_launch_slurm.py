@@ -14,7 +14,7 @@ import pytest
 from components import slurm
 from components.digits import ARGUMENTS, LAUNCH, SCRIPT, check_loss, environment, is_alive
 
-from accel_state.environments.slurm_hosts import expand_hosts
+from accel_state.environments.slurm import expand_hosts
 
 # Most start several jobs one after the other, with ranks that import torch.
 pytestmark = [

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from accel_state import environments
 from accel_state.environments.base import Environment, Variables
-from accel_state.environments.slurm import Allocation, SlurmEnvironment
-from accel_state.environments.slurm_hosts import expand_hosts, find_address
+from accel_state.environments.slurm import Allocation, SlurmEnvironment, expand_hosts, find_address
 from accel_state.errors import ConfigurationError
 
 TORCHRUN = {

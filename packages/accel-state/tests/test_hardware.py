@@ -9,7 +9,8 @@ import warnings
 
 import pytest
 
-from accel_state import devices, hardware
+from accel_state import device_checks as hardware
+from accel_state import devices
 from accel_state.errors import MissingDependencyError
 
 

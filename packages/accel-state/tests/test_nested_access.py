@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.nested_access import merge_dicts, recursive_getattr
+from accel_state.containers import merge_dicts, recursive_getattr
 
 trees = st.recursive(
     st.integers(), lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, max_size=4), max_leaves=12

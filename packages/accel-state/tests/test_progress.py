@@ -12,7 +12,7 @@ import pytest
 
 from accel_state.context import isolated
 from accel_state.errors import ConfigurationError
-from accel_state.progress import tqdm
+from accel_state.logging import tqdm
 from accel_state.testing import run_world
 
 
@@ -46,7 +46,7 @@ def test_without_tqdm_the_command_is_named():
         import sys
         sys.modules["tqdm"] = None
         from accel_state.errors import MissingDependencyError
-        from accel_state.progress import tqdm
+        from accel_state.logging import tqdm
         try:
             tqdm(range(3))
         except MissingDependencyError as error:

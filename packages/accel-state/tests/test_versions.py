@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packaging.version import Version, parse
 
 from accel_state.errors import ConfigurationError, MissingDependencyError
-from accel_state.versions import compare_versions, is_torch_version
+from accel_state.imports import compare_versions, is_torch_version
 
 OPERATIONS = {
     ">": operator.gt,

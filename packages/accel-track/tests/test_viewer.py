@@ -13,8 +13,7 @@ import pytest
 from accel_state import ConfigurationError, MissingDependencyError
 from accel_track import TrackerRun
 from accel_track.commands.track import COMMAND, run
-from accel_track.viewer.curves import Chart, charts, smooth
-from accel_track.viewer.terminal import draw
+from accel_track.viewer.terminal import Chart, charts, draw, smooth
 
 
 @pytest.fixture

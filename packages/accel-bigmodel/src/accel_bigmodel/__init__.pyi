@@ -31,11 +31,11 @@ from .hooks.base import SequentialHook as SequentialHook
 from .hooks.base import add_hook_to_module as add_hook_to_module
 from .hooks.base import remove_hook_from_module as remove_hook_from_module
 from .hooks.base import remove_hook_from_submodules as remove_hook_from_submodules
+from .hooks.casting import CpuOffload as CpuOffload
 from .hooks.casting import LayerwiseCastingHook as LayerwiseCastingHook
+from .hooks.casting import UserCpuOffloadHook as UserCpuOffloadHook
 from .hooks.casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
-from .hooks.cpu_offload import CpuOffload as CpuOffload
-from .hooks.cpu_offload import UserCpuOffloadHook as UserCpuOffloadHook
-from .hooks.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook
+from .hooks.casting import cpu_offload_with_hook as cpu_offload_with_hook
 from .hooks.state_dicts import get_state_dict_from_offload as get_state_dict_from_offload
 from .hooks.state_dicts import get_state_dict_offloaded_model as get_state_dict_offloaded_model
 from .inference import Pipeline as Pipeline

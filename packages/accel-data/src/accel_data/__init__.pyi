@@ -1,4 +1,5 @@
 from .adapter import DataLoaderAdapter as DataLoaderAdapter
+from .adapter import DataLoaderStateMixin as DataLoaderStateMixin
 from .batch_scatter import ReadError as ReadError
 from .batch_shard import BatchSamplerShard as BatchSamplerShard
 from .batch_shard import ItemShard as ItemShard
@@ -11,7 +12,6 @@ from .samplers import SeedableRandomSampler as SeedableRandomSampler
 from .samplers import SkipBatchSampler as SkipBatchSampler
 from .samplers import get_sampler as get_sampler
 from .shard import DataLoaderShard as DataLoaderShard
+from .shard import SkipDataLoader as SkipDataLoader
+from .shard import skip_first_batches as skip_first_batches
 from .shard_math import ShardPlan as ShardPlan
-from .skip import SkipDataLoader as SkipDataLoader
-from .skip import skip_first_batches as skip_first_batches
-from .state_mixin import DataLoaderStateMixin as DataLoaderStateMixin

@@ -56,15 +56,15 @@ class DataLoaderDispatcher(PreparedLoader):
             device=PartialState().device,
             skip_batches=skip_batches,
             use_stateful_dataloader=use_stateful_dataloader,
-            non_blocking=_non_blocking,
+            _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
+            torch_device_mesh=torch_device_mesh,
             iteration=iteration,
             **kwargs,
         )
         self.split_batches = split_batches
         self.slice_fn = slice_fn
-        self.torch_device_mesh = torch_device_mesh
         self.layout = LoaderLayout(*data_ranks(None, None, torch_device_mesh))
-        self._drop_last = _drop_last
         read_size = self.base_dataloader.batch_size
         if isinstance(self._sharded, BatchSamplerShard):
             read_size = self._sharded.batch_size if self._sharded.is_plain else None

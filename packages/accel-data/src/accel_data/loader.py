@@ -21,7 +21,7 @@ from accel_state.state import GradientState, PartialState
 
 from . import loop_hooks
 from ._torch_compat import has_live_workers, stop_workers
-from .adapter import DataLoaderAdapter, loader_settings
+from .adapter import DataLoaderAdapter, DataLoaderStateMixin, loader_settings
 from .batch_shard import BatchSamplerShard, EpochStart, ItemShard, ShardedSampler, sampler_arguments, sharded_sampler
 from .epoch_rng import broadcast_generator
 from .iterable_shard import IterableDatasetShard, wants_epoch
@@ -30,7 +30,6 @@ from .lookahead import ReadAheadTracker, Step, lookahead_steps, map_style_steps,
 from .resume_state import EpochClock, Iteration, ResumePoint, knows_position, steps_of_torchdata
 from .rng_state import capture_rng, from_plain, preserve_rng, restore_rng, to_plain
 from .samplers import get_sampler, inner_sampler
-from .state_mixin import DataLoaderStateMixin
 from .to_device import batch_mover
 from .worker_rng import WorkerRngStates
 
@@ -50,7 +49,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
-        non_blocking: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -66,12 +67,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.skip_batches = skip_batches
         self.layout = LoaderLayout()
         self.gradient_state = GradientState()
-        self._non_blocking = non_blocking
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self.torch_device_mesh = torch_device_mesh
         self._clock = EpochClock(iteration)
         self._workers: WorkerRngStates | None = None
         self._sharded = sharded_sampler(self.base_dataloader)
         if self._sharded is not None:
             self._sharded.rng.synchronize = "generator" in self.rng_types
+            self.layout = LoaderLayout(self._sharded.num_processes, self._sharded.process_index)
 
     # Epochs
 

@@ -1,14 +1,16 @@
-"""Loader in which every rank reads its own shard."""
+"""Loaders in which every rank reads its own shard, and skipping the first batches of an epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from accel_state.enums import RNGType
+from accel_state.errors import ConfigurationError
 
+from .adapter import loader_settings, stateful_dataloader_class
+from .batch_shard import sampler_arguments
 from .loader import PreparedLoader
 from .lookahead import Step
 from .resume_state import Iteration
@@ -34,37 +36,60 @@ class DataLoaderShard(PreparedLoader):
         **kwargs: arguments of the torch loader. A BatchSamplerShard as ``batch_sampler`` shards map-style data.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        device: torch.device | None = None,
-        rng_types: list[str | RNGType] | None = None,
-        synchronized_generator: torch.Generator | None = None,
-        skip_batches: int = 0,
-        use_stateful_dataloader: bool = False,
-        _drop_last: bool = False,
-        _non_blocking: bool = False,
-        torch_device_mesh: Any = None,
-        iteration: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            dataset,
-            device=device,
-            rng_types=rng_types,
-            synchronized_generator=synchronized_generator,
-            skip_batches=skip_batches,
-            use_stateful_dataloader=use_stateful_dataloader,
-            non_blocking=_non_blocking,
-            iteration=iteration,
-            **kwargs,
-        )
-        self._drop_last = _drop_last
-        self.torch_device_mesh = torch_device_mesh
-        if self._sharded is not None:
-            self.layout.num_processes = self._sharded.num_processes
-            self.layout.process_index = self._sharded.process_index
-
     def _steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
         self._synchronize_generators()
         return self._local_steps(iteration, skip)
+
+
+class SkipDataLoader(PreparedLoader):
+    """A loader that skips the first batches in its first iteration only.
+
+    On map-style data nothing is read for the skipped batches.
+
+    Args:
+        dataset: data set to load.
+        skip_batches: batches to skip in the first iteration.
+        use_stateful_dataloader: build on torchdata's StatefulDataLoader.
+        **kwargs: arguments of the torch loader.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, rng_types=[], **kwargs
+        )
+
+    def _steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
+        return self._local_steps(iteration, skip)
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """A loader with the same settings that skips the first batches in its first iteration only.
+
+    On map-style data nothing is read for the skipped batches; an iterable data set has to be read up to there.
+
+    Args:
+        dataloader: a prepared loader, or any torch loader. The result for a prepared loader shares its epoch count:
+            iterate the result first, and then ``dataloader`` for the epochs that follow.
+        num_batches: batches of this process to skip, counted from the start of the epoch.
+
+    Raises:
+        ConfigurationError: ``num_batches`` is negative.
+    """
+    if num_batches < 0:
+        raise ConfigurationError(f"num_batches={num_batches} must be at least 0")
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    if isinstance(dataloader.dataset, IterableDataset):
+        batching: dict[str, Any] = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+    else:
+        batching = sampler_arguments(dataloader)
+    from_torchdata = type(dataloader).__module__.startswith("torchdata.")
+    return SkipDataLoader(
+        dataloader.dataset,
+        skip_batches=num_batches,
+        use_stateful_dataloader=from_torchdata and isinstance(dataloader, stateful_dataloader_class()),
+        **batching,
+        **loader_settings(dataloader),
+    )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from accel_state.errors import ConfigurationError
+from accel_state.splitting import share_bounds
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,7 @@ def wrapped_ranges(first: int, last: int, length: int) -> Iterator[range]:
 
 def balanced_range(total: int, num_processes: int, rank: int) -> range:
     """The rank-th of ``num_processes`` consecutive pieces of [0, total), whose sizes differ by at most one."""
-    size, larger = divmod(total, num_processes)
-    first = rank * size + min(rank, larger)
-    return range(first, first + size + (1 if rank < larger else 0))
+    return range(*share_bounds(total, rank, num_processes))
 
 
 def per_process_batch_size(batch_size: int, num_processes: int) -> int:

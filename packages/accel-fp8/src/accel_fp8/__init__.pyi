@@ -17,11 +17,11 @@ from .delayed_scaling import synchronize as synchronize
 from .filters import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
 from .filters import filter_linear_layers as filter_linear_layers
 from .filters import find_first_last_linear_layers as find_first_last_linear_layers
-from .formats import E4M3 as E4M3
-from .formats import E5M2 as E5M2
-from .formats import Float8Format as Float8Format
-from .formats import matmul_error_bound as matmul_error_bound
-from .formats import rounding_error_bound as rounding_error_bound
 from .linear import NativeLinear as NativeLinear
 from .linear import high_precision as high_precision
 from .recipe import FP8Recipe as FP8Recipe
+from .scaling import E4M3 as E4M3
+from .scaling import E5M2 as E5M2
+from .scaling import Float8Format as Float8Format
+from .scaling import matmul_error_bound as matmul_error_bound
+from .scaling import rounding_error_bound as rounding_error_bound

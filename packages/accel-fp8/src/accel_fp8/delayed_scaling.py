@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from accel_state.errors import ConfigurationError
 
 from ._torch_compat import foreach_add_, foreach_copy_, foreach_zero_, forward_pre_hooks
-from .formats import BY_DTYPE
 from .linear import NativeLinear
 from .recipe import FP8Recipe
-from .scaling import SMALLEST_AMAX
+from .scaling import BY_DTYPE, SMALLEST_AMAX
 
 
 class AmaxGroup:

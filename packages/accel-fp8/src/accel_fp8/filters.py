@@ -20,15 +20,10 @@ def has_fitting_dimensions(layer: nn.Linear) -> bool:
     return layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
 
 
-def first_and_last_linear(model: nn.Module) -> tuple[str | None, str | None]:
-    """The names of the first and the last linear layer; None for a model without linear layers."""
-    names = [name for name, _ in linear_layers(model)]
-    return (names[0], names[-1]) if names else (None, None)
-
-
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
     """The names of the first and the last linear layer of a model; None for a model without linear layers."""
-    return first_and_last_linear(model)
+    names = [name for name, _ in linear_layers(model)]
+    return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
@@ -57,7 +52,7 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
         return has_fitting_dimensions(module)
     layer = dict(module.named_modules()).get(fqn)
     fits = not isinstance(layer, nn.Linear) or has_fitting_dimensions(layer)
-    return fits and fqn not in first_and_last_linear(module)
+    return fits and fqn not in find_first_last_linear_layers(module)
 
 
 def layer_filter(model: nn.Module, custom: LayerFilter | None) -> LayerFilter:
@@ -65,7 +60,7 @@ def layer_filter(model: nn.Module, custom: LayerFilter | None) -> LayerFilter:
 
     Layers whose dimensions do not fit are always excluded.
     """
-    ends = first_and_last_linear(model)
+    ends = find_first_last_linear_layers(model)
 
     def accepts(layer: nn.Module, name: str) -> bool:
         if not isinstance(layer, nn.Linear) or not has_fitting_dimensions(layer):

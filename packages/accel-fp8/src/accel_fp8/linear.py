@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .autograd import LinearPrecision, RowwiseLinear, TensorwiseLinear
-from .formats import E4M3, E5M2
 from .recipe import FP8Recipe
-from .scaling import delayed_scale, largest_value, scale_for
+from .scaling import E4M3, E5M2, delayed_scale, largest_value, scale_for
 
 # Indices of a layer's three tensors in its histories and scales.
 INPUT, WEIGHT, GRADIENT = 0, 1, 2

@@ -13,8 +13,7 @@ from typing import Any
 
 from accel_state.environments.base import Environment, Variables
 from accel_state.environments.registry import ENVIRONMENTS
-from accel_state.environments.slurm import Allocation
-from accel_state.environments.slurm_hosts import find_address
+from accel_state.environments.slurm import Allocation, find_address
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, Source
 

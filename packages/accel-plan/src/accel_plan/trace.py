@@ -197,7 +197,7 @@ def _recording_microbatch(
 def _model_inputs(model: nn.Module, task: TraceTask, samples: int) -> dict[str, torch.Tensor]:
     from accel.core.unwrap import extract_model_from_parallel
 
-    from .replica import ReplicatedModel
+    from .world import ReplicatedModel
 
     inner: Any = extract_model_from_parallel(model, keep_fp32_wrapper=False)
     inner = inner.module if isinstance(inner, ReplicatedModel) else inner

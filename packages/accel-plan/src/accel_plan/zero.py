@@ -9,7 +9,7 @@ from accel_bigmodel.estimate.meta_model import size_of_model
 from accel_bigmodel.estimate.training import TrainingMemory, memory_of_rank
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
-from accel_state.options.deepspeed_file import read_deepspeed_file
+from accel_state.options.deepspeed import read_deepspeed_file
 
 from .models import build_model
 from .record import Traffic, sent_bytes

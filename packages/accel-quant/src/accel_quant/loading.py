@@ -24,8 +24,8 @@ from accel_state import devices
 from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState, is_initialized
 
-from .config import BnbQuantizationConfig
 from .layers import (
+    BnbQuantizationConfig,
     check_names,
     contains_name,
     get_keys_to_not_convert,

@@ -1,6 +1,12 @@
 """What accel_state exports; the runtime reads this list too."""
 
-from .accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+from .containers import merge_dicts as merge_dicts
+from .containers import recursive_getattr as recursive_getattr
+from .device_checks import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
+from .device_checks import check_os_kernel as check_os_kernel
+from .device_checks import get_current_device_type as get_current_device_type
+from .device_checks import get_driver_version as get_driver_version
+from .device_checks import get_gpu_info as get_gpu_info
 from .device_checks import is_bf16_available as is_bf16_available
 from .device_checks import is_cuda_available as is_cuda_available
 from .device_checks import is_fp16_available as is_fp16_available
@@ -32,13 +38,9 @@ from .errors import CollectiveTimeoutError as CollectiveTimeoutError
 from .errors import ConfigurationError as ConfigurationError
 from .errors import DistributedOperationException as DistributedOperationException
 from .errors import MissingDependencyError as MissingDependencyError
-from .hardware import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
-from .hardware import check_os_kernel as check_os_kernel
-from .hardware import get_current_device_type as get_current_device_type
-from .hardware import get_driver_version as get_driver_version
-from .hardware import get_gpu_info as get_gpu_info
 from .humanize import convert_bytes as convert_bytes
 from .humanize import convert_file_size_to_int as convert_file_size_to_int
+from .imports import compare_versions as compare_versions
 from .imports import is_4bit_bnb_available as is_4bit_bnb_available
 from .imports import is_8bit_bnb_available as is_8bit_bnb_available
 from .imports import is_aim_available as is_aim_available
@@ -71,6 +73,7 @@ from .imports import is_schedulefree_available as is_schedulefree_available
 from .imports import is_swanlab_available as is_swanlab_available
 from .imports import is_tensorboard_available as is_tensorboard_available
 from .imports import is_timm_available as is_timm_available
+from .imports import is_torch_version as is_torch_version
 from .imports import is_torchao_available as is_torchao_available
 from .imports import is_torchdata_available as is_torchdata_available
 from .imports import is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available
@@ -84,20 +87,18 @@ from .imports import is_wandb_available as is_wandb_available
 from .logging import LoggingBeforeStateError as LoggingBeforeStateError
 from .logging import MultiProcessAdapter as MultiProcessAdapter
 from .logging import get_logger as get_logger
+from .logging import tqdm as tqdm
 from .memory import NoExecutableBatchSizeError as NoExecutableBatchSizeError
 from .memory import clear_device_cache as clear_device_cache
 from .memory import find_executable_batch_size as find_executable_batch_size
 from .memory import release_memory as release_memory
 from .memory import should_reduce_batch_size as should_reduce_batch_size
-from .nested_access import merge_dicts as merge_dicts
-from .nested_access import recursive_getattr as recursive_getattr
 from .numa import CPUInformation as CPUInformation
 from .numa import get_cpu_distributed_information as get_cpu_distributed_information
 from .numa import override_numa_affinity as override_numa_affinity
 from .numa import set_numa_affinity as set_numa_affinity
 from .ports import get_free_port as get_free_port
 from .ports import is_port_in_use as is_port_in_use
-from .progress import tqdm as tqdm
 from .random import set_seed as set_seed
 from .random import synchronize_rng_state as synchronize_rng_state
 from .random import synchronize_rng_states as synchronize_rng_states
@@ -105,5 +106,4 @@ from .state import AcceleratorState as AcceleratorState
 from .state import GradientState as GradientState
 from .state import PartialState as PartialState
 from .state import is_initialized as is_initialized
-from .versions import compare_versions as compare_versions
-from .versions import is_torch_version as is_torch_version
+from .state.gradient import GradientAccumulationPlugin as GradientAccumulationPlugin

@@ -196,12 +196,7 @@ def _purged(function: Any) -> Any:
 
         return run_async
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with preserve_accelerate_environment():
-            return function(*args, **kwargs)
-
-    return run
+    return preserve_accelerate_environment()(function)
 
 
 @contextmanager

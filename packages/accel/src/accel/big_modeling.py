@@ -24,5 +24,5 @@ from accel_bigmodel import load_checkpoint_and_dispatch as load_checkpoint_and_d
 from accel_bigmodel import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_bigmodel import offload_state_dict as offload_state_dict
 from accel_bigmodel import retie_parameters as retie_parameters
+from accel_state.containers import recursive_getattr as recursive_getattr
 from accel_state.imports import is_bnb_available as is_bnb_available
-from accel_state.nested_access import recursive_getattr as recursive_getattr

@@ -17,6 +17,8 @@ from accel_state import DistributedType as DistributedType
 from accel_state import GradientState as GradientState
 from accel_state import PartialState as PartialState
 from accel_state import RNGType as RNGType
+from accel_state.imports import compare_versions as compare_versions
+from accel_state.imports import is_torch_version as is_torch_version
 from accel_state.imports import is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available
 from accel_state.logging import get_logger as get_logger
 from accel_state.operations import broadcast as broadcast
@@ -28,5 +30,3 @@ from accel_state.operations import initialize_tensors as initialize_tensors
 from accel_state.operations import send_to_device as send_to_device
 from accel_state.operations import slice_tensors as slice_tensors
 from accel_state.random import synchronize_rng_states as synchronize_rng_states
-from accel_state.versions import compare_versions as compare_versions
-from accel_state.versions import is_torch_version as is_torch_version

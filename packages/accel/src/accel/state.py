@@ -9,13 +9,13 @@ from accel_state import PartialState as PartialState
 from accel_state import SageMakerDistributedType as SageMakerDistributedType
 from accel_state import is_initialized as is_initialized
 from accel_state.context import ThreadLocalSharedDict as ThreadLocalSharedDict
+from accel_state.device_checks import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
 from accel_state.device_checks import is_habana_gaudi1 as is_habana_gaudi1
 from accel_state.device_checks import is_mps_available as is_mps_available
 from accel_state.device_checks import is_xccl_available as is_xccl_available
 from accel_state.env import get_int_from_env as get_int_from_env
 from accel_state.env import parse_choice_from_env as parse_choice_from_env
 from accel_state.env import parse_flag_from_env as parse_flag_from_env
-from accel_state.hardware import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
 from accel_state.imports import is_datasets_available as is_datasets_available
 from accel_state.imports import is_deepspeed_available as is_deepspeed_available
 from accel_state.imports import is_fp8_available as is_fp8_available

@@ -61,7 +61,7 @@ def versions() -> dict[str, str]:
 
 def check_kernel() -> Iterator[CheckResult]:
     """Linux kernels that are known to hang processes."""
-    from accel_state.hardware import check_os_kernel
+    from accel_state.device_checks import check_os_kernel
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

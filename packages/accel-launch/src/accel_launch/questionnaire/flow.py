@@ -9,8 +9,8 @@ from accel_state.env import all_variables
 from accel_state.options import OptionGroup, Resolution, load_groups, resolve
 from accel_state.options.conflicts import ENGINES, check
 from accel_state.options.declaration import GIVEN, MORE_THAN_ONE, Option
+from accel_state.options.launch import CLOUD_TYPES, LOCAL_TYPES
 from accel_state.options.registry import OPTION_GROUPS
-from accel_state.options.run_type import CLOUD_TYPES, LOCAL_TYPES
 
 from ..accelerators.registry import find_visible
 from ..config.write import BASE, declared

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from . import packing
 from .diagnosis import explain
 from .single import Collectives, ReduceOp
 
@@ -51,15 +50,15 @@ class TorchCollectives(Collectives):
         local = self._usable(tensor)
         out = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype, device=local.device)
         if local.numel():
-            self._call("all_gather", _all_gather_flat, packing.as_bytes(out), packing.as_bytes(local), **self._group)
+            self._call("all_gather", _all_gather_flat, as_bytes(out), as_bytes(local), **self._group)
         return out.to(tensor.device)
 
     def all_gather_many(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        small, large = packing.split_small(tensors)
+        small, large = split_small(tensors)
         results: dict[int, torch.Tensor] = {i: self.all_gather(tensors[i]) for i in large}
         if small:
             members = [tensors[i].detach().to(self.device) for i in small]
-            layout = packing.ByteLayout(members)
+            layout = ByteLayout(members)
             gathered = self.all_gather(layout.pack(members))
             for i, value in zip(small, layout.unpack(gathered, members), strict=True):
                 results[i] = value.to(tensors[i].device)
@@ -73,10 +72,10 @@ class TorchCollectives(Collectives):
         return _write_back(tensor, local)
 
     def all_reduce_many(self, tensors: Sequence[torch.Tensor], op: ReduceOp = "sum") -> list[torch.Tensor]:
-        small, large = packing.split_small(tensors)
+        small, large = split_small(tensors)
         for i in large:
             self.all_reduce(tensors[i], op)
-        for group in packing.groups_by_dtype(tensors, small):
+        for group in groups_by_dtype(tensors, small):
             flat = torch.cat([tensors[i].detach().to(self.device).reshape(-1) for i in group])
             self.all_reduce(flat, op)
             pieces = flat.split([tensors[i].numel() for i in group])
@@ -88,19 +87,19 @@ class TorchCollectives(Collectives):
         if tensor.numel() == 0:
             return tensor
         local = self._usable(tensor)
-        self._call("broadcast", dist.broadcast, packing.as_bytes(local), src=self._rank_in_world(source), **self._group)
+        self._call("broadcast", dist.broadcast, as_bytes(local), src=self._rank_in_world(source), **self._group)
         return _write_back(tensor, local)
 
     def _rank_in_world(self, rank: int) -> int:
         return dist.get_global_rank(self._group["group"], rank) if self._group else rank
 
     def broadcast_many(self, tensors: Sequence[torch.Tensor], source: int = 0) -> list[torch.Tensor]:
-        small, large = packing.split_small(tensors)
+        small, large = split_small(tensors)
         for i in large:
             self.broadcast(tensors[i], source)
         if small:
             members = [tensors[i].detach().to(self.device) for i in small]
-            layout = packing.ByteLayout(members)
+            layout = ByteLayout(members)
             buffer = self.broadcast(layout.pack(members), source)
             for i, value in zip(small, layout.unpack(buffer, members), strict=True):
                 _write_back(tensors[i], value)
@@ -144,3 +143,64 @@ def _to_bytes(obj: Any) -> torch.Tensor:
 
 def _from_bytes(tensor: torch.Tensor) -> Any:
     return pickle.loads(tensor.numpy().tobytes())
+
+
+# Reinterpreting bytes as another dtype requires its alignment; 16 bytes suffice for complex128.
+_ALIGNMENT = 16
+# Above this size, copying into the buffer costs more than a separate message.
+SMALL_BYTES = 1 << 18
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Size of the tensor's values in bytes."""
+    return tensor.numel() * tensor.element_size()
+
+
+def split_small(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Positions of the tensors to pack, and of those to send separately; empty tensors are in neither."""
+    small = [i for i, tensor in enumerate(tensors) if 0 < nbytes(tensor) <= SMALL_BYTES]
+    large = [i for i, tensor in enumerate(tensors) if nbytes(tensor) > SMALL_BYTES]
+    if len(small) == 1:
+        return [], sorted(large + small)
+    return small, large
+
+
+class ByteLayout:
+    """The byte range of each tensor in a buffer, equal on all ranks for equal shapes and dtypes."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.spans: list[tuple[int, int]] = []
+        end = 0
+        for tensor in tensors:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + nbytes(tensor)
+            self.spans.append((start, end))
+        self.total = -(-end // _ALIGNMENT) * _ALIGNMENT
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Copy the tensors into one uint8 tensor of ``total`` bytes."""
+        buffer = torch.empty(self.total, dtype=torch.uint8, device=tensors[0].device)
+        for tensor, (start, end) in zip(tensors, self.spans, strict=True):
+            buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return buffer
+
+    def unpack(self, buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Split a buffer of shape ``(..., total)`` into tensors of shapes ``(..., *like[i].shape)``."""
+        leading = buffer.shape[:-1]
+        return [
+            buffer[..., start:end].contiguous().view(tensor.dtype).view((*leading, *tensor.shape))
+            for tensor, (start, end) in zip(like, self.spans, strict=True)
+        ]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat uint8 view of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def groups_by_dtype(tensors: Sequence[torch.Tensor], positions: Iterable[int]) -> list[list[int]]:
+    """Positions of tensors with the same dtype, which can be reduced as one."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for i in positions:
+        groups.setdefault(tensors[i].dtype, []).append(i)
+    return list(groups.values())

@@ -166,15 +166,21 @@ class Device:
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
         """The generator states of all devices that this process sees, by index."""
-        return list(self.module.get_rng_state_all())
+        module = self.module
+        return list(module.get_rng_state_all()) if hasattr(module, "get_rng_state_all") else [self.get_rng_state()]
 
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
         """Restore the states of :meth:`get_rng_state_all`."""
-        self.module.set_rng_state_all(states)
+        if hasattr(self.module, "set_rng_state_all"):
+            self.module.set_rng_state_all(states)
+        else:
+            (state,) = states
+            self.set_rng_state(state)
 
     def pci_address(self, index: int) -> str | None:
         """The PCI address of a device ("0000:3b:00.0"), or None. May initialize the device."""
-        properties = self.module.get_device_properties(index) if self.is_available() else None
+        get_properties = getattr(self.module, "get_device_properties", None) if self.is_available() else None
+        properties = get_properties(index) if get_properties is not None else None
         bus = getattr(properties, "pci_bus_id", None)
         if not isinstance(bus, int):
             return None

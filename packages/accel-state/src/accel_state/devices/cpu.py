@@ -24,23 +24,11 @@ class CpuDevice(Device):
     def module(self) -> Any:
         return torch.cpu
 
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
 
-    def set_current(self, device: torch.device) -> None:
-        """Do nothing: there is one CPU device."""
-
     def current(self) -> torch.device:
         return torch.device("cpu")
-
-    def synchronize(self) -> None:
-        """Do nothing: CPU operations are synchronous."""
 
     def empty_cache(self) -> None:
         """Do nothing: torch does not cache host memory."""
@@ -64,13 +52,3 @@ class CpuDevice(Device):
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
-
-    def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state()]
-
-    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
-        (state,) = states
-        torch.set_rng_state(state)
-
-    def pci_address(self, index: int) -> str | None:
-        return None

@@ -49,13 +49,3 @@ class MpsDevice(Device):
 
     def manual_seed_all(self, seed: int) -> None:
         torch.mps.manual_seed(seed)
-
-    def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [torch.mps.get_rng_state()]
-
-    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
-        (state,) = states
-        torch.mps.set_rng_state(state)
-
-    def pci_address(self, index: int) -> str | None:
-        return None

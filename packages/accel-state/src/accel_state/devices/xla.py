@@ -81,13 +81,3 @@ class XlaDevice(Device):
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         self.module.set_rng_state(int(state.item()))
-
-    def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [self.get_rng_state()]
-
-    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
-        (state,) = states
-        self.set_rng_state(state)
-
-    def pci_address(self, index: int) -> str | None:
-        return None

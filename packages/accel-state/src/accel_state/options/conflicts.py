@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..errors import ConfigurationError
+from .launch import CLOUD_TYPES
 from .resolution import Resolution, Source
-from .run_type import CLOUD_TYPES
 
 # The engines, and the distributed_type of a run with each; at most one of them is on.
 ENGINES: Mapping[str, str] = {

@@ -6,22 +6,22 @@ from ..registry import Registry
 from .declaration import OptionGroup
 
 _CLASSES = {
-    "script": "script:ScriptOptions",
-    "kind_of_run": "run_type:RunOptions",
-    "hardware": "hardware:HardwareOptions",
-    "resources": "resources:ResourceOptions",
+    "script": "launch:ScriptOptions",
+    "kind_of_run": "launch:RunOptions",
+    "hardware": "launch:HardwareOptions",
+    "resources": "launch:ResourceOptions",
     "core": "core:CoreOptions",
-    "dynamo": "dynamo:DynamoOptions",
-    "paradigm": "engine_switches:ParadigmOptions",
+    "dynamo": "core:DynamoOptions",
+    "paradigm": "launch:ParadigmOptions",
     "rendezvous": "rendezvous:RendezvousOptions",
-    "mpi": "mpi:MpiOptions",
+    "mpi": "rendezvous:MpiOptions",
     "deepspeed": "deepspeed:DeepSpeedOptions",
     "fsdp": "fsdp:FsdpOptions",
     "parallelism": "parallelism:ParallelismOptions",
-    "megatron": "megatron:MegatronOptions",
+    "megatron": "parallelism:MegatronOptions",
     "fp8": "fp8:FP8Options",
-    "tpu": "tpu:TpuOptions",
-    "sagemaker": "sagemaker:SageMakerOptions",
+    "tpu": "cloud:TpuOptions",
+    "sagemaker": "cloud:SageMakerOptions",
 }
 OPTION_GROUPS: Registry[type[OptionGroup]] = Registry(
     "option group", {name: f"accel_state.options.{target}" for name, target in _CLASSES.items()}

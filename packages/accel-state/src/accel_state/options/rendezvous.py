@@ -1,11 +1,12 @@
-"""Rendezvous of the processes, restarts after failures, and their output."""
+"""Rendezvous of the processes, restarts after failures, their output, and mpirun."""
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
-from .declaration import MORE_THAN_ONE, OptionGroup, option
+from .declaration import GIVEN, MORE_THAN_ONE, OptionGroup, option
 
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 _SEVERAL_MACHINES = {"num_machines": (MORE_THAN_ONE,)}
@@ -103,4 +104,30 @@ class RendezvousOptions(OptionGroup):
         "default",
         metavar="NAME",
         help="Role name of the processes, exported as ROLE_NAME and prepended to each line of --tee.",
+    )
+
+
+_mpirun = functools.partial(option, section="mpirun_config", prefix="mpirun_", env_prefix="ACCELERATE_MPIRUN_")
+
+
+@dataclass(frozen=True)
+class MpiOptions(OptionGroup):
+    """mpirun of OpenMPI, Intel MPI (Hydra), MPICH or MVAPICH, depending on which is installed."""
+
+    title = "MPI"
+
+    hostfile: str | None = _mpirun(
+        metavar="FILE",
+        help="Start the processes with mpirun on the machines listed in this file, one per line.",
+        question="Path of a hostfile, to start the processes with mpirun (leave it empty not to use mpirun)?",
+        asked_when={"cpu": (True,), "num_machines": (MORE_THAN_ONE,)},
+    )
+    ccl: int | None = _mpirun(
+        minimum=1,
+        env="CCL_WORKER_COUNT",
+        exported=True,
+        help="Number of oneCCL worker threads per process.",
+        question="How many oneCCL worker threads should each process have?",
+        asked_when={"mpirun_hostfile": (GIVEN,)},
+        suggested=1,
     )

@@ -18,7 +18,7 @@ from ..enums import DistributedType
 from ..environments.base import Environment
 from ..errors import ConfigurationError
 from ..options.core import CoreOptions
-from ..options.hardware import HardwareOptions
+from ..options.launch import HardwareOptions
 from .process_control import ProcessControl
 from .shared import SharedState
 
@@ -200,3 +200,8 @@ def _destroy_at_exit() -> None:
     if dist.is_available() and dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process has reached this call; returns at once in a single process."""
+    PartialState().wait_for_everyone()

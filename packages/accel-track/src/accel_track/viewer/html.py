@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from ..jsonl_reader import Run
-from .curves import Chart, fraction, text_of
+from .terminal import Chart, fraction, text_of
 
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#17becf")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 240, 56, 24, 8

@@ -15,8 +15,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import CoreOptions, DeepSpeedOptions
 from accel_state.options.config_file import expand
 from accel_state.options.declaration import Option, read_variable
-from accel_state.options.deepspeed import FILE_PATHS
-from accel_state.options.deepspeed_file import both_set, read_deepspeed_file, without_duplicates
+from accel_state.options.deepspeed import FILE_PATHS, both_set, read_deepspeed_file, without_duplicates
 
 from .config_paths import AUTO, MISSING, copy_config, delete_value, get_value, leaf_paths, set_value
 from .validation import check_section_types

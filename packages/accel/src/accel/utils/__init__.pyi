@@ -50,7 +50,13 @@ from accel_state import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_state import PrecisionType as PrecisionType
 from accel_state import RNGType as RNGType
 from accel_state import SageMakerDistributedType as SageMakerDistributedType
+from accel_state.containers import merge_dicts as merge_dicts
+from accel_state.containers import recursive_getattr as recursive_getattr
 from accel_state.device_checks import check_cuda_fp8_capability as check_cuda_fp8_capability
+from accel_state.device_checks import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
+from accel_state.device_checks import check_os_kernel as check_os_kernel
+from accel_state.device_checks import get_current_device_type as get_current_device_type
+from accel_state.device_checks import get_gpu_info as get_gpu_info
 from accel_state.device_checks import is_bf16_available as is_bf16_available
 from accel_state.device_checks import is_cuda_available as is_cuda_available
 from accel_state.device_checks import is_fp16_available as is_fp16_available
@@ -81,12 +87,9 @@ from accel_state.env import parse_flag_from_env as parse_flag_from_env
 from accel_state.env import patch_environment as patch_environment
 from accel_state.env import purge_accelerate_environment as purge_accelerate_environment
 from accel_state.env import str_to_bool as str_to_bool
-from accel_state.hardware import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
-from accel_state.hardware import check_os_kernel as check_os_kernel
-from accel_state.hardware import get_current_device_type as get_current_device_type
-from accel_state.hardware import get_gpu_info as get_gpu_info
 from accel_state.humanize import convert_bytes as convert_bytes
 from accel_state.humanize import convert_file_size_to_int as convert_file_size_to_int
+from accel_state.imports import compare_versions as compare_versions
 from accel_state.imports import is_4bit_bnb_available as is_4bit_bnb_available
 from accel_state.imports import is_8bit_bnb_available as is_8bit_bnb_available
 from accel_state.imports import is_aim_available as is_aim_available
@@ -119,6 +122,7 @@ from accel_state.imports import is_schedulefree_available as is_schedulefree_ava
 from accel_state.imports import is_swanlab_available as is_swanlab_available
 from accel_state.imports import is_tensorboard_available as is_tensorboard_available
 from accel_state.imports import is_timm_available as is_timm_available
+from accel_state.imports import is_torch_version as is_torch_version
 from accel_state.imports import is_torchao_available as is_torchao_available
 from accel_state.imports import is_torchdata_available as is_torchdata_available
 from accel_state.imports import is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available
@@ -130,12 +134,11 @@ from accel_state.imports import is_transformers_available as is_transformers_ava
 from accel_state.imports import is_triton_available as is_triton_available
 from accel_state.imports import is_wandb_available as is_wandb_available
 from accel_state.logging import get_logger as get_logger
+from accel_state.logging import tqdm as tqdm
 from accel_state.memory import clear_device_cache as clear_device_cache
 from accel_state.memory import find_executable_batch_size as find_executable_batch_size
 from accel_state.memory import release_memory as release_memory
 from accel_state.memory import should_reduce_batch_size as should_reduce_batch_size
-from accel_state.nested_access import merge_dicts as merge_dicts
-from accel_state.nested_access import recursive_getattr as recursive_getattr
 from accel_state.numa import get_cpu_distributed_information as get_cpu_distributed_information
 from accel_state.numa import override_numa_affinity as override_numa_affinity
 from accel_state.numa import set_numa_affinity as set_numa_affinity
@@ -168,13 +171,10 @@ from accel_state.operations import send_to_device as send_to_device
 from accel_state.operations import slice_tensors as slice_tensors
 from accel_state.ports import get_free_port as get_free_port
 from accel_state.ports import is_port_in_use as is_port_in_use
-from accel_state.progress import tqdm as tqdm
 from accel_state.random import set_seed as set_seed
 from accel_state.random import synchronize_rng_state as synchronize_rng_state
 from accel_state.random import synchronize_rng_states as synchronize_rng_states
-from accel_state.state.functions import wait_for_everyone as wait_for_everyone
-from accel_state.versions import compare_versions as compare_versions
-from accel_state.versions import is_torch_version as is_torch_version
+from accel_state.state.partial import wait_for_everyone as wait_for_everyone
 from accel_track import LoggerType as LoggerType
 
 from ..checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME

@@ -2,17 +2,17 @@
 
 from accel_bigmodel import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_launch import write_basic_config as write_basic_config
+from accel_state.containers import merge_dicts as merge_dicts
+from accel_state.containers import recursive_getattr as recursive_getattr
+from accel_state.device_checks import check_os_kernel as check_os_kernel
 from accel_state.env import clear_environment as clear_environment
 from accel_state.env import convert_dict_to_env_variables as convert_dict_to_env_variables
 from accel_state.env import patch_environment as patch_environment
-from accel_state.hardware import check_os_kernel as check_os_kernel
 from accel_state.humanize import convert_bytes as convert_bytes
 from accel_state.imports import is_numpy_available as is_numpy_available
-from accel_state.nested_access import merge_dicts as merge_dicts
-from accel_state.nested_access import recursive_getattr as recursive_getattr
 from accel_state.ports import get_free_port as get_free_port
 from accel_state.ports import is_port_in_use as is_port_in_use
-from accel_state.state.functions import wait_for_everyone as wait_for_everyone
+from accel_state.state.partial import wait_for_everyone as wait_for_everyone
 
 from ..checkpoint.weights_io import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from ..checkpoint.weights_io import load as load

@@ -6,7 +6,7 @@ import sys
 import types
 from typing import Any
 
-from accel_state.progress import tqdm as tqdm
+from accel_state.logging import tqdm as tqdm
 
 
 class _CallableModule(types.ModuleType):
