@@ -53,7 +53,7 @@ VENDORS_NAMED = {
     "accel_launch/commands/env.py": "variables that a bug report shows",
     "accel_launch/config/write.py": "names of options",
     "accel_launch/questionnaire/": "names of options, and the words for choices",
-    "accel_launch/launch_mode.py": "a way of launching of this name",
+    "accel_launch/launch_context.py": "a way of launching of this name",
     "accel_launch/launchers/registry.py": "registers it",
     "accel_launch/launchers/tpu.py": "the variant of this name",
     "accel_launch/launchers/tpu_pod.py": "the variant of this name",

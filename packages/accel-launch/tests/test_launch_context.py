@@ -8,8 +8,7 @@ import pytest
 
 from accel_launch import launch_plan as plan_module
 from accel_launch.accelerators.registry import VisibleDevices
-from accel_launch.launch_context import Role
-from accel_launch.launch_mode import LaunchMode
+from accel_launch.launch_context import LaunchMode, Role
 from accel_launch.launch_plan import LaunchPlan, make_plan
 from accel_launch.launchers.registry import choose_launcher
 from accel_state.errors import ConfigurationError

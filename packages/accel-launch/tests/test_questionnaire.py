@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from accel_launch.config.write import declared, nest, to_text
 from accel_launch.questionnaire import flow
-from accel_launch.questionnaire.flow import ask_all, complete, propose, questions
-from accel_launch.questionnaire.prompts import TextPrompts
+from accel_launch.questionnaire.flow import TextPrompts, ask_all, complete, propose, questions
 from accel_state.errors import ConfigurationError
 from accel_state.options import Option, check, load_groups, resolve
 from accel_state.options.declaration import GIVEN, MORE_THAN_ONE

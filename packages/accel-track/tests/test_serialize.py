@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import datetime
 import enum
-import functools
 import json
 import math
 import pathlib
@@ -81,18 +80,14 @@ CASES = [
     (types.SimpleNamespace(a=None), {"a": None}),
     ({3, 1, "b", "a"}, [1, 3, "a", "b"]),
     (frozenset({2.5}), [2.5]),
-    (collections.deque([1]), [1]),
     (collections.OrderedDict(a=(1, 2)), {"a": [1, 2]}),
     ({1: "int", "1": "text", (1, 2): "tuple", Color.RED: "enum", None: "none"}, None),
     (math.sqrt, "math.sqrt"),
     (torch.nn.functional.relu, "torch.nn.functional.relu"),
     (torch.nn.ReLU, "torch.nn.modules.activation.ReLU"),
     (torch.nn.ReLU(), "ReLU()"),
-    (functools.partial(math.pow, 2, y=3), {"function": "math.pow", "args": [2], "kwargs": {"y": 3}}),
     (json, "json"),
     (datetime.date(2026, 1, 2), "2026-01-02"),
-    (datetime.timedelta(seconds=90), "0:01:30"),
-    (b"a\xff", "a\\xff"),
     (1 + 2j, "(1+2j)"),
     (range(3), "range(0, 3)"),
     (10**30, 10**30),

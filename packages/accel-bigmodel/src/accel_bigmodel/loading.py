@@ -6,29 +6,23 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from accel_state import is_initialized, is_tqdm_available
 from accel_state.errors import ConfigurationError
 
 from ._torch_compat import parameters_of
-from .checkpoint.checkpoint_mapping import (
-    ModelTensor,
-    check_match,
-    match_checkpoint,
-    model_tensors,
-    split_by_location,
-)
+from .checkpoint.checkpoint_mapping import ModelTensor, check_match, match_checkpoint, model_tensors, split_by_location
 from .checkpoint.files import checkpoint_files
 from .checkpoint.safetensors_file import SafetensorsFile
-from .checkpoint.sharded_loading import load_into_sharded_model
 from .checkpoint.tensor_files import CheckpointFile, open_file
 from .device_map.device_map_checks import check_device_map, check_devices
 from .hooks.attach import has_offloaded_weights
 from .offload.store import load_offloaded_weight, offload_weight, save_offload_index
-from .progress import progress
 from .sizes import as_names
 from .tensors import Location, as_device, as_dtype, set_module_tensor_to_device
 from .tied_params import check_tied_parameters_on_same_device, location_of, with_shared_modules
@@ -296,3 +290,46 @@ def on_meta(model: nn.Module, without: Iterable[str] = ()) -> list[str]:
     known = set(without)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return [name for name, tensor in tensors if tensor.device.type == "meta" and name not in known]
+
+
+def load_into_sharded_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    strict: bool,
+    full_state_dict: bool,
+    broadcast_from_rank0: bool,
+) -> None:
+    """Load each rank's shards; every rank calls this. Arguments as in :func:`load_checkpoint_in_model`."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    state: dict[str, Any] = {}
+    if not broadcast_from_rank0 or dist.get_rank() == 0:
+        for path, names in checkpoint_files(checkpoint).items():
+            file = open_file(path)
+            state.update(file.tensors(file.names() if names is None else names))
+    options = StateDictOptions(
+        full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=strict
+    )
+    with torch.no_grad():
+        set_model_state_dict(model, state, options=options)
+
+
+T = TypeVar("T")
+# Seconds; shorter loads show no bar.
+_DELAY = 1.0
+
+
+def progress(items: Sequence[T], description: str) -> Iterable[T]:
+    """The items, with a progress bar on each node's main process once iterating takes longer than a second."""
+    if len(items) < 2 or not is_tqdm_available():
+        return items
+    # Constructing a state could start process groups, so only an existing one is asked.
+    if is_initialized():
+        from accel_state import PartialState
+
+        if not PartialState().is_local_main_process:
+            return items
+    from tqdm.auto import tqdm
+
+    bar: Iterable[T] = tqdm(items, desc=description, delay=_DELAY, leave=False)
+    return bar

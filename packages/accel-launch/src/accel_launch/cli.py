@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from accel_state.errors import ConfigurationError, MissingDependencyError
 
 from .commands.registry import COMMANDS
-from .errors import fail
-from .suggestions import suggest
+from .errors import fail, suggest
 
 PROGRAM = "accel"
 INTERRUPTED = 130

@@ -1,8 +1,10 @@
-"""Errors of the launching functions and of the command line. Torch-free."""
+"""Errors of the launching functions and of the command line, and suggestions for misspelt names. Torch-free."""
 
 from __future__ import annotations
 
+import difflib
 import sys
+from collections.abc import Sequence
 
 from accel_state.errors import AccelError
 
@@ -17,3 +19,22 @@ def fail(program: str, message: str) -> int:
     """Print one line to stderr, and return the exit code of a usage error."""
     print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr)
     return USAGE_ERROR
+
+
+# Options of other launchers, and what they are called here.
+_ELSEWHERE = {
+    "fp16": "--mixed_precision fp16",
+    "bf16": "--mixed_precision bf16",
+    "nproc_per_node": "--num_processes (which counts the processes of all machines)",
+    "nnodes": "--num_machines",
+    "node_rank": "--machine_rank",
+    "master_addr": "--main_process_ip",
+    "master_port": "--main_process_port",
+}
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
+    """`` Did you mean X?`` with the closest known name, or an empty text."""
+    elsewhere = _ELSEWHERE.get(name[2:].replace("-", "_")) if name.startswith("--") else None
+    close = [elsewhere] if elsewhere else difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {close[0]}?" if close else ""

@@ -22,11 +22,17 @@ from accel_state.options import (
 from .accelerators.registry import VisibleDevices, find_visible
 from .config.read import load_settings
 from .cpus import usable_cores
-from .deepspeed_pool import read_pool
 from .entrypoint import Entrypoint, find_entrypoint
-from .hostfile import read_hostfile
-from .launch_context import LaunchContext, Role, detect_context, rendezvous_settings
-from .launch_mode import LaunchMode, choose_mode, option_value
+from .hostfile import read_hostfile, read_pool
+from .launch_context import (
+    LaunchContext,
+    LaunchMode,
+    Role,
+    choose_mode,
+    detect_context,
+    option_value,
+    rendezvous_settings,
+)
 
 _PRECEDENCE = [Source.COMMAND_LINE, Source.ENVIRONMENT, Source.CONFIG_FILE, Source.DEFAULT]
 # Options of torch's agent, without effect where another program starts the ranks.

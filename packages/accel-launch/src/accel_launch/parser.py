@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from accel_state.errors import ConfigurationError
 from accel_state.options import Option, load_groups
 
-from .suggestions import suggest
+from .errors import suggest
 
 EPILOG = """\
 Settings: the command line overrides environment variables, these the configuration file, and this the defaults.

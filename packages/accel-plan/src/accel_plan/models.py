@@ -9,32 +9,27 @@ from typing import Any
 
 from accel_state.errors import ConfigurationError, require
 
-_LLAMA_3: Mapping[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
 
-# Dimensions: Llama Team, The Llama 3 Herd of Models, arXiv:2407.21783, table 3.
+def _llama_3(hidden: int, layers: int, heads: int, intermediate: int) -> Mapping[str, Any]:
+    """Dimensions: Llama Team, The Llama 3 Herd of Models, arXiv:2407.21783, table 3."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+
+
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "llama-3-8b": {
-        **_LLAMA_3,
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "intermediate_size": 14336,
-    },
-    "llama-3-70b": {
-        **_LLAMA_3,
-        "hidden_size": 8192,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "intermediate_size": 28672,
-    },
+    "llama-3-8b": _llama_3(4096, 32, 32, 14336),
+    "llama-3-70b": _llama_3(8192, 80, 64, 28672),
 }
 """Built-in models, as the content of a ``config.json``."""
 

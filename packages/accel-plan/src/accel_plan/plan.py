@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -80,18 +81,64 @@ def make_plan(request: PlanRequest) -> RankPlan:
     """
     settings = request.settings
     _check_supported(settings)
+    task = _trace_task(request)
+    strategy, axes, optimizer = strategy_of(settings), task.axes, request.optimizer
+    steps, precision = int(settings["gradient_accumulation_steps"] or 1), settings["mixed_precision"] or "no"
+    pipeline_plan = None
+    if task.pipeline is not None:
+        with _option_names_in_errors():
+            traced, batch = trace_pipeline(task, task.pipeline, request.all_blocks)
+        memories = [_memory_of(item, strategy, axes, optimizer, precision) for item in traced.traces]
+        pipeline_plan = traced.plan(task.pipeline, len(batch.samples), [memory.total for memory in memories])
+        result, memory = traced.traces[traced.position], memories[traced.position]
+        traffic = result.traffic
+    elif settings["use_deepspeed"]:
+        task = without_deepspeed(task, precision)
+        result, batch = trace_blocks(task, request.all_blocks)
+        memory, traffic = zero_memory_and_traffic(task, result, strategy, optimizer, steps)
+    else:
+        result, batch = trace_blocks(task, request.all_blocks)
+        memory, traffic = _memory_of(result, strategy, axes, optimizer, precision), result.traffic
+    return RankPlan(
+        model=request.model,
+        strategy=strategy,
+        processes=task.world_size,
+        rank=request.rank,
+        coordinates={name: (value, axes[name]) for name, value in coordinates_of(request.rank, axes).items()},
+        parameters=result.values,
+        memory=memory,
+        collectives=traffic,
+        batch=batch,
+        seq_length=task.seq_length,
+        local_length=task.seq_length // axes.get("cp", 1) // axes.get("sp", 1),
+        steps=steps,
+        mixed_precision=precision,
+        optimizer=optimizer,
+        offloaded=_offloaded_parts(settings),
+        pipeline=pipeline_plan,
+    )
+
+
+def _trace_task(request: PlanRequest) -> TraceTask:
+    """What to trace, after a check of the numbers."""
+    settings = request.settings
     processes = _process_count(settings, request.rank)
     config = model_config(request.model, request.trust_remote_code)
-    seq_length = _sequence_length(request.seq_length, config)
-    strategy, axes = strategy_of(settings), axes_of(settings, processes)
+    seq_length, axes = _sequence_length(request.seq_length, config), axes_of(settings, processes)
     ranks = data_ranks(axes)
     if request.split_batches and request.batch_size % ranks:
         raise ConfigurationError(
             f"--split_batches: a batch of {request.batch_size} samples cannot be divided over {ranks} data-parallel "
             f"ranks. Allowed: multiples of {ranks}, or --batch_size per rank without --split_batches."
         )
-    steps, precision = int(settings["gradient_accumulation_steps"] or 1), settings["mixed_precision"] or "no"
-    task = TraceTask(
+    with _option_names_in_errors():
+        pipeline = pipeline_settings(
+            settings,
+            schedule=request.schedule,
+            num_microbatches=request.num_microbatches,
+            stages_per_rank=request.stages_per_rank,
+        )
+    return TraceTask(
         config=config,
         rank=request.rank,
         world_size=processes,
@@ -102,55 +149,19 @@ def make_plan(request: PlanRequest) -> RankPlan:
         seq_length=seq_length,
         split_batches=request.split_batches,
         trust_remote_code=request.trust_remote_code,
+        pipeline=pipeline,
     )
+
+
+@contextmanager
+def _option_names_in_errors() -> Iterator[None]:
+    """Give the messages of PipelineParallelConfig the names of the command's options."""
     try:
-        pipeline = pipeline_settings(
-            settings,
-            schedule=request.schedule,
-            num_microbatches=request.num_microbatches,
-            stages_per_rank=request.stages_per_rank,
-        )
-        if pipeline is not None:
-            traced, batch = trace_pipeline(replace(task, pipeline=pipeline), pipeline, request.all_blocks)
+        yield
     except ConfigurationError as error:
-        raise ConfigurationError(_with_option_names(str(error))) from error
-    pipeline_plan = None
-    if pipeline is not None:
-        memories = [_memory_of(item, strategy, axes, request.optimizer, precision) for item in traced.traces]
-        pipeline_plan = traced.plan(pipeline, len(batch.samples), [memory.total for memory in memories])
-        result, memory = traced.traces[traced.position], memories[traced.position]
-        traffic = result.traffic
-    elif settings["use_deepspeed"]:
-        task = without_deepspeed(task, precision)
-        result, batch = trace_blocks(task, request.all_blocks)
-        memory, traffic = zero_memory_and_traffic(task, result, strategy, request.optimizer, steps)
-    else:
-        result, batch = trace_blocks(task, request.all_blocks)
-        memory, traffic = _memory_of(result, strategy, axes, request.optimizer, precision), result.traffic
-    return RankPlan(
-        model=request.model,
-        strategy=strategy,
-        processes=processes,
-        rank=request.rank,
-        coordinates={name: (value, axes[name]) for name, value in coordinates_of(request.rank, axes).items()},
-        parameters=result.values,
-        memory=memory,
-        collectives=traffic,
-        batch=batch,
-        seq_length=seq_length,
-        local_length=seq_length // axes.get("cp", 1) // axes.get("sp", 1),
-        steps=steps,
-        mixed_precision=precision,
-        optimizer=request.optimizer,
-        offloaded=_offloaded_parts(settings),
-        pipeline=pipeline_plan,
-    )
-
-
-def _with_option_names(message: str) -> str:
-    """A message of PipelineParallelConfig with the names of the command's options."""
-    message = re.sub(r"\b(schedule|num_microbatches|stages_per_rank)=", r"--pp_\1=", message)
-    return message.replace("Set it in PipelineParallelConfig", "Set the option to an allowed value")
+        message = re.sub(r"\b(schedule|num_microbatches|stages_per_rank)=", r"--pp_\1=", str(error))
+        message = message.replace("Set it in PipelineParallelConfig", "Set the option to an allowed value")
+        raise ConfigurationError(message) from error
 
 
 def _offloaded_parts(settings: Resolution) -> tuple[str, ...]:

@@ -186,7 +186,6 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     from accel.parallel import mesh, pipeline
     from accel.strategies import ddp, mesh_pp
 
-    from .replica import ReplicatedModel
     from .stages import broadcast_loss, monitored_stage_class, outputs_in_compute_dtype
 
     def local_collectives(device: torch.device, group: Any = None) -> Collectives:

@@ -17,7 +17,7 @@ from accel_bigmodel.checkpoint.checkpoint_mapping import check_match, match_chec
 from accel_bigmodel.checkpoint.files import checkpoint_files
 from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
 from accel_bigmodel.checkpoint.tensor_files import CheckpointFile, open_file
-from accel_bigmodel.progress import progress
+from accel_bigmodel.loading import progress
 from accel_bigmodel.tensors import Location, as_device
 from accel_bigmodel.tied_params import location_of
 from accel_state import devices

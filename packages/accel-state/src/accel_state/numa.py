@@ -71,7 +71,8 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         )
     allowed = _cores_at_start()
     device = devices.detect(cpu=CoreOptions.read("cpu"))
-    near = [_device_cores(device, index, allowed) for index in range(min(ranks, device.device_count()))]
+    addresses = [device.pci_address(index) for index in range(min(ranks, device.device_count()))]
+    near = [cores_near_pci(address) if address is not None else [] for address in addresses]
     cores = choose_cores(local_process_index, ranks, allowed, near, _numa_nodes(_SYS))
     psutil.Process().cpu_affinity(cores)
     if verbose if verbose is not None else CoreOptions.read("debug"):
@@ -120,11 +121,6 @@ def _cores_at_start() -> tuple[int, ...]:
             "cannot bind a process to cores. Turn it off."
         )
     return tuple(process.cpu_affinity())
-
-
-def _device_cores(device: devices.Device, index: int, allowed: Sequence[int]) -> list[int]:
-    address = device.pci_address(index)
-    return [] if address is None else [core for core in cores_near_pci(address, _SYS) if core in allowed]
 
 
 def cores_near_pci(address: str, sys_root: Path = _SYS) -> list[int]:

@@ -24,6 +24,7 @@ from .serialize import as_number, flatten, to_plain
 logger = logging.getLogger(__name__)
 
 RESPONSE_SECONDS = 10.0
+_OPTIONAL_METHODS = ("log_images", "log_table", "log_figure", "log_artifact", "log_artifacts")
 
 
 class ServerUnreachableError(AccelError, ConnectionError):
@@ -31,7 +32,14 @@ class ServerUnreachableError(AccelError, ConnectionError):
 
 
 class SdkTracker(GeneralTracker):
-    """A tracker that wraps a library, which is imported when the run starts."""
+    """A tracker that wraps a library, which is imported when the run starts. Its methods run on the main process only.
+
+    Args:
+        run_name: name of the run, project or experiment.
+        **kwargs: arguments of the SDK's function or class that starts a run.
+    """
+
+    requires_logging_directory = False
 
     module: ClassVar[str]  # the module to import
     offline: ClassVar[str] = ""  # how to work without the server, for error messages
@@ -39,8 +47,16 @@ class SdkTracker(GeneralTracker):
     id_attribute: ClassVar[str]  # attribute of that object that identifies a run to resume
     finish_method: ClassVar[str]  # method of that object that ends the run
 
-    def __init__(self, _blank: bool = False) -> None:
-        super().__init__(_blank)
+    def __init_subclass__(cls) -> None:
+        for method in ("start", "store_init_configuration", "log", "discard", "finish", *_OPTIONAL_METHODS):
+            if method in vars(cls):
+                setattr(cls, method, on_main_process(vars(cls)[method]))
+
+    def __init__(self, run_name: str | None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        setattr(self, self.handle, None)
+        self._kwargs = kwargs
         self._resumed_id: str | None = None
         self._resumed_step: int | None = None
         self._step = -1
@@ -122,18 +138,12 @@ class SdkRunTracker(SdkTracker):
         run: the SDK's run, once started.
     """
 
-    requires_logging_directory = False
     handle = "run"
     id_attribute = "id"  # also the argument of init that resumes a run
     finish_method = "finish"
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.run: Any = None
-        self._kwargs = kwargs
+    run: Any
 
-    @on_main_process
     def start(self) -> None:
         kwargs = {"project": self.run_name, **self._kwargs}
         if self._resumed_id is not None:
@@ -146,7 +156,6 @@ class SdkRunTracker(SdkTracker):
         """URL of the server for a run with these arguments; None for an offline run."""
         raise NotImplementedError
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values of a step; ``kwargs`` go to the run's ``log``."""
         self.run.log(self._plain_values(values), step=step, **kwargs)

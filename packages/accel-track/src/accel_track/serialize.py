@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import math
 import os
 import sys
@@ -124,23 +123,10 @@ def _name_of(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}" if getattr(value, "__module__", None) else str(value.__qualname__)
 
 
-def _partial(value: Any, parents: tuple[int, ...]) -> dict[str, Any]:
-    return {
-        "function": _plain(value.func, parents),
-        "args": _list(value.args, parents),
-        "kwargs": _dictionary(value.keywords.items(), parents),
-    }
-
-
 def _dtype(value: torch.dtype) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _text_of_bytes(value: Any) -> str:
-    return bytes(value[:MAX_TEXT]).decode(errors="backslashreplace")
-
-
-_DATES = (datetime.date, datetime.time)
 _CONVERSIONS: tuple[tuple[Callable[[Any], bool], Callable[[Any, tuple[int, ...]], Any]], ...] = (
     (lambda v: isinstance(v, torch.Tensor), _tensor),
     (lambda v: isinstance(v, Mapping), lambda v, parents: _dictionary(v.items(), parents)),
@@ -152,18 +138,14 @@ _CONVERSIONS: tuple[tuple[Callable[[Any], bool], Callable[[Any, tuple[int, ...]]
     (lambda v: isinstance(v, (set, frozenset)), _sorted),
     (_is_fields, lambda v, parents: _dictionary(_fields(v).items(), parents)),
     (lambda v: isinstance(v, os.PathLike), lambda v, parents: _plain(os.fspath(v), parents)),
-    (lambda v: isinstance(v, functools.partial), _partial),
     (lambda v: isinstance(v, _CALLABLE), lambda v, parents: _name_of(v)),
     (lambda v: isinstance(v, types.ModuleType), lambda v, parents: v.__name__),
     (lambda v: isinstance(v, torch.dtype), lambda v, parents: _dtype(v)),
     (lambda v: isinstance(v, torch.device), lambda v, parents: str(v)),
-    (lambda v: isinstance(v, _DATES), lambda v, parents: v.isoformat()),
-    (lambda v: isinstance(v, datetime.timedelta), lambda v, parents: str(v)),
-    (lambda v: isinstance(v, (bytes, bytearray)), lambda v, parents: _text_of_bytes(v)),
+    (lambda v: isinstance(v, (datetime.date, datetime.time)), lambda v, parents: v.isoformat()),
     (_is_array, _array),
     # pydantic models.
     (lambda v: callable(getattr(type(v), "model_dump", None)), lambda v, parents: _plain(v.model_dump(), parents)),
-    (lambda v: type(v).__name__ == "deque", _list),
 )
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state.operations import find_device, send_to_device
 
 from .._torch_compat import buffers_of
-from ..offload.offload_autograd import without_weights
 from ..offload.prefetch import Prefetcher, WeightGroup
 from ..offload.store import PrefixedDataset
 from ..tensors import (
@@ -27,6 +28,38 @@ from ..tensors import (
     tensor_table,
 )
 from .base import ModelHook
+
+
+@dataclass(frozen=True)
+class _WeightView:
+    """A view of an offloaded weight; ``offset`` counts elements from the weight's first one."""
+
+    name: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def without_weights(values: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Any:
+    """A context in which autograd does not save the weights, which would keep the whole model until the backward."""
+    ranges = [(value.data_ptr(), value.data_ptr() + value.nbytes, name) for name, value in values.items()]
+    dtypes = {name: value.dtype for name, value in values.items()}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        address = tensor.data_ptr()
+        start, name = next(((start, name) for start, stop, name in ranges if start <= address < stop), (0, None))
+        if name is None or tensor.dtype != dtypes[name]:
+            return tensor
+        return _WeightView(name, tensor.size(), tensor.stride(), (address - start) // tensor.element_size())
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _WeightView):
+            return packed
+        value = read(packed.name)
+        return value.as_strided(packed.size, packed.stride, value.storage_offset() + packed.offset)
+
+    return saved_tensors_hooks(pack, unpack)
+
 
 # The replacement of each tied tensor, so that all modules that share it get the same one.
 _REPLACEMENTS: Any = WeakIdKeyDictionary()

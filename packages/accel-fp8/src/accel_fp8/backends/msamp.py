@@ -46,5 +46,5 @@ class MSAMPBackend(Backend):
         return True
 
     def initialize(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-        prepared_model, prepared_optimizer = self._msamp().initialize(model, optimizer, opt_level=self.recipe.opt_level)
-        return prepared_model, prepared_optimizer
+        prepared: tuple[nn.Module, Any] = self._msamp().initialize(model, optimizer, opt_level=self.recipe.opt_level)
+        return prepared

@@ -19,12 +19,8 @@ from ..recipe import FP8Recipe
 from .base import Backend
 
 
-def _te() -> Any:
-    return require("transformer_engine.pytorch", purpose="the FP8 back end 'te'", install="accel-fp8[te]")
-
-
-def _te_recipes() -> Any:
-    return require("transformer_engine.common.recipe", purpose="the FP8 back end 'te'", install="accel-fp8[te]")
+def _te(module: str = "pytorch") -> Any:
+    return require(f"transformer_engine.{module}", purpose="the FP8 back end 'te'", install="accel-fp8[te]")
 
 
 class TransformerEngineBackend(Backend):
@@ -84,7 +80,7 @@ def te_autocast(enabled: bool, recipe: Any, process_group: Any = None) -> Abstra
 
 def build_recipe(recipe: FP8Recipe) -> Any:
     """Convert a recipe to Transformer Engine's; raises ConfigurationError for settings that it does not support."""
-    recipes = _te_recipes()
+    recipes = _te("common.recipe")
     fp8_format = getattr(recipes.Format, recipe.fp8_format)
     if recipe.use_mxfp8_block_scaling:
         if not hasattr(recipes, "MXFP8BlockScaling"):

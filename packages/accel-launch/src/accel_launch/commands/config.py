@@ -16,8 +16,8 @@ from accel_state.options.config_file import expand
 from ..config.read import load_settings, read_config
 from ..config.update import update_file
 from ..config.write import basic_values, check_file_name, declared, nest, write_file
+from ..errors import suggest
 from ..parser import ConfigParser, parse_options
-from ..suggestions import suggest
 from .base import Command
 
 USAGE = "accel config [default | update | show] [options]"
@@ -57,8 +57,7 @@ def _given_path(options: Mapping[str, Any]) -> Path | None:
 
 def _ask(argv: list[str]) -> int:
     """Run the questionnaire."""
-    from ..questionnaire.flow import ask_all, complete
-    from ..questionnaire.prompts import MenuPrompts, TextPrompts, is_terminal
+    from ..questionnaire.flow import MenuPrompts, TextPrompts, ask_all, complete, is_terminal
 
     parser = _parser("", "Create a configuration file by answering questions about this machine and the training.")
     parser.usage = USAGE

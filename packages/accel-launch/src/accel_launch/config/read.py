@@ -20,7 +20,7 @@ from accel_state.options import (
     resolve,
 )
 
-from ..suggestions import suggest
+from ..errors import suggest
 
 _SHOWN_CHARACTERS = 60
 

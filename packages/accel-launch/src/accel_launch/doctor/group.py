@@ -9,8 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..interpreter import python_command
-from .protocol import RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE
-from .result import CheckResult, fail, ok
+from .result import RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE, CheckResult, fail, ok
 
 _MODULE = "accel_launch.doctor.ranks"
 _SHOWN_LINES = 12

@@ -21,8 +21,7 @@ from accel_state import PartialState
 from accel_state.env import read_int
 
 from .machine import CHECKS, versions
-from .protocol import RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE
-from .result import CheckResult, fail, ok, run_check, warn
+from .result import RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE, CheckResult, fail, ok, run_check, warn
 
 MIB = 2**20
 _SIZES = (1, 1000, 300_001)

@@ -1,4 +1,4 @@
-"""The result of a check."""
+"""Results of checks, and the lines through which ranks report them to the doctor."""
 
 from __future__ import annotations
 
@@ -60,3 +60,8 @@ def warn(subject: str, text: str, advice: str) -> CheckResult:
 def fail(subject: str, text: str, advice: str) -> CheckResult:
     """A check that failed."""
     return CheckResult(subject, "fail", text, advice)
+
+
+RESULTS_MARK = "\x1eaccel-doctor-results "
+STAGE_MARK = "\x1eaccel-doctor-stage "
+TIMEOUT_VARIABLE = "ACCEL_DOCTOR_SECONDS"

@@ -11,10 +11,9 @@ from accel_state.errors import require
 
 from ..elastic.checks import DEFAULT_PORT, LOOPBACK, check_rendezvous
 from ..interpreter import python_command
-from ..launch_mode import LaunchMode
+from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
-from .argv import launch_argv
-from .base import Launcher, MachineCommand
+from .base import Launcher, MachineCommand, launch_argv
 from .rank import WORKER
 
 

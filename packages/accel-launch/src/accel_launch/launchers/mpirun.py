@@ -15,7 +15,7 @@ from ..elastic.worker import RELAY_VARIABLE
 from ..external_launcher import run_external
 from ..hostfile import read_hostfile
 from ..interpreter import python_command
-from ..launch_mode import LaunchMode
+from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from ..mpi import Hydra, Mpi, MpiJob, find_mpi
 from .base import Launcher, MachineCommand

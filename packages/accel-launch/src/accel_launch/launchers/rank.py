@@ -23,7 +23,7 @@ from ..elastic.worker import RELAY_VARIABLE, write_line
 from ..entrypoint import Entrypoint
 from ..errors import fail
 from ..interpreter import python_command
-from ..launch_mode import LaunchMode
+from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand
 from .single import become

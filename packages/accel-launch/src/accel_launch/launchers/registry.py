@@ -5,7 +5,7 @@ from __future__ import annotations
 from accel_state.errors import ConfigurationError
 from accel_state.registry import Registry
 
-from ..launch_mode import LaunchMode
+from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from .base import Launcher
 

@@ -11,7 +11,7 @@ from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError, require
 
 from ..cloud.sagemaker_job import SageMakerJob, credentials, describe_job
-from ..launch_mode import LaunchMode
+from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand
 

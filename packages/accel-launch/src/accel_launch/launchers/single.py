@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from accel_state.errors import ConfigurationError
 
 from ..interpreter import python_command
-from ..launch_mode import LaunchMode
+from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand
 

@@ -9,11 +9,9 @@ from accel_state.errors import ConfigurationError
 
 from ..external_launcher import run_external
 from ..interpreter import python_command
-from ..launch_context import TASKS_VARIABLE
-from ..launch_mode import LaunchMode
+from ..launch_context import TASKS_VARIABLE, LaunchMode
 from ..launch_plan import LaunchPlan
-from .argv import launch_argv
-from .base import Launcher, MachineCommand
+from .base import Launcher, MachineCommand, launch_argv
 
 
 class SrunLauncher(Launcher):

@@ -16,7 +16,7 @@ from accel_state.errors import ConfigurationError, require
 
 from ..entrypoint import Entrypoint
 from ..interpreter import python_command
-from ..launch_mode import LaunchMode
+from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan, plan_from_args
 from .base import Launcher, MachineCommand
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from accel_state.errors import ConfigurationError
 
 from ..cloud.gcloud import run_all, ssh_commands
-from ..launch_mode import LaunchMode
+from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
-from .argv import launch_argv
-from .base import Launcher, MachineCommand
+from .base import Launcher, MachineCommand, launch_argv
 
 # Options that are not forwarded to the machines of the pod.
 _POD_OPTIONS = ("tpu", "tpu_cluster", "tpu_name", "tpu_zone", "tpu_use_sudo", "vm", "env", "command", "command_file")

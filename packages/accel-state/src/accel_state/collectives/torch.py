@@ -87,11 +87,9 @@ class TorchCollectives(Collectives):
         if tensor.numel() == 0:
             return tensor
         local = self._usable(tensor)
-        self._call("broadcast", dist.broadcast, as_bytes(local), src=self._rank_in_world(source), **self._group)
+        source = dist.get_global_rank(self._group["group"], source) if self._group else source
+        self._call("broadcast", dist.broadcast, as_bytes(local), src=source, **self._group)
         return _write_back(tensor, local)
-
-    def _rank_in_world(self, rank: int) -> int:
-        return dist.get_global_rank(self._group["group"], rank) if self._group else rank
 
     def broadcast_many(self, tensors: Sequence[torch.Tensor], source: int = 0) -> list[torch.Tensor]:
         small, large = split_small(tensors)

@@ -7,11 +7,8 @@ import torch
 from ..enums import DistributedType
 from .base import Device
 
-
-def _has_xccl() -> bool:
-    # Missing before torch 2.7, and in builds without torch.distributed.
-    probe = getattr(torch.distributed, "is_xccl_available", None)
-    return probe is not None and bool(probe())
+# Missing before torch 2.7, and in builds without torch.distributed.
+_has_xccl = getattr(torch.distributed, "is_xccl_available", lambda: False)
 
 
 class XpuDevice(Device):

@@ -203,7 +203,8 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
         a warning.
     """
     state = PartialState()
-    other_types = {type(leaf).__name__ for leaf in leaves(tensor, _is_other_leaf)}
+    others = leaves(tensor, lambda item: not is_torch_tensor(item) and not is_container(item))
+    other_types = {type(leaf).__name__ for leaf in others}
     if other_types:
         warnings.warn(
             f"pad_across_processes returns values of type {', '.join(sorted(other_types))} unchanged", stacklevel=3
@@ -217,10 +218,6 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     return replace_leaves(
         tensor, (_pad(leaf, dim, size, pad_index, pad_first) for leaf, size in zip(tensors, longest, strict=True))
     )
-
-
-def _is_other_leaf(item: Any) -> bool:
-    return not is_torch_tensor(item) and not is_container(item)
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:

@@ -287,6 +287,7 @@ def option(
         stored = flag if prefixed_keys else field
         value_kind = kind or _KINDS[re.split(r"\W", annotation)[0]]
         allowed = tuple(choices) if choices is not None else None
+        listed = "{" + ",".join(allowed) + "}" if allowed and len(allowed) < 6 else _METAVARS[value_kind]
         spellings = [spelling for spelled in (flag, *also) for spelling in _spell(spelled)]
         return Option(
             kind=value_kind,
@@ -297,7 +298,7 @@ def option(
             undo_flags=_spell(undo) if undo else (),
             env=env_prefix + base.upper() if env == "" else env,
             key=(f"{section}.{stored}" if section else stored) if key == "" else key,
-            metavar=metavar or _default_metavar(value_kind, allowed),
+            metavar=metavar or listed,
             help=help,
             **attributes,
         )
@@ -308,10 +309,6 @@ def option(
 def _spell(flag: str) -> tuple[str, ...]:
     dashed = flag.replace("_", "-")
     return (f"--{flag}", f"--{dashed}") if dashed != flag else (f"--{flag}",)
-
-
-def _default_metavar(kind: type, choices: tuple[str, ...] | None) -> str:
-    return "{" + ",".join(choices) + "}" if choices and len(choices) < 6 else _METAVARS[kind]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ..images import named_images
-from ..rank_info import on_main_process
 from ..sdk_tracker import SdkTracker
 from ..serialize import as_number, flatten, to_plain
 
@@ -21,19 +20,16 @@ class AimTracker(SdkTracker):
         **kwargs: arguments of ``aim.Run``.
     """
 
+    writer: Any
     name = "aim"
     requires_logging_directory = True
     module, handle, id_attribute, finish_method = "aim", "writer", "hash", "close"
     offline = "Pass a directory as logging_dir to store the run locally."
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.aim_repo_path = None if logging_dir is None else str(logging_dir)
-        self.writer: Any = None
-        self._kwargs = kwargs
 
-    @on_main_process
     def start(self) -> None:
         kwargs = {"repo": self.aim_repo_path, "experiment": self.run_name, **self._kwargs}
         if self._resumed_id is not None:
@@ -43,11 +39,9 @@ class AimTracker(SdkTracker):
         self.writer = self._sdk().Run(**kwargs)
         self.writer.name = self.run_name
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.writer["hparams"] = to_plain(values)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values of a step; ``kwargs`` go to ``aim.Run.track`` (``context``, ``epoch``)."""
         step = self._step_or_next(step)
@@ -61,7 +55,6 @@ class AimTracker(SdkTracker):
                 item = aim.Distribution(item.reshape(-1).tolist())
             self.writer.track(item, name=name, step=step, **kwargs)
 
-    @on_main_process
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
@@ -84,7 +77,6 @@ class AimTracker(SdkTracker):
                 tracked = aim_image(pil_image.fromarray(image), **options)
                 self.writer.track(tracked, name=name, step=step, **kwargs.get("track", {}))
 
-    @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """Store a file in the repository's directory for artifacts."""
         if not self.writer.artifacts_uri:

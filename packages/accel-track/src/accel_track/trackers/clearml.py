@@ -8,7 +8,6 @@ from typing import Any
 from accel_state import env
 
 from ..images import named_images
-from ..rank_info import on_main_process
 from ..sdk_tracker import SdkTracker
 from ..serialize import flatten, to_plain
 
@@ -27,19 +26,16 @@ class ClearMLTracker(SdkTracker):
             duplicate every value, and torch, which would upload every checkpoint.
     """
 
+    task: Any
     name = "clearml"
-    requires_logging_directory = False
     module, handle, id_attribute = "clearml", "task", "id"
     offline = "Set CLEARML_OFFLINE_MODE=1 to store the task locally and call Task.import_offline_session later."
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(run_name, **kwargs)
         self.user_provided_run_name = run_name
-        self.task: Any = None
-        self._kwargs = kwargs
         self._owns_task = False
 
-    @on_main_process
     def start(self) -> None:
         clearml = self._sdk()
         self.task = clearml.Task.current_task()
@@ -60,12 +56,10 @@ class ClearMLTracker(SdkTracker):
         self.task = clearml.Task.init(**kwargs)
         self._owns_task = True
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.task.connect_configuration(configuration=to_plain(values), name="config")
         self.task.set_parameters({f"General/{name}": value for name, value in flatten(to_plain(values), "/").items()})
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values: ``kwargs`` go to ``report_scalar``, or to ``report_single_value`` without a step."""
         report = self.task.get_logger()
@@ -76,7 +70,6 @@ class ClearMLTracker(SdkTracker):
                 title, series = _title_and_series(name)
                 report.report_scalar(title=title, series=series, value=number, iteration=step, **kwargs)
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images of a step; ``kwargs`` go to ``report_image``."""
         report = self.task.get_logger()
@@ -85,7 +78,6 @@ class ClearMLTracker(SdkTracker):
             for name, image in named_images({series: value}):
                 report.report_image(title=title, series=name, iteration=step or 0, image=image, **kwargs)
 
-    @on_main_process
     def log_table(
         self,
         table_name: str,
@@ -102,7 +94,6 @@ class ClearMLTracker(SdkTracker):
             title=title, series=series, iteration=step or 0, table_plot=content, **kwargs
         )
 
-    @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
         """Store a file as an artifact; ``kwargs`` go to ``upload_artifact``."""
         name = f"{artifact_path.strip('/')}/" if artifact_path else ""
@@ -110,7 +101,6 @@ class ClearMLTracker(SdkTracker):
             name + local_path.replace("\\", "/").rsplit("/", 1)[-1], local_path, wait_on_upload=True, **kwargs
         )
 
-    @on_main_process
     def finish(self) -> None:
         if self.task is None or not self._owns_task:
             return

@@ -6,7 +6,6 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..images import named_images
-from ..rank_info import on_main_process
 from ..sdk_tracker import SdkTracker
 from ..serialize import as_number, flatten, to_plain
 
@@ -19,22 +18,15 @@ class CometMLTracker(SdkTracker):
         **kwargs: arguments of ``comet_ml.start``; ``online=False`` stores the experiment locally.
     """
 
+    writer: Any
     name = "comet_ml"
-    requires_logging_directory = False
     module, handle, finish_method = "comet_ml", "writer", "end"
     offline = "Pass init_kwargs={'comet_ml': {'online': False}} to store it locally and run `comet upload` later."
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.writer: Any = None
-        self._kwargs = kwargs
 
     @property
     def run_id(self) -> str | None:
         return None if self.writer is None else str(self.writer.get_key())
 
-    @on_main_process
     def start(self) -> None:
         comet = self._sdk()
         kwargs = {"project_name": self.run_name, **self._kwargs}
@@ -45,11 +37,9 @@ class CometMLTracker(SdkTracker):
             self._require_server(comet.config.get_config("comet.url_override"))
         self.writer = comet.start(**kwargs)
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.writer.log_parameters(flatten(to_plain(values)), nested_support=False)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values of a step; ``kwargs`` go to ``log_metric`` (numbers) or ``log_other`` (texts)."""
         if step is not None:
@@ -61,13 +51,11 @@ class CometMLTracker(SdkTracker):
             else:
                 self.writer.log_other(name, value if isinstance(value, str) else str(to_plain(value)), **kwargs)
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images of a step; ``kwargs`` go to ``log_image``."""
         for name, image in named_images(values):
             self.writer.log_image(image, name=name, step=step, **kwargs)
 
-    @on_main_process
     def log_table(
         self,
         table_name: str,
@@ -83,7 +71,6 @@ class CometMLTracker(SdkTracker):
             columns, data = [str(column) for column in dataframe.columns], dataframe.to_numpy().tolist()
         self.writer.log_table(filename, tabular_data=data, headers=columns or False, **kwargs)
 
-    @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
         """Store a file as an asset; ``kwargs`` go to ``log_asset``."""
         name = str(PurePosixPath(artifact_path or "") / PurePosixPath(local_path).name)

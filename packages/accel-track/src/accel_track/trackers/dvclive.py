@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..images import as_images
-from ..rank_info import on_main_process
 from ..sdk_tracker import SdkTracker
 from ..serialize import as_number, flatten, to_plain
 
@@ -20,26 +19,21 @@ class DVCLiveTracker(SdkTracker):
     """
 
     name = "dvclive"
-    requires_logging_directory = False
     module, handle, id_attribute, finish_method = "dvclive", "live", "dir", "end"
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(run_name, **kwargs)
         self.live = live
         self._given = live is not None
-        self._kwargs = kwargs
 
-    @on_main_process
     def start(self) -> None:
         if not self._given:
             resumed = {} if self._resumed_id is None else {"dir": self._resumed_id, "resume": True}
             self.live = self._sdk().Live(**{**resumed, **self._kwargs})
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.live.log_params(_without_none(to_plain(values)))
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values of a step; ``kwargs`` go to ``Live.log_metric``."""
         if step is not None:
@@ -52,7 +46,6 @@ class DVCLiveTracker(SdkTracker):
             self.live.log_metric(name, value if number is None else number, **kwargs)
         self.live.next_step()
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images of a step as ``plots/images/<name>/<index>.png``."""
         for name, value in values.items():
@@ -62,7 +55,6 @@ class DVCLiveTracker(SdkTracker):
                     image[..., 0] if image.shape[-1] == 1 else image,
                 )
 
-    @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
         """Store a file as a DVC artifact; ``kwargs`` go to ``Live.log_artifact``."""
         self.live.log_artifact(local_path, **kwargs)

@@ -13,7 +13,6 @@ from accel_state import env
 from accel_state.errors import ConfigurationError
 
 from ..images import named_images
-from ..rank_info import on_main_process
 from ..sdk_tracker import SdkTracker
 from ..serialize import flatten, to_plain
 
@@ -44,8 +43,8 @@ class MLflowTracker(SdkTracker):
         ConfigurationError: ``tags`` is neither a dictionary nor JSON, or ``nested_run`` without an active run.
     """
 
+    active_run: Any
     name = "mlflow"
-    requires_logging_directory = False
     module, handle, id_attribute = "mlflow", "active_run", "info.run_id"
     offline = "Set MLFLOW_TRACKING_URI=sqlite:///mlflow.db to store the run locally."
 
@@ -59,15 +58,13 @@ class MLflowTracker(SdkTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(run_name)
         self.experiment_name = env.read_str("MLFLOW_EXPERIMENT_NAME") or experiment_name
         self.logging_dir = logging_dir
-        self.run_name = run_name
         self.description = description
         self.tags = _tags(env.read_str("MLFLOW_TAGS") or tags)
         self._existing_id = env.read_str("MLFLOW_RUN_ID") or run_id
         self.nested_run = env.parse_flag_from_env("MLFLOW_NESTED_RUN", bool(nested_run))
-        self.active_run: Any = None
         self._client: Any = None
         # The active run is thread-local, and the constructor is called in the script's thread.
         self._parent = self._active_parent() if self.nested_run else None
@@ -80,7 +77,6 @@ class MLflowTracker(SdkTracker):
             )
         return str(active.info.run_id)
 
-    @on_main_process
     def start(self) -> None:
         mlflow = self._sdk()
         uri = mlflow.get_tracking_uri()
@@ -110,7 +106,6 @@ class MLflowTracker(SdkTracker):
             tags["mlflow.parentRunId"] = self._parent
         return tags
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         known = self._client.get_run(self.run_id).data.params
         texts = {_key(name): _text(value) for name, value in flatten(to_plain(values)).items()}
@@ -122,7 +117,6 @@ class MLflowTracker(SdkTracker):
         for start in range(0, len(params), MAX_PARAMETERS_PER_REQUEST):
             self._client.log_batch(self.run_id, params=params[start : start + MAX_PARAMETERS_PER_REQUEST])
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         step = self._step_or_next(step)
         now = int(time.time() * 1000)
@@ -131,14 +125,12 @@ class MLflowTracker(SdkTracker):
         for start in range(0, len(metrics), 1000):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + 1000], **kwargs)
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images of a step."""
         step = self._step_or_next(step)
         for name, image in named_images(values, squeeze=False):
             self._client.log_image(self.run_id, image, key=_key(name), step=step, **kwargs)
 
-    @on_main_process
     def log_table(
         self,
         table_name: str,
@@ -155,7 +147,6 @@ class MLflowTracker(SdkTracker):
             # The format of log_table, without pandas.
             self._client.log_dict(self.run_id, {"columns": columns, "data": to_plain(data)}, file)
 
-    @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Store a matplotlib or plotly figure as the artifact ``artifact_file``.
 
@@ -163,23 +154,19 @@ class MLflowTracker(SdkTracker):
         """
         self._client.log_figure(self.run_id, figure, artifact_file, save_kwargs=save_kwargs or None)
 
-    @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
         """Store all files of a directory in the directory ``artifact_path`` of the run's artifacts."""
         self._client.log_artifacts(self.run_id, local_dir, artifact_path)
 
-    @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """Store a file in the directory ``artifact_path`` of the run's artifacts."""
         self._client.log_artifact(self.run_id, local_path, artifact_path)
 
-    @on_main_process
     def discard(self) -> None:
         """Delete the run."""
         self.finish()
         self._client.delete_run(self.run_id)
 
-    @on_main_process
     def finish(self) -> None:
         if self.active_run is not None:
             self._client.set_terminated(self.run_id, "FAILED" if self.failed else "FINISHED")

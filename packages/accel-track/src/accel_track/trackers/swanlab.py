@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..images import named_images
-from ..rank_info import on_main_process
 from ..sdk_tracker import SdkRunTracker
 from ..serialize import flatten, to_plain
 
@@ -23,11 +22,9 @@ class SwanLabTracker(SdkRunTracker):
     module = "swanlab"
     offline = "Set SWANLAB_MODE=offline to store the run locally and run `swanlab sync` later."
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self._sdk().config.update(to_plain(values))
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values of a step; ``kwargs`` go to the run's ``log``."""
         self.run.log({name: self._value(value) for name, value in flatten(values, "/").items()}, step=step, **kwargs)
@@ -38,7 +35,6 @@ class SwanLabTracker(SdkRunTracker):
             return self._sdk().Text(value if isinstance(value, str) else str(value))
         return value
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images of a step; ``kwargs`` go to the run's ``log``."""
         image = self._sdk().Image

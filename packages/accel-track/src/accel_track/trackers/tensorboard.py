@@ -11,7 +11,6 @@ import torch
 
 from accel_state.imports import is_package_available
 
-from ..rank_info import on_main_process
 from ..sdk_tracker import SdkTracker
 from ..serialize import as_number, flatten, to_plain
 
@@ -28,16 +27,14 @@ class TensorBoardTracker(SdkTracker):
         **kwargs: arguments of ``SummaryWriter``.
     """
 
+    writer: Any
     name = "tensorboard"
     requires_logging_directory = True
     module, handle, finish_method = "tensorboard", "writer", "close"
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.logging_dir = os.path.join(logging_dir, run_name)
-        self.writer: Any = None
-        self._kwargs = kwargs
 
     @classmethod
     def is_available(cls) -> bool:
@@ -49,7 +46,6 @@ class TensorBoardTracker(SdkTracker):
         """The name of the run; a resumed one writes to the same directory."""
         return self.run_name
 
-    @on_main_process
     def start(self) -> None:
         if is_package_available("tensorboard"):
             writer = self._sdk("torch.utils.tensorboard").SummaryWriter
@@ -61,7 +57,6 @@ class TensorBoardTracker(SdkTracker):
             kwargs.setdefault("purge_step", self._resumed_step + 1)
         self.writer = writer(self.logging_dir, **kwargs)
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         plain = to_plain(values)
         flat = {
@@ -77,7 +72,6 @@ class TensorBoardTracker(SdkTracker):
         text = json.dumps(plain, indent=2) + "\n"
         (directory / "hparams.yml").write_text(text, encoding="utf-8", errors="backslashreplace")
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values of a step; ``kwargs`` go to the writer's ``add_scalar``, ``add_text`` or ``add_scalars``."""
         step = self._step_or_next(step)
@@ -101,7 +95,6 @@ class TensorBoardTracker(SdkTracker):
         else:
             self.writer.add_text(name, str(to_plain(value)), global_step=step, **kwargs)
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images of a step.
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..images import named_images
-from ..rank_info import on_main_process
 from ..sdk_tracker import SdkRunTracker
 from ..serialize import to_plain
 
@@ -27,11 +26,9 @@ class TrackioTracker(SdkRunTracker):
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__(run_name, **{"embed": False, **kwargs})
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.run.config.update(to_plain(values))
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images of a step; further images of one name get a number."""
         image = self._sdk().Image
@@ -40,7 +37,6 @@ class TrackioTracker(SdkRunTracker):
             images[name] = image(array.repeat(3, axis=2) if array.shape[-1] == 1 else array)
         self.run.log(images, step=step, **kwargs)
 
-    @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
         """Store a file as an artifact; ``kwargs`` go to the run's ``log_artifact``."""
         self.run.log_artifact(local_path, **kwargs)

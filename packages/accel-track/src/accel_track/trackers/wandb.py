@@ -7,7 +7,6 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..images import as_images
-from ..rank_info import on_main_process
 from ..sdk_tracker import SdkRunTracker
 from ..serialize import to_plain
 
@@ -24,18 +23,15 @@ class WandBTracker(SdkRunTracker):
     module = "wandb"
     offline = "Set WANDB_MODE=offline to store the run locally and run `wandb sync` later."
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.run.config.update(to_plain(values), allow_val_change=True)
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images of a step; ``kwargs`` go to the run's ``log``."""
         image = self._sdk().Image
         images = {name: [image(array) for array in as_images(value)] for name, value in values.items()}
         self.run.log(images, step=step, **kwargs)
 
-    @on_main_process
     def log_table(
         self,
         table_name: str,
@@ -49,7 +45,6 @@ class WandBTracker(SdkRunTracker):
         table = self._sdk().Table(columns=columns, data=data, dataframe=dataframe)
         self.run.log({table_name: table}, step=step, **kwargs)
 
-    @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
         """Store a file as an artifact; ``kwargs`` go to ``wandb.Artifact``."""
         name = PurePosixPath(local_path).name
@@ -57,7 +52,6 @@ class WandBTracker(SdkRunTracker):
         artifact.add_file(local_path, name=str(PurePosixPath(artifact_path or "") / name))
         self.run.log_artifact(artifact)
 
-    @on_main_process
     def finish(self) -> None:
         if self.run is not None:
             self.run.finish(exit_code=1 if self.failed else 0)
