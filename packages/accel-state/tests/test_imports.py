@@ -16,7 +16,7 @@ import pytest
 from accel_state import imports
 
 CHECKS: dict[str, Callable[[], bool]] = {
-    name: check for name, check in vars(imports).items() if name.startswith("is_") and name != "is_package_available"
+    name: check for name, check in vars(imports).items() if name.endswith("_available") and name != "is_package_available"
 }
 # What a name stands for where it is not the module's own.
 MODULES = {
@@ -46,7 +46,7 @@ def test_no_check_imports_what_it_looks_for():
     code = """
         import sys
         from accel_state import imports
-        for name in [name for name in vars(imports) if name.startswith("is_") and name != "is_package_available"]:
+        for name in [name for name in vars(imports) if name.endswith("_available") and name != "is_package_available"]:
             # This one says in its docstring that it imports; it has no other way to know.
             if name != "is_bitsandbytes_multi_backend_available":
                 vars(imports)[name]()
