@@ -10,8 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from accel_data import SeedableRandomSampler, SkipBatchSampler, get_sampler, prepare_data_loader
 from accel_data.epoch_rng import SamplerRng
-from accel_data.index_sources import PermutationSource, StreamSource, random_access_source
 from accel_data.rng_state import capture_rng, from_plain, preserve_rng, restore_rng, to_plain
+from accel_data.samplers import PermutationSource, StreamSource, random_access_source
 from accel_state.errors import ConfigurationError
 
 

@@ -16,7 +16,9 @@ import pytest
 from accel_state import imports
 
 CHECKS: dict[str, Callable[[], bool]] = {
-    name: check for name, check in vars(imports).items() if name.endswith("_available") and name != "is_package_available"
+    name: check
+    for name, check in vars(imports).items()
+    if name.endswith("_available") and name != "is_package_available"
 }
 # What a name stands for where it is not the module's own.
 MODULES = {

@@ -10,8 +10,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from .epoch_rng import SamplerRng
-from .index_sources import SequentialSource, StreamSource, random_access_source
-from .samplers import is_plain_batch_sampler
+from .samplers import SequentialSource, StreamSource, is_plain_batch_sampler, random_access_source
 from .shard_math import ShardPlan, balanced_range, check_rank, per_process_batch_size, wrapped_ranges
 
 # A rank's batch in a step, and how many of its samples are not padding (None if it has no padding).

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
+import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass, replace
@@ -14,7 +17,6 @@ from typing import Any
 
 from accel_state.errors import ConfigurationError
 
-from . import atexit
 from .base import GeneralTracker, Silence, TrackerError
 from .delivery_queue import Delivery, DeliveryQueue
 from .log_with import filter_trackers
@@ -212,7 +214,7 @@ class TrackerRun:
             TrackerError: in strict mode, a tracker failed.
         """
         queues, self._queues = self._queues, []
-        atexit.unregister(self)
+        _open.pop(id(self), None)
         if os.getpid() != self.owner_pid:
             return
         for queue in queues:
@@ -326,7 +328,7 @@ class TrackerRun:
             logger.warning("%s and is disabled: %s: %s. The run continues.", message, type(error).__name__, error)
             return
         self._queues.append(queue)
-        atexit.register(self)
+        _finish_at_exit(self)
         queue.submit("start", getattr(tracker, "start", _no_op))
         if self._config is not None:
             queue.submit("store_init_configuration", partial(tracker.store_init_configuration, dict(self._config)))
@@ -424,3 +426,29 @@ def _switch_run(tracker: Any, run: Mapping[str, Any], is_empty: bool, config: di
     tracker.start()
     if config is not None:
         tracker.store_init_configuration(dict(config))
+
+
+# In the order of their start. The references keep a run alive whose object the script has dropped.
+_open: dict[int, TrackerRun] = {}
+_registered_in: list[int] = []
+
+
+def _finish_at_exit(run: TrackerRun) -> None:
+    """Finish ``run`` at the end of this process, unless it is finished before."""
+    _open[id(run)] = run
+    if os.getpid() not in _registered_in:
+        _registered_in.append(os.getpid())
+        # Called before the interpreter joins its threads and runs atexit callbacks, in which libraries close
+        # themselves, and also in multiprocessing children, where atexit callbacks do not run.
+        getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+
+
+def _finish_all() -> None:
+    """Finish the runs of this process, but not copies inherited by a fork."""
+    failed = getattr(sys, "last_value", None) is not None
+    for run in list(_open.values()):
+        if run.owner_pid == os.getpid():
+            try:
+                run.finish(failed=failed)
+            except Exception as error:
+                logger.error("%s", error)

@@ -12,8 +12,11 @@ from .distributed import gather_tensor_shape as gather_tensor_shape
 from .distributed import pad_across_processes as pad_across_processes
 from .distributed import pad_input_tensors as pad_input_tensors
 from .distributed import reduce as reduce
+from .nested import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from .nested import TensorInformation as TensorInformation
 from .nested import concatenate as concatenate
+from .nested import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from .nested import convert_to_fp32 as convert_to_fp32
 from .nested import find_batch_size as find_batch_size
 from .nested import find_device as find_device
 from .nested import get_data_structure as get_data_structure
@@ -26,6 +29,3 @@ from .nested import listify as listify
 from .nested import recursively_apply as recursively_apply
 from .nested import send_to_device as send_to_device
 from .nested import slice_tensors as slice_tensors
-from .precision import ConvertOutputsToFp32 as ConvertOutputsToFp32
-from .precision import convert_outputs_to_fp32 as convert_outputs_to_fp32
-from .precision import convert_to_fp32 as convert_to_fp32
