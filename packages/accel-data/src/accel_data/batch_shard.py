@@ -384,11 +384,7 @@ class ItemShard(ShardedSampler):
     Rank r gets every ``num_processes``-th item, starting with the r-th. With ``even_batches``, ranks without an item in
     the last round repeat one from the start, which counts as padding.
 
-    Args:
-        sampler: sampler to shard; yields the same items on every rank. An item is an index or a list of indices.
-        num_processes: number of ranks.
-        process_index: this rank.
-        even_batches: give every rank the same number of items.
+    Args are those of :class:`BatchSamplerShard`, with a ``sampler`` that yields the same items on every rank.
     """
 
     unit = "items"

@@ -27,15 +27,11 @@ class DataLoaderDispatcher(PreparedLoader):
     Args:
         dataset: data set to load; read on rank 0 only.
         split_batches: slice each batch instead of distributing whole batches.
-        skip_batches: steps to skip in the first iteration.
-        use_stateful_dataloader: build on torchdata's StatefulDataLoader.
         _drop_last: drop an incomplete last step.
-        _non_blocking: copy batches to the device asynchronously.
         slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts the batch of a rank out of the joined
             batches of a step; None slices along the first dimension.
         torch_device_mesh: device mesh of the ranks; those that differ only along tp, cp, sp or pp get the same batch.
-        iteration: epoch of the first iteration.
-        **kwargs: arguments of the torch loader.
+        **kwargs: arguments of the torch loader. Other arguments are those of :class:`DataLoaderShard`.
     """
 
     def __init__(

@@ -65,20 +65,15 @@ def prepare_data_loader(
         device: device to move batches to, with ``put_on_device``; None means that of this process.
         num_processes: number of ranks that share the data; None means that of the run. A mesh overrides both.
         process_index: index of this rank among them; None means that of the run.
-        split_batches: the loader's batch size is the global one. Otherwise it is that of each process.
+        split_batches: as in :class:`DataLoaderConfiguration`, like ``even_batches``, ``use_seedable_sampler``,
+            ``data_seed``, ``non_blocking`` and ``use_stateful_dataloader``.
         put_on_device: move batches to the device.
         rng_types: generators to copy from rank 0 at the start of an iteration: "generator" (that of the sampler; the
             default), "torch", "cuda", "numpy", "python", ...
         dispatch_batches: read on rank 0 only and send batches to the other ranks. None does so for iterable data that
             cannot be sharded at the source, if ``put_on_device`` is set.
-        even_batches: give every rank the same number of full batches, by repeating samples from the start at the end of
-            an epoch.
         slice_fn_for_dispatch: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts out a rank's batch when
             dispatching.
-        use_seedable_sampler: make the order of a shuffled loader depend only on a seed and the epoch.
-        data_seed: that seed; None means ``torch.initial_seed()`` of rank 0.
-        non_blocking: copy batches to the device asynchronously.
-        use_stateful_dataloader: build on torchdata's StatefulDataLoader.
         torch_device_mesh: device mesh of the ranks; those that differ only along tp, cp, sp or pp get the same data.
         already_sharded: this loader already reads only the rank's part of the data. This is detected for a loader or
             data set with an attribute ``already_sharded = True``, and for a

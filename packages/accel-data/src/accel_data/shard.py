@@ -46,11 +46,7 @@ class SkipDataLoader(PreparedLoader):
 
     On map-style data nothing is read for the skipped batches.
 
-    Args:
-        dataset: data set to load.
-        skip_batches: batches to skip in the first iteration.
-        use_stateful_dataloader: build on torchdata's StatefulDataLoader.
-        **kwargs: arguments of the torch loader.
+    Args are those of :class:`DataLoaderShard`.
     """
 
     def __init__(

@@ -56,7 +56,6 @@ class OpenMpi(Mpi):
     signature = re.compile(r"Open MPI|OpenRTE|PRRTE")
 
     def command(self, job: MpiJob) -> list[str]:
-        """See the base class."""
         root = ["--allow-run-as-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
         # A file of bare addresses counts one slot each, so the count per node is given here. Binding to one core would
         # make all threads of a process share it.
@@ -71,7 +70,6 @@ class Hydra(Mpi):
     signature = re.compile(r"HYDRA", re.IGNORECASE)
 
     def command(self, job: MpiJob) -> list[str]:
-        """See the base class."""
         variables = [word for name, value in job.environment.items() for word in ("-genv", name, value)]
         counts = ["-n", str(job.processes), "-ppn", str(job.local_processes)]
         return [self.program, "-f", job.hostfile, *counts, *variables]
@@ -91,7 +89,6 @@ class Mvapich(Mpi):
     signature = re.compile(r"mvapich|mpirun_rsh", re.IGNORECASE)
 
     def command(self, job: MpiJob) -> list[str]:
-        """See the base class."""
         # MVAPICH's own binding would put all threads of a process on one core.
         variables = [f"{name}={value}" for name, value in {**job.environment, "MV2_ENABLE_AFFINITY": "0"}.items()]
         counts = ["-np", str(job.processes), "-ppn", str(job.local_processes)]

@@ -36,7 +36,6 @@ class DeepSpeedLauncher(Launcher):
     mode = LaunchMode.DEEPSPEED
 
     def run(self, plan: LaunchPlan) -> int:
-        """Run the runner and wait for it."""
         require("deepspeed", purpose="starting processes with DeepSpeed's launcher", install="deepspeed")
         pool = read_pool(plan.settings)
         with reserved_port() as port, tempfile.TemporaryDirectory(prefix="accel_launch_") as directory:

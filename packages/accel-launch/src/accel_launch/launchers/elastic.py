@@ -14,7 +14,7 @@ from ..interpreter import python_command
 from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand, launch_argv
-from .rank import WORKER
+from .rank import worker_command
 
 
 class ElasticLauncher(Launcher):
@@ -25,13 +25,13 @@ class ElasticLauncher(Launcher):
         return plan.mode is LaunchMode.LOCAL and plan.needs_agent
 
     def run(self, plan: LaunchPlan) -> int:
-        """Start the processes and wait for them."""
         check_rendezvous(plan.rendezvous, plan.num_machines)
         require("torch", purpose="starting more than one process", install="torch")
         from ..elastic.report import announce
         from ..elastic.run import ElasticJob, run_job
 
-        command = worker_command(plan)
+        # The agent substitutes $-names (torchrun's ${local_rank}); doubling them passes the user's text unchanged.
+        command = [word.replace("$", "$$") for word in worker_command(plan.entrypoint, os.getpid())]
         job = ElasticJob(
             entrypoint=command[0],
             args=command[1:],
@@ -94,11 +94,3 @@ def _notes(plan: LaunchPlan, machine: int, here: bool) -> list[str]:
     if options.max_restarts:
         notes.append(f"if a process fails, all are restarted, up to {options.max_restarts} times")
     return notes
-
-
-def worker_command(plan: LaunchPlan) -> list[str]:
-    """The command of every rank."""
-    entrypoint = plan.entrypoint
-    worker = [str(WORKER), entrypoint.kind, str(os.getpid()), entrypoint.name, *entrypoint.args]
-    # The agent substitutes $-names (torchrun's ${local_rank}); doubling them passes the user's text unchanged.
-    return [word.replace("$", "$$") for word in (*python_command(), *worker)]

@@ -31,7 +31,6 @@ class MpirunLauncher(Launcher):
     mode = LaunchMode.MPIRUN
 
     def run(self, plan: LaunchPlan) -> int:
-        """Run mpirun and wait for it."""
         mpi = find_mpi(plan.full_environment())
         if mpi is None:
             raise ConfigurationError(

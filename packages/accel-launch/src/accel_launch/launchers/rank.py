@@ -37,7 +37,6 @@ class RankLauncher(Launcher):
     mode = LaunchMode.RANK
 
     def run(self, plan: LaunchPlan) -> int:
-        """Become the script."""
         start = self.commands(plan)[0]
         command = worker_command(plan.entrypoint, os.getppid())
         return become(command, {**plan.full_environment(), **start.ranks[0]})

@@ -37,7 +37,6 @@ class SageMakerLauncher(Launcher):
     mode = LaunchMode.SAGEMAKER
 
     def run(self, plan: LaunchPlan) -> int:
-        """Start the job, and wait for it."""
         job = describe_job(plan)
         require("sagemaker", purpose="starting a SageMaker training job", install="sagemaker")
         region = plan.settings["aws_region"]

@@ -40,7 +40,6 @@ class SingleLauncher(Launcher):
         return plan.mode is LaunchMode.LOCAL and not plan.needs_agent
 
     def run(self, plan: LaunchPlan) -> int:
-        """Become the script."""
         return become(self.commands(plan)[0].command, plan.full_environment())
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:

@@ -20,7 +20,6 @@ class SrunLauncher(Launcher):
     mode = LaunchMode.SRUN
 
     def run(self, plan: LaunchPlan) -> int:
-        """Run srun and wait for it."""
         if shutil.which("srun") is None:
             raise ConfigurationError(
                 "srun is not on PATH. It starts the launchers on the nodes of this SLURM job: add SLURM's bin "

@@ -27,7 +27,6 @@ class TpuLauncher(Launcher):
     mode = LaunchMode.TPU
 
     def run(self, plan: LaunchPlan) -> int:
-        """Start the processes with torch_xla, and wait for them."""
         process = _core_process(plan)
         purpose, install = "starting processes on a TPU", "torch_xla[tpu]"
         require("torch_xla", purpose=purpose, install=install)

@@ -25,7 +25,6 @@ class TpuPodLauncher(Launcher):
     mode = LaunchMode.TPU_POD
 
     def run(self, plan: LaunchPlan) -> int:
-        """Run gcloud and wait for it."""
         return run_all([start.command for start in self.commands(plan)])
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
