@@ -32,17 +32,11 @@ _RECORD = "_accel_offloaded"
 
 @dataclass
 class OffloadRecord:
-    """The weights that loading left on the disk, kept on the model until it is dispatched.
+    """The weights that loading left on the disk, kept on the model until it is dispatched."""
 
-    Attributes:
-        index: as for :class:`OffloadedWeightsLoader`.
-        files: the open files that it names.
-        directory: the directory of weights that had to be written.
-    """
-
-    index: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, SafetensorsFile] = field(default_factory=dict)
-    directory: Path | None = None
+    index: dict[str, Any] = field(default_factory=dict)  # as for :class:`OffloadedWeightsLoader`
+    files: dict[str, SafetensorsFile] = field(default_factory=dict)  # the open files that it names
+    directory: Path | None = None  # the directory of weights that had to be written
 
 
 def offload_record(model: nn.Module) -> OffloadRecord | None:

@@ -20,17 +20,11 @@ _BINARY_MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe", b"MZ")
 
 @dataclass(frozen=True)
 class Entrypoint:
-    """What each process runs.
+    """What each process runs."""
 
-    Attributes:
-        kind: "script", "module" or "executable".
-        name: path, dotted name, or path of the executable.
-        args: its arguments.
-    """
-
-    kind: str
-    name: str
-    args: tuple[str, ...]
+    kind: str  # "script", "module" or "executable"
+    name: str  # path, dotted name, or path of the executable
+    args: tuple[str, ...]  # its arguments
 
     def command(self, interpreter: Sequence[str]) -> list[str]:
         """The command that runs it in one process, with this Python and its options."""

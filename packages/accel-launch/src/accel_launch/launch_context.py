@@ -40,21 +40,13 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """Where a launcher runs.
+    """Where a launcher runs."""
 
-    Attributes:
-        role: what it does.
-        starter: the program that started it (slurm, openmpi, mvapich, hydra), or empty.
-        process: rank, world size and address of this process, where the starter tells them.
-        hosts: nodes of the allocation, in SLURM's order; empty elsewhere.
-        tasks_per_node: tasks per node that SLURM was asked for, or None.
-    """
-
-    role: Role = Role.ALONE
-    starter: str = ""
-    process: Environment | None = None
-    hosts: tuple[str, ...] = ()
-    tasks_per_node: int | None = None
+    role: Role = Role.ALONE  # what it does
+    starter: str = ""  # the program that started it (slurm, openmpi, mvapich, hydra), or empty
+    process: Environment | None = None  # rank, world size and address of this process, where the starter tells them
+    hosts: tuple[str, ...] = ()  # nodes of the allocation, in SLURM's order; empty elsewhere
+    tasks_per_node: int | None = None  # tasks per node that SLURM was asked for, or None
 
 
 def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchContext:

@@ -17,19 +17,12 @@ _VERSION_SECONDS = 30
 
 @dataclass(frozen=True)
 class MpiJob:
-    """What mpirun starts.
+    """What mpirun starts."""
 
-    Attributes:
-        hostfile: path of the list of machines.
-        processes: processes on all machines.
-        local_processes: processes on each machine.
-        environment: variables for every process.
-    """
-
-    hostfile: str
-    processes: int
-    local_processes: int
-    environment: Mapping[str, str]
+    hostfile: str  # path of the list of machines
+    processes: int  # processes on all machines
+    local_processes: int  # processes on each machine
+    environment: Mapping[str, str]  # variables for every process
 
 
 class Mpi(ABC):

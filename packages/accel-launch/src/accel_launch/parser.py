@@ -26,17 +26,12 @@ Exit code: that of the script, or of the process that failed first; 2 for an err
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed command line.
+    """A parsed command line."""
 
-    Attributes:
-        options: text by option name, for the options given; a list of texts for options that can be repeated.
-        script: the script, module or executable.
-        script_args: its arguments, unchanged.
-    """
-
+    # text by option name, for the options given; a list of texts for options that can be repeated
     options: dict[str, Any]
-    script: str
-    script_args: list[str]
+    script: str  # the script, module or executable
+    script_args: list[str]  # its arguments, unchanged
 
 
 class ConfigParser(argparse.ArgumentParser):

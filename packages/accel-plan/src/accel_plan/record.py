@@ -48,25 +48,17 @@ _OPERATORS: Mapping[str, tuple[str, int]] = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """All communication of one kind over one axis, in one step of one rank.
+    """All communication of one kind over one axis, in one step of one rank."""
 
-    Attributes:
-        kind: "all-gather", "reduce-scatter", "all-reduce", "broadcast" or "all-to-all"; or point to point: in a
-            pipeline "activations" (to the next stage), "gradients" (to the previous stage) and "tied gradients"
-            (between the first and the last).
-        axis: the mesh axis; axes that are flattened into one are joined by "+".
-        ranks: number of participating ranks.
-        calls: number of calls.
-        payload: bytes of the full results or inputs, over all calls.
-        sent: bytes that this rank sends, over all calls; see :func:`sent_bytes`.
-    """
-
+    # "all-gather", "reduce-scatter", "all-reduce", "broadcast" or "all-to-all"; or point to point: in a
+    # pipeline "activations" (to the next stage), "gradients" (to the previous stage) and "tied gradients"
+    # (between the first and the last)
     kind: str
-    axis: str
-    ranks: int
-    calls: int
-    payload: int
-    sent: int
+    axis: str  # the mesh axis; axes that are flattened into one are joined by "+"
+    ranks: int  # number of participating ranks
+    calls: int  # number of calls
+    payload: int  # bytes of the full results or inputs, over all calls
+    sent: int  # bytes that this rank sends, over all calls; see :func:`sent_bytes`
 
 
 def sent_bytes(kind: str, payload: int, ranks: int) -> int:

@@ -22,21 +22,13 @@ FILE_NAME = "save_on_signal.json"
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank tells its launcher.
+    """What a rank tells its launcher."""
 
-    Attributes:
-        pid: process id of the rank.
-        signals: numbers of the signals on which it saves.
-        grace_seconds: time limit for saving.
-        exit_code: exit code after saving.
-        saved: path of the checkpoint, once saved.
-    """
-
-    pid: int
-    signals: Sequence[int]
-    grace_seconds: float
-    exit_code: int = PREEMPTED_EXIT_CODE
-    saved: str | None = None
+    pid: int  # process id of the rank
+    signals: Sequence[int]  # numbers of the signals on which it saves
+    grace_seconds: float  # time limit for saving
+    exit_code: int = PREEMPTED_EXIT_CODE  # exit code after saving
+    saved: str | None = None  # path of the checkpoint, once saved
 
 
 def launcher_directory() -> Path | None:

@@ -133,16 +133,13 @@ class SdkRunTracker(SdkTracker):
     Args:
         run_name: name of the project.
         **kwargs: arguments of the SDK's ``init``.
-
-    Attributes:
-        run: the SDK's run, once started.
     """
 
     handle = "run"
     id_attribute = "id"  # also the argument of init that resumes a run
     finish_method = "finish"
 
-    run: Any
+    run: Any  # the SDK's run, once started
 
     def start(self) -> None:
         kwargs = {"project": self.run_name, **self._kwargs}

@@ -22,21 +22,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ModelTensor:
-    """A parameter or buffer of a model, under all its names (tied weights have several).
+    """A parameter or buffer of a model, under all its names (tied weights have several)."""
 
-    Attributes:
-        name: its first name.
-        tensor: its current value.
-        is_buffer: a buffer rather than a parameter.
-        slots: (module, attribute) of each place where the model holds it.
-        names: all its names.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    is_buffer: bool
+    name: str  # its first name
+    tensor: torch.Tensor  # its current value
+    is_buffer: bool  # a buffer rather than a parameter
+    # (module, attribute) of each place where the model holds it
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # all its names
 
     def replace(self, tensor: torch.Tensor) -> None:
         """Put another tensor in all its slots."""
@@ -85,23 +78,15 @@ def split_by_location(
 
 @dataclass
 class CheckpointMatch:
-    """How the names and shapes of a checkpoint fit a model.
+    """How the names and shapes of a checkpoint fit a model."""
 
-    Attributes:
-        unsaved_buffers: buffers on the meta device that no checkpoint holds.
-        sources: the name in the checkpoint of each tensor, by its first name in the model.
-        missing: names in the model that the checkpoint lacks.
-        without_values: those of ``missing`` that are on the meta device.
-        unexpected: names in the checkpoint that the model lacks.
-        misshapen: descriptions of the differing shapes, by name.
-    """
-
-    unsaved_buffers: list[str]
+    unsaved_buffers: list[str]  # buffers on the meta device that no checkpoint holds
+    # the name in the checkpoint of each tensor, by its first name in the model
     sources: dict[str, str] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    without_values: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    misshapen: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)  # names in the model that the checkpoint lacks
+    without_values: list[str] = field(default_factory=list)  # those of ``missing`` that are on the meta device
+    unexpected: list[str] = field(default_factory=list)  # names in the checkpoint that the model lacks
+    misshapen: dict[str, str] = field(default_factory=dict)  # descriptions of the differing shapes, by name
 
 
 def match_checkpoint(

@@ -14,19 +14,13 @@ STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class Division:
-    """What a strategy shards over the data-parallel processes.
+    """What a strategy shards over the data-parallel processes."""
 
-    Attributes:
-        weights: the weights, between steps.
-        gradients: the gradients, when a step is taken.
-        optimizer: the optimizer state.
-        gathers: what is gathered to compute: "nothing", "layers" (one after the other) or "model" (all, until the end
-            of the backward); or "gradients", which DDP holds a second time.
-    """
-
-    weights: bool = False
-    gradients: bool = False
-    optimizer: bool = False
+    weights: bool = False  # the weights, between steps
+    gradients: bool = False  # the gradients, when a step is taken
+    optimizer: bool = False  # the optimizer state
+    # what is gathered to compute: "nothing", "layers" (one after the other) or "model" (all, until the end of
+    # the backward); or "gradients", which DDP holds a second time
     gathers: str = "nothing"
 
 

@@ -22,23 +22,14 @@ _Fetched = tuple[dict[str, torch.Tensor], Any]
 
 @dataclass
 class WeightGroup:
-    """The offloaded weights that one hook needs for a forward.
+    """The offloaded weights that one hook needs for a forward."""
 
-    Attributes:
-        names: names of the weights, from the hook's module on.
-        source: the mapping that holds them.
-        source_names: their names in it.
-        nbytes: their size.
-        device: where they are needed. None: where they are.
-        is_lookup_table: few of their rows are used, so mapped pages are not read in advance.
-    """
-
-    names: list[str]
-    source: Mapping[str, torch.Tensor]
-    source_names: list[str]
-    nbytes: int
-    device: torch.device | None
-    is_lookup_table: bool
+    names: list[str]  # names of the weights, from the hook's module on
+    source: Mapping[str, torch.Tensor]  # the mapping that holds them
+    source_names: list[str]  # their names in it
+    nbytes: int  # their size
+    device: torch.device | None  # where they are needed. None: where they are
+    is_lookup_table: bool  # few of their rows are used, so mapped pages are not read in advance
 
 
 class Prefetcher:

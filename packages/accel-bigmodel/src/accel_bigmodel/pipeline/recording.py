@@ -28,25 +28,17 @@ _NONE: Sources = frozenset()
 
 @dataclass
 class Recording:
-    """The calls of one run of the model.
+    """The calls of one run of the model."""
 
-    Attributes:
-        calls: for every call in order, the name of the unit.
-        outputs: for every call, its output with a TensorInformation in place of each tensor.
-        inputs: for every call, what its arguments were computed from.
-        read: (next call, sources) of every tensor whose values Python code outside the units read (``.item()``).
-        output: what the model's output was computed from.
-        touched: parameters and buffers used outside the units.
-        rewritten: results that code outside the units modifies in place.
-    """
-
-    calls: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)  # for every call in order, the name of the unit
+    # for every call, its output with a TensorInformation in place of each tensor
     outputs: list[Any] = field(default_factory=list)
-    inputs: list[Sources] = field(default_factory=list)
+    inputs: list[Sources] = field(default_factory=list)  # for every call, what its arguments were computed from
+    # (next call, sources) of every tensor whose values Python code outside the units read (``.item()``)
     read: list[tuple[int, Sources]] = field(default_factory=list)
-    output: Sources = _NONE
-    touched: set[str] = field(default_factory=set)
-    rewritten: set[Value] = field(default_factory=set)
+    output: Sources = _NONE  # what the model's output was computed from
+    touched: set[str] = field(default_factory=set)  # parameters and buffers used outside the units
+    rewritten: set[Value] = field(default_factory=set)  # results that code outside the units modifies in place
 
 
 @torch.no_grad()

@@ -22,27 +22,18 @@ class PipelineSplit:
     """How a model is split into stages.
 
     A unit is a module that runs on one rank. The code outside the units runs on every rank.
-
-    Attributes:
-        units: names of the units.
-        calls: the unit of every call, in the order of the forward.
-        starts: for every stage, the number of its first call.
-        carries: for every stage but the last, the results that it sends to the next one.
-        rewritten: results that code outside the units modifies in place.
-        kept: for every stage, the parameters and buffers that code outside the units needs there.
-        touched: parameters and buffers that code outside the units uses on any rank.
-        example: the structure of the recorded inputs.
-        outputs: for every call on the example, its output with a TensorInformation in place of each tensor.
     """
 
-    units: tuple[str, ...]
-    calls: tuple[str, ...]
-    starts: tuple[int, ...]
-    carries: tuple[tuple[Value, ...], ...]
-    rewritten: frozenset[Value]
+    units: tuple[str, ...]  # names of the units
+    calls: tuple[str, ...]  # the unit of every call, in the order of the forward
+    starts: tuple[int, ...]  # for every stage, the number of its first call
+    carries: tuple[tuple[Value, ...], ...]  # for every stage but the last, the results that it sends to the next one
+    rewritten: frozenset[Value]  # results that code outside the units modifies in place
+    # for every stage, the parameters and buffers that code outside the units needs there
     kept: tuple[frozenset[str], ...]
-    touched: frozenset[str]
-    example: str
+    touched: frozenset[str]  # parameters and buffers that code outside the units uses on any rank
+    example: str  # the structure of the recorded inputs
+    # for every call on the example, its output with a TensorInformation in place of each tensor
     outputs: tuple[Any, ...]
 
     def __len__(self) -> int:

@@ -20,33 +20,22 @@ _CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AW
 
 @dataclass(frozen=True)
 class SageMakerJob:
-    """Arguments for the SDK.
+    """Arguments for the SDK."""
 
-    Attributes:
-        entry_point: name of the script in ``source_dir``.
-        source_dir: directory to upload, with its requirements.txt.
-        hyperparameters: arguments of the script, by name.
-        environment: variables of the container.
-        data_parallel: whether each machine starts one process per GPU.
-        inputs: S3 addresses, by channel.
-        metrics: regular expressions, by name.
-        sdk_options: further settings of the SDK.
-    """
-
-    entry_point: str
-    source_dir: str
+    entry_point: str  # name of the script in ``source_dir``
+    source_dir: str  # directory to upload, with its requirements.txt
     instance_type: str
     instance_count: int
     role: str
     base_job_name: str
     image_uri: str | None
     versions: Mapping[str, str]
-    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    data_parallel: bool = False
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    metrics: Mapping[str, str] = field(default_factory=dict)
-    sdk_options: Mapping[str, Any] = field(default_factory=dict)
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)  # arguments of the script, by name
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of the container
+    data_parallel: bool = False  # whether each machine starts one process per GPU
+    inputs: Mapping[str, str] = field(default_factory=dict)  # S3 addresses, by channel
+    metrics: Mapping[str, str] = field(default_factory=dict)  # regular expressions, by name
+    sdk_options: Mapping[str, Any] = field(default_factory=dict)  # further settings of the SDK
 
 
 def describe_job(plan: LaunchPlan) -> SageMakerJob:

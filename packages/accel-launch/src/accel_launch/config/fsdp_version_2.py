@@ -31,21 +31,13 @@ _REMOVED: Mapping[str, str] = {
 
 @dataclass
 class _Conversion:
-    """The new content of a file.
+    """The new content of a file."""
 
-    Attributes:
-        section: the new section fsdp_config.
-        option_names: option by key of the old section.
-        renamed: new key by old key.
-        mesh: keys to add to parallelism_config.
-        notes: a line for each change.
-    """
-
-    section: dict[str, Any]
-    option_names: Mapping[str, str]
-    renamed: dict[str, str] = field(default_factory=dict)
-    mesh: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    section: dict[str, Any]  # the new section fsdp_config
+    option_names: Mapping[str, str]  # option by key of the old section
+    renamed: dict[str, str] = field(default_factory=dict)  # new key by old key
+    mesh: dict[str, int] = field(default_factory=dict)  # keys to add to parallelism_config
+    notes: list[str] = field(default_factory=list)  # a line for each change
 
     def keys_of(self, option: str) -> list[str]:
         """The keys of the section that set an option."""

@@ -8,19 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line of the output.
+    """One line of the output."""
 
-    Attributes:
-        subject: what was checked, in one or two words.
-        state: "ok", "warn" or "fail".
-        text: the result.
-        advice: what to do; never empty for a failure.
-    """
-
-    subject: str
-    state: str
-    text: str
-    advice: str = ""
+    subject: str  # what was checked, in one or two words
+    state: str  # "ok", "warn" or "fail"
+    text: str  # the result
+    advice: str = ""  # what to do; never empty for a failure
 
     @property
     def failed(self) -> bool:

@@ -32,27 +32,16 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How a rank ended.
+    """How a rank ended."""
 
-    Attributes:
-        rank: global rank.
-        local_rank: rank on its machine.
-        pid: process id.
-        exit_code: as a shell shows it: 128 + N if signal N ended it.
-        signal: name of the signal that ended it, or empty.
-        time_ns: when, by the rank's own report; None if it left none (killed, or not Python).
-        traceback: text, or empty.
-        host: where it ran; empty for this machine.
-    """
-
-    rank: int
-    local_rank: int
-    pid: int
-    exit_code: int
-    signal: str = ""
-    time_ns: int | None = None
-    traceback: str = ""
-    host: str = ""
+    rank: int  # global rank
+    local_rank: int  # rank on its machine
+    pid: int  # process id
+    exit_code: int  # as a shell shows it: 128 + N if signal N ended it
+    signal: str = ""  # name of the signal that ended it, or empty
+    time_ns: int | None = None  # when, by the rank's own report; None if it left none (killed, or not Python)
+    traceback: str = ""  # text, or empty
+    host: str = ""  # where it ran; empty for this machine
 
 
 def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, directory: Path) -> RankFailure:

@@ -31,46 +31,27 @@ from .static_rendezvous import StaticRendezvous
 
 @dataclass(frozen=True)
 class ElasticJob:
-    """What the agent of this machine starts.
+    """What the agent of this machine starts."""
 
-    Attributes:
-        entrypoint: an executable, or a function that each rank calls.
-        args: its arguments.
-        local_processes: ranks on this machine.
-        num_machines: machines.
-        rendezvous: how they meet.
-        debug: whether the agent's log is shown.
-        start_method: how processes of a function are created: "fork" or "spawn".
-        line_prefix: template of the prefix of each line of ``--tee``; None for role and local rank.
-        run_id: id of the job, the same on all machines; None for the default.
-        owns_process: see :class:`SignalWatch`.
-    """
-
-    entrypoint: str | Callable[..., Any]
-    args: Sequence[Any]
-    local_processes: int
-    num_machines: int
-    rendezvous: RendezvousOptions
-    debug: bool = False
-    start_method: str = "spawn"
-    line_prefix: str | None = None
-    run_id: str | None = None
-    owns_process: bool = True
+    entrypoint: str | Callable[..., Any]  # an executable, or a function that each rank calls
+    args: Sequence[Any]  # its arguments
+    local_processes: int  # ranks on this machine
+    num_machines: int  # machines
+    rendezvous: RendezvousOptions  # how they meet
+    debug: bool = False  # whether the agent's log is shown
+    start_method: str = "spawn"  # how processes of a function are created: "fork" or "spawn"
+    line_prefix: str | None = None  # template of the prefix of each line of ``--tee``; None for role and local rank
+    run_id: str | None = None  # id of the job, the same on all machines; None for the default
+    owns_process: bool = True  # see :class:`SignalWatch`
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended on this machine.
+    """How a job ended on this machine."""
 
-    Attributes:
-        exit_code: as a shell shows it.
-        world_size: ranks over all machines.
-        failure: the rank that failed first, or None.
-    """
-
-    exit_code: int
-    world_size: int = 0
-    failure: RankFailure | None = None
+    exit_code: int  # as a shell shows it
+    world_size: int = 0  # ranks over all machines
+    failure: RankFailure | None = None  # the rank that failed first, or None
 
 
 def run_job(job: ElasticJob) -> Outcome:

@@ -53,16 +53,6 @@ class Variables:
 class Environment(ABC):
     """A process's rank in the run.
 
-    Attributes:
-        rank: rank among all processes, 0 <= rank < world_size.
-        world_size: number of processes.
-        local_rank: rank among the processes of this node.
-        local_world_size: number of processes of this node.
-        node_rank: rank of this node.
-        num_nodes: number of nodes.
-        main_address: host of rank 0, for the rendezvous; None if unknown.
-        main_port: port on that host; None if unknown.
-
     Raises:
         ConfigurationError: the numbers contradict each other.
     """
@@ -70,14 +60,14 @@ class Environment(ABC):
     name: ClassVar[str]
     """The registered name of the launcher."""
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int
-    main_address: str | None = None
-    main_port: int | None = None
+    rank: int  # rank among all processes, 0 <= rank < world_size
+    world_size: int  # number of processes
+    local_rank: int  # rank among the processes of this node
+    local_world_size: int  # number of processes of this node
+    node_rank: int  # rank of this node
+    num_nodes: int  # number of nodes
+    main_address: str | None = None  # host of rank 0, for the rendezvous; None if unknown
+    main_port: int | None = None  # port on that host; None if unknown
 
     def __post_init__(self) -> None:
         self._check_below("rank", self.rank, "world size", self.world_size)

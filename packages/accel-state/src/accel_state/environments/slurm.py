@@ -112,21 +112,13 @@ class SlurmEnvironment(Environment):
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a SLURM job, as seen by one of its processes: a batch script, a shell of salloc, or a task.
+    """The nodes of a SLURM job, as seen by one of its processes: a batch script, a shell of salloc, or a task."""
 
-    Attributes:
-        job: the job id.
-        hosts: the nodes, in SLURM's order.
-        tasks_per_node: requested tasks per node; None if nodes differ, or no number was requested.
-        on_node: whether this process runs on a node of the job (a shell of salloc usually runs on the login node).
-        in_step: whether this process is a task of srun.
-    """
-
-    job: str
-    hosts: tuple[str, ...]
-    tasks_per_node: int | None
-    on_node: bool
-    in_step: bool
+    job: str  # the job id
+    hosts: tuple[str, ...]  # the nodes, in SLURM's order
+    tasks_per_node: int | None  # requested tasks per node; None if nodes differ, or no number was requested
+    on_node: bool  # whether this process runs on a node of the job (a shell of salloc usually runs on the login node)
+    in_step: bool  # whether this process is a task of srun
 
     @classmethod
     def read(cls, variables: Variables) -> Allocation | None:

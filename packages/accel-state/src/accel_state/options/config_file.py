@@ -19,29 +19,20 @@ FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """One value of a file.
+    """One value of a file."""
 
-    Attributes:
-        key: ``section.key`` if nested.
-        location: "FILE, line N", for messages.
-    """
-
-    key: str
+    key: str  # ``section.key`` if nested
     value: Any
-    location: str
+    location: str  # "FILE, line N", for messages
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The entries of a configuration file by key, those of sections included.
-
-    Attributes:
-        notes: messages to the user about keys of other versions of this format.
-    """
+    """The entries of a configuration file by key, those of sections included."""
 
     path: Path
     entries: Mapping[str, Entry]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # messages to the user about keys of other versions of this format
 
     def entry(self, key: str) -> Entry | None:
         """The entry of a key, or None."""

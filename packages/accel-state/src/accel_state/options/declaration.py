@@ -33,22 +33,15 @@ _KIND_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ValueSpec:
-    """The values that an option accepts.
+    """The values that an option accepts."""
 
-    Attributes:
-        kind: type of a value: bool, int, float, str, tuple (of texts) or dict.
-        choices: the only values allowed; compared without regard to case, and stored as spelled here.
-        synonyms: other spellings of choices.
-        minimum: lower bound of a number, inclusive.
-        maximum: upper bound of a number, inclusive.
-        parser: turns text into the value where ``kind`` and ``choices`` are not enough. Raises ValueError.
-    """
-
-    kind: type
+    kind: type  # type of a value: bool, int, float, str, tuple (of texts) or dict
+    # the only values allowed; compared without regard to case, and stored as spelled here
     choices: tuple[str, ...] | None = None
-    synonyms: Mapping[str, str] = field(default_factory=dict)
-    minimum: float | None = None
-    maximum: float | None = None
+    synonyms: Mapping[str, str] = field(default_factory=dict)  # other spellings of choices
+    minimum: float | None = None  # lower bound of a number, inclusive
+    maximum: float | None = None  # upper bound of a number, inclusive
+    # turns text into the value where ``kind`` and ``choices`` are not enough. Raises ValueError
     parser: Callable[[str], Any] | None = None
 
     def allowed(self) -> str:
@@ -176,45 +169,27 @@ GIVEN = "given"
 
 @dataclass(frozen=True, kw_only=True)
 class Option(ValueSpec):
-    """One option: its names, the values that it accepts and what it does.
+    """One option: its names, the values that it accepts and what it does."""
 
-    Attributes:
-        field: name of the attribute in its group.
-        default: the value when the option is not set; None means "not set".
-        flags: spellings on the command line, the main one first, each with underscores and with dashes.
-        undo_flags: flags without a value that set a boolean option to false.
-        env: environment variable that sets it, or None.
-        key: key in a configuration file, ``section.key`` if nested; None if a file cannot set it.
-        other_keys: keys of files written by other versions of this format, each read as ``key`` is.
-        exported: whether the launched processes receive it (under ``env``).
-        alone: whether a boolean option may be given without a value (``--cpu``).
-        implied_by: another option, and its values that set this one to true unless this one is set.
-        retired: why the option has no effect any more, for a note to the user; None for all others.
-        secret: whether its value must not be shown or stored.
-        help: what it does, for ``--help`` and the documentation.
-        question: how a questionnaire asks for it, or None if it does not.
-        asked_when: the question is asked if, for each option named here, the answer is among these values.
-        suggested: the questionnaire's proposal, if that is not the default.
-        metavar: how the value is shown in ``--help``.
-    """
-
-    field: str
-    default: Any
-    flags: tuple[str, ...]
-    undo_flags: tuple[str, ...]
-    env: str | None
-    key: str | None
-    metavar: str
-    help: str
-    other_keys: tuple[str, ...] = ()
-    exported: bool = False
-    alone: bool = True
+    field: str  # name of the attribute in its group
+    default: Any  # the value when the option is not set; None means "not set"
+    flags: tuple[str, ...]  # spellings on the command line, the main one first, each with underscores and with dashes
+    undo_flags: tuple[str, ...]  # flags without a value that set a boolean option to false
+    env: str | None  # environment variable that sets it, or None
+    key: str | None  # key in a configuration file, ``section.key`` if nested; None if a file cannot set it
+    metavar: str  # how the value is shown in ``--help``
+    help: str  # what it does, for ``--help`` and the documentation
+    other_keys: tuple[str, ...] = ()  # keys of files written by other versions of this format, each read as ``key`` is
+    exported: bool = False  # whether the launched processes receive it (under ``env``)
+    alone: bool = True  # whether a boolean option may be given without a value (``--cpu``)
+    # another option, and its values that set this one to true unless this one is set
     implied_by: tuple[str, tuple[Any, ...]] | None = None
-    retired: str | None = None
-    secret: bool = False
-    question: str | None = None
+    retired: str | None = None  # why the option has no effect any more, for a note to the user; None for all others
+    secret: bool = False  # whether its value must not be shown or stored
+    question: str | None = None  # how a questionnaire asks for it, or None if it does not
+    # the question is asked if, for each option named here, the answer is among these values
     asked_when: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    suggested: Any = None
+    suggested: Any = None  # the questionnaire's proposal, if that is not the default
 
     @property
     def name(self) -> str:
@@ -313,17 +288,12 @@ def _spell(flag: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class OptionGroup:
-    """Options that belong together. A subclass is a frozen dataclass whose fields are all made by :func:`option`.
+    """Options that belong together. A subclass is a frozen dataclass whose fields are all made by :func:`option`."""
 
-    Attributes:
-        title: heading in ``--help`` and in the documentation.
-        description: a sentence under it.
-        enabled_by: the option, and its value, without which the group has no effect, or None. While it is enabled,
-            every exported option of the group that is not None reaches the processes, defaults included.
-    """
-
-    title: ClassVar[str] = ""
-    description: ClassVar[str] = ""
+    title: ClassVar[str] = ""  # heading in ``--help`` and in the documentation
+    description: ClassVar[str] = ""  # a sentence under it
+    # the option, and its value, without which the group has no effect, or None. While it is enabled, every
+    # exported option of the group that is not None reaches the processes, defaults included
     enabled_by: ClassVar[tuple[str, Any] | None] = None
     _declared: ClassVar[dict[str, Option]]
 

@@ -32,16 +32,12 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True)
 class Setting:
-    """One option's value and its source.
-
-    Attributes:
-        where: the flag, the variable, the key with file and line, or "default", for messages.
-    """
+    """One option's value and its source."""
 
     option: Option
     value: Any
     source: Source
-    where: str
+    where: str  # the flag, the variable, the key with file and line, or "default", for messages
 
 
 @dataclass(frozen=True)
