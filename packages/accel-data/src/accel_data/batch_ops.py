@@ -53,11 +53,7 @@ def slice_batch(batch: Any, first: int, last: int) -> Any:
 
 
 def concat_batches(batches: Sequence[Any]) -> Any:
-    """One batch of the samples of several; values without one entry per sample are taken from the first batch.
-
-    Raises:
-        ValueError: the batches have different structures, or arrays whose shapes differ beyond the first dimension.
-    """
+    """One batch of the samples of several; values without one entry per sample are taken from the first batch."""
     if len(batches) == 1:
         return batches[0]
     return _concat(batches, [count_samples(batch) for batch in batches])

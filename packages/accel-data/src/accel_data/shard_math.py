@@ -113,11 +113,7 @@ def balanced_range(total: int, num_processes: int, rank: int) -> range:
 
 
 def per_process_batch_size(batch_size: int, num_processes: int) -> int:
-    """Batch size of each rank when ``batch_size`` is the global one (split_batches).
-
-    Raises:
-        ConfigurationError: ``batch_size`` is not a multiple of ``num_processes``.
-    """
+    """Batch size of each rank when ``batch_size`` is the global one (split_batches)."""
     if batch_size % num_processes == 0:
         return batch_size // num_processes
     below = batch_size // num_processes * num_processes

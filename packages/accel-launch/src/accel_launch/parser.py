@@ -67,11 +67,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def parse(argv: Sequence[str]) -> CommandLine:
-    """Parse a command line. ``--help`` prints the help and raises SystemExit(0).
-
-    Raises:
-        ConfigurationError: an unknown option, an option without its value, or no script.
-    """
+    """Parse a command line. ``--help`` prints the help and raises SystemExit(0)."""
     end = _find_script(argv)
     # The script's own arguments are not parsed: they may look like options of the launcher, or contain `--`.
     given = vars(build_parser().parse_args([word for word in argv[:end] if word != "--"]))
@@ -81,11 +77,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
 
 
 def parse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Parse the options of a command that takes no script, by name.
-
-    Raises:
-        ConfigurationError: an unknown option, or an option without its value.
-    """
+    """Parse the options of a command that takes no script, by name."""
     known = sorted(parser._option_string_actions)
     for word in argv:
         flag = word.partition("=")[0]

@@ -35,16 +35,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def model_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The Transformers configuration of a model.
-
-    Args:
-        name: a key of :data:`SHAPES`, a ``config.json``, a directory that contains one, or a repository on the Hub.
-        trust_remote_code: run model code from the model's repository.
-
-    Raises:
-        ConfigurationError: there is no such model, or it is not a Transformers model.
-        MissingDependencyError: transformers is not installed.
-    """
+    """The Transformers configuration of a model."""
     transformers = require("transformers", purpose=f"the model {name}", install="transformers")
     if name in SHAPES:
         content = dict(SHAPES[name])

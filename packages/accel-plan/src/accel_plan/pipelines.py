@@ -65,15 +65,7 @@ class TracedPipeline:
 
 
 def pipeline_settings(settings: Resolution, **options: Any) -> PipelineParallelConfig | None:
-    """The settings of the pipeline; None without one.
-
-    Args:
-        settings: the resolved launcher options.
-        **options: arguments of PipelineParallelConfig; None selects its default.
-
-    Raises:
-        ConfigurationError: an option without a pipeline, or options that contradict each other.
-    """
+    """The settings of the pipeline; None without one."""
     given = {name: value for name, value in options.items() if value is not None}
     if settings["use_parallelism_config"] and settings["parallelism_config_pp_size"] > 1:
         return PipelineParallelConfig(**given)
@@ -92,11 +84,6 @@ def trace_pipeline(
 
     Only the first stage, the last one, the requested one and one in between are traced, with two and three blocks:
     all figures of a rank grow by the same amount with each block. Interleaved stages are traced on all ranks.
-
-    Args:
-        task: what to trace.
-        settings: the settings of the pipeline.
-        all_blocks: trace all blocks of all ranks.
     """
     size = task.axes["pp"]
     stride, stage_count = task.world_size // size, size * (settings.stages_per_rank or 1)

@@ -237,10 +237,6 @@ def trace_blocks(task: TraceTask, all_blocks: bool = False) -> tuple[RankTrace, 
 
     All figures grow by the same amount with each block, so models of two and three blocks give those of any number.
     The resulting number of parameters is compared with that of the full model; if it differs, the full model is traced.
-
-    Args:
-        task: what to trace.
-        all_blocks: trace the full model.
     """
     blocks = getattr(task.config, "num_hidden_layers", None)
     kinds = set(getattr(task.config, "layer_types", None) or ["all"])

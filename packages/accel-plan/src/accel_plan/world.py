@@ -128,17 +128,7 @@ def _shared_chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> tuple[tor
 def simulated_rank(
     rank: int, world_size: int, local_world_size: int, variables: Mapping[str, str]
 ) -> Iterator[PartialState]:
-    """A block in which this process is a rank of a larger world, whose collectives return at once.
-
-    Args:
-        rank: the simulated rank.
-        world_size: the simulated number of ranks.
-        local_world_size: ranks per node.
-        variables: the environment variables that the launcher would set.
-
-    Raises:
-        ConfigurationError: this process is already in a process group.
-    """
+    """A block in which this process is a rank of a larger world, whose collectives return at once."""
     if dist.is_initialized():
         raise ConfigurationError("accel plan cannot run in a process that already has a process group.")
     rank_variables = {

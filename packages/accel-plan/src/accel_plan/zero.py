@@ -20,11 +20,7 @@ HALF_PRECISION: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 def stage_of(settings: Resolution) -> int:
-    """The ZeRO stage, of the DeepSpeed configuration file if there is one.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or has another stage.
-    """
+    """The ZeRO stage, of the DeepSpeed configuration file if there is one."""
     path = settings["deepspeed_config_file"]
     if path is None:
         return 2 if settings["zero_stage"] is None else int(settings["zero_stage"])
@@ -51,13 +47,6 @@ def zero_memory_and_traffic(
     and all-gather the new parameters. Stage 3 all-gathers the parameters in each forward and each backward pass, and
     reduce-scatters the gradients of every micro batch.
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.
-
-    Args:
-        task: the traced task.
-        replica: the trace of an unsharded replica.
-        strategy: "zero0" to "zero3".
-        optimizer: one of ``OPTIMIZER_COPIES``.
-        steps: micro batches per optimizer step.
     """
     ranks, weights = task.world_size, replica.weights
     model = build_model(task.config, task.trust_remote_code)

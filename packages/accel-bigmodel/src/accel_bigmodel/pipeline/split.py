@@ -65,20 +65,7 @@ def split_model(
     example: tuple[Any, Any],
     count: int,
 ) -> PipelineSplit:
-    """Split a model into ``count`` stages.
-
-    Args:
-        model: the whole model.
-        forward: its forward.
-        split_points: names of the modules at which the stages after the first begin, or "auto" for stages of about
-            equal bytes.
-        no_split: names of classes that are not split; None for those that the model declares, or its repeated layers.
-        example: positional and keyword inputs to record the model with.
-        count: number of stages.
-
-    Raises:
-        ConfigurationError: the model cannot be split this way.
-    """
+    """Split a model into ``count`` stages."""
     if split_points == "auto" or split_points is None:
         return _split_evenly(model, forward, no_split, example, count)
     points = _check_points(split_points, count)
@@ -128,9 +115,6 @@ def choose_units(model: nn.Module, no_split: Collection[str], split_points: Sequ
 
     A module that contains a split point is always split. Modules without parameters that hold buffers (tables of rotary
     positions, say) are not units: every stage computes them, instead of receiving their results.
-
-    Raises:
-        ConfigurationError: a split point is not the name of a submodule.
     """
     for name in split_points:
         _check_name(model, name)
@@ -207,12 +191,7 @@ def _starts_at(calls: Sequence[str], split_points: Sequence[str], inside: Mappin
 
 
 def balanced_starts(sizes: Sequence[int], count: int) -> list[int]:
-    """The first call of every stage, such that the largest stage is as small as possible.
-
-    Args:
-        sizes: bytes of the weights of every call, in order.
-        count: number of stages, at most ``len(sizes)``.
-    """
+    """The first call of every stage, such that the largest stage is as small as possible."""
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2

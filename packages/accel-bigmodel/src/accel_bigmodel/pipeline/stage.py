@@ -72,15 +72,7 @@ def _replace_tensors(
 def extract(
     model: nn.Module, split: PipelineSplit, stages: Collection[int], device: torch.device, in_place: bool = False
 ) -> nn.Module:
-    """The model with the modules and weights of some stages, under the names that they have in the whole model.
-
-    Args:
-        model: the whole model.
-        split: how it is split.
-        stages: numbers of the stages to keep.
-        device: where code outside the units runs.
-        in_place: change the model itself. Otherwise the modules around the units are copied, and the units shared.
-    """
+    """The model with the modules and weights of some stages, under the names that they have in the whole model."""
     names = {id(model.get_submodule(name)): name for name in split.units}
     own = set().union(*(split.modules_of(stage) for stage in stages))
     kept_names = frozenset().union(*(split.kept[stage] for stage in stages))

@@ -45,19 +45,7 @@ class _Conversion:
 
 
 def convert_file(source: Path, target: Path) -> list[str]:
-    """Convert a configuration file from FSDP 1 to FSDP 2.
-
-    Args:
-        source: a configuration file.
-        target: where to write, atomically; may be the same.
-
-    Returns:
-        A line for each change; a single one if the file is of version 2 already, and nothing was written.
-
-    Raises:
-        ConfigurationError: the file does not use FSDP, is not valid, or asks for what version 2 does not support;
-            nothing was written.
-    """
+    """Convert a configuration file from FSDP 1 to FSDP 2."""
     import yaml
 
     config = read_config(source)

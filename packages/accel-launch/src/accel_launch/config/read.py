@@ -26,15 +26,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def load_settings(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Resolution:
-    """Every setting, from the command line, the environment, the configuration file and the defaults.
-
-    Args:
-        options: values of the command line, by option.
-        environ: environment variables; by default those of this process.
-
-    Raises:
-        ConfigurationError: a value is not allowed, a key is not known, or settings contradict one another.
-    """
+    """Every setting, from the command line, the environment, the configuration file and the defaults."""
     groups, given = load_groups(), dict(options or {})
     config_option = {name: text for name, text in given.items() if name == "config_file"}
     path = resolve([ScriptOptions], config_option, environ)["config_file"]
@@ -42,12 +34,7 @@ def load_settings(options: Mapping[str, Any] | None = None, environ: Mapping[str
 
 
 def read_config(path: str | Path | None, environ: Mapping[str, str] | None = None) -> ConfigFile | None:
-    """Read a file (None: the default one, if it exists), translate keys of other versions, and check it.
-
-    Raises:
-        ConfigurationError: the file cannot be read, a key is not known, or a value is not allowed; the message names
-            file, line and key.
-    """
+    """Read a file (None: the default one, if it exists), translate keys of other versions, and check it."""
     file = path if path is not None else find_default(environ)
     if file is None:
         return None

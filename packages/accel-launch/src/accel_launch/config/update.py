@@ -20,18 +20,7 @@ _LEFT_OUT = frozenset({"mixed_precision", "num_processes", "distributed_type", "
 
 
 def update_file(source: Path, target: Path) -> tuple[str, ...]:
-    """Write the settings of a file under their current keys, with the keys that every file holds.
-
-    Args:
-        source: a file of this or of an older version.
-        target: where to write; may be the same.
-
-    Returns:
-        What was changed, one line each.
-
-    Raises:
-        ConfigurationError: the file is not valid, or cannot be written; nothing was changed.
-    """
+    """Write the settings of a file under their current keys, with the keys that every file holds."""
     config = read_config(source)
     if config is None:
         raise ConfigurationError(f"{source} does not exist.")

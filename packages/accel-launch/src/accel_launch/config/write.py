@@ -101,12 +101,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_file(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a configuration file atomically.
-
-    Raises:
-        ConfigurationError: the content is not a valid configuration, or cannot be written; an existing file is
-            unchanged.
-    """
+    """Write a configuration file atomically."""
     write_text(path, to_text(path, content))
 
 

@@ -57,13 +57,7 @@ def worker_command(entrypoint: Entrypoint, parent: int) -> list[str]:
 
 
 def torchrun_variables(rank: Environment, address: str | None, port: int | None) -> dict[str, str]:
-    """The variables of torchrun for a rank that another program has started.
-
-    Args:
-        rank: what that program says about the rank.
-        address: address of rank 0, used if that program sets none.
-        port: port on that host, used if that program sets none.
-    """
+    """The variables of torchrun for a rank that another program has started."""
     host = rank.main_address or address
     if host is None:
         raise ConfigurationError(

@@ -25,11 +25,7 @@ LAUNCHERS: Registry[type[Launcher]] = Registry("launcher", _BUILT_IN, "accel.lau
 
 
 def choose_launcher(plan: LaunchPlan) -> Launcher:
-    """The first launcher that accepts the plan; those of other packages come first.
-
-    Raises:
-        ConfigurationError: no launcher accepts it.
-    """
+    """The first launcher that accepts the plan; those of other packages come first."""
     built_in = plan.mode.value
     if plan.mode is LaunchMode.LOCAL:
         built_in = "elastic" if plan.needs_agent else "single"

@@ -78,11 +78,7 @@ class ValueSpec:
         return json.dumps(value) if self.kind in (tuple, dict) else str(value)
 
     def check(self, name: str, value: Any) -> Any:
-        """Check the value of an argument in code, where a bool is not an int and text is not a number.
-
-        Returns:
-            The value, with choices as they are spelled in the declaration.
-        """
+        """Check the value of an argument in code, where a bool is not an int and text is not a number."""
         expected: Any = (int, float) if self.kind is float else self.kind
         if self.parser is not None:
             expected = object
