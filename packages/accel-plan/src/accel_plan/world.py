@@ -24,13 +24,8 @@ from ._torch_compat import FakeTensor, FakeTensorMode, fake_store, unset_fake_te
 class ReplicatedModel(nn.Module):
     """Broadcasts buffers before the forward, and all-reduces gradients in the backward, of passes that synchronise.
 
-    It all-reduces each parameter separately; DDP uses buckets, which send the same bytes in fewer calls.
-
-    Args:
-        module: the model.
-        process_group: the ranks that hold a copy each (default: all).
-        broadcast_buffers: send rank 0's buffers to the other ranks before each forward.
-        **settings: further settings of DDP, which do not change the number of bytes.
+    It all-reduces each parameter separately; DDP uses buckets, which send the same bytes in fewer calls. Other settings
+    of DDP do not change the number of bytes.
     """
 
     def __init__(
@@ -76,12 +71,7 @@ _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 
 
 class LocalCollectives(Collectives):
-    """Collectives that assume that every rank has this rank's values, and send nothing.
-
-    Args:
-        rank: the simulated rank.
-        world_size: the simulated number of ranks.
-    """
+    """Collectives that assume that every rank has this rank's values, and send nothing."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank

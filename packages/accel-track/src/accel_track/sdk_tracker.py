@@ -128,12 +128,7 @@ class SdkTracker(GeneralTracker):
 
 
 class SdkRunTracker(SdkTracker):
-    """A tracker for SDKs whose ``init`` starts a run of a project.
-
-    Args:
-        run_name: name of the project.
-        **kwargs: arguments of the SDK's ``init``.
-    """
+    """A tracker for SDKs whose ``init`` starts a run of a project."""
 
     handle = "run"
     id_attribute = "id"  # also the argument of init that resumes a run

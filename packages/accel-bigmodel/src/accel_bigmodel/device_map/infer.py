@@ -20,17 +20,7 @@ from .memory import HOST_AND_DISK, MaxMemory, get_max_memory
 
 
 class PlacementUnit:
-    """A module, or a tensor that a split module holds directly.
-
-    Attributes:
-        name: full name.
-        member: the module or tensor.
-        parent: the unit that directly contains this one.
-        size: bytes of its tensors; tied ones count once.
-        buffers: bytes of its buffers, part of ``size``.
-        tied: the weights that it shares with other units, by id.
-        children: the units it can be split into; empty if it cannot be split.
-    """
+    """A module, or a tensor that a split module holds directly; ``parent`` is the unit that contains it."""
 
     __slots__ = ("buffers", "children", "member", "name", "parent", "size", "tied")
 
@@ -38,20 +28,14 @@ class PlacementUnit:
         self.name = name
         self.member = member
         self.parent = parent
-        self.size = 0
-        self.buffers = 0
-        self.tied: set[int] = set()
-        self.children: list[PlacementUnit] = []
+        self.size = 0  # bytes of its tensors; tied ones count once
+        self.buffers = 0  # bytes of its buffers, part of size
+        self.tied: set[int] = set()  # the weights that it shares with other units, by id
+        self.children: list[PlacementUnit] = []  # the units it can be split into
 
 
 class PlacementTree:
-    """The placement units of a model.
-
-    Attributes:
-        root: the whole model.
-        tied_sizes: bytes of each tensor, by id; used for tied ones.
-        tied_owners: for each tied weight the unsplittable units that hold it, in the order of the model.
-    """
+    """The placement units of a model."""
 
     def __init__(
         self,
@@ -63,8 +47,9 @@ class PlacementTree:
         self._dtype = dtype
         self._special = special_dtypes or {}
         self.root = PlacementUnit("", model, None)
+        # For each tied weight the unsplittable units that hold it, in the order of the model.
         self.tied_owners: dict[int, list[PlacementUnit]] = {}
-        self.tied_sizes: dict[int, int] = {}
+        self.tied_sizes: dict[int, int] = {}  # bytes of each tensor, by id
         # A loop instead of recursion: models can be nested more deeply than Python's call stack.
         ordered, pending, classes = [], [self.root], frozenset(no_split)
         holders: dict[int, list[PlacementUnit]] = {}

@@ -26,13 +26,7 @@ class _StageDone(BaseException):
 
 
 class SkippedModule(nn.Module):
-    """Stands for a module of another stage: it has the same attributes, but no weights.
-
-    Args:
-        module: the module to stand for.
-        name: its name in the whole model.
-        tensor: what replaces each of its parameters and buffers.
-    """
+    """Stands for a module of another stage: same attributes, no weights; ``tensor`` replaces its tensors."""
 
     def __init__(
         self, module: nn.Module, name: str, tensor: Callable[[torch.Tensor], tuple[torch.Tensor, bool]]
