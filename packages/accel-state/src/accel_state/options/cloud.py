@@ -90,6 +90,7 @@ class TpuOptions(OptionGroup):
 
 _NO_IMAGE: dict[str, tuple[Any, ...]] = {"image_uri": (None,)}
 _sagemaker = functools.partial(option, env_prefix="ACCELERATE_SAGEMAKER_")
+_version = functools.partial(_sagemaker, metavar="VERSION", asked_when=_NO_IMAGE)
 
 
 @dataclass(frozen=True)
@@ -153,26 +154,20 @@ class SageMakerOptions(OptionGroup):
         help="Prefix of the names of jobs.",
         question="What should be the prefix of job names?",
     )
-    pytorch_version: str = _sagemaker(
+    pytorch_version: str = _version(
         "1.10.2",
-        metavar="VERSION",
         help="PyTorch version of the container image.",
         question="Which PyTorch version should the container have?",
-        asked_when=_NO_IMAGE,
     )
-    transformers_version: str = _sagemaker(
+    transformers_version: str = _version(
         "4.17.0",
-        metavar="VERSION",
         help="Transformers version of the container image.",
         question="Which Transformers version should the container have?",
-        asked_when=_NO_IMAGE,
     )
-    py_version: str = _sagemaker(
+    py_version: str = _version(
         "py38",
-        metavar="VERSION",
         help="Python version of the container image, such as py38.",
         question="Which Python version should the container have?",
-        asked_when=_NO_IMAGE,
     )
     inputs_file: str | None = _sagemaker(
         name="sagemaker_inputs_file",

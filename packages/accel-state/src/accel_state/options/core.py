@@ -60,6 +60,7 @@ _COMPILED = {"dynamo_backend": tuple(name for name in DynamoBackend.list() if na
 _dynamo = functools.partial(
     option, section="dynamo_config", prefix="dynamo_", env_prefix="ACCELERATE_DYNAMO_", exported=True
 )
+_compiled = functools.partial(_dynamo, asked_when=_COMPILED, suggested=False)
 
 
 @dataclass(frozen=True)
@@ -85,21 +86,15 @@ class DynamoOptions(OptionGroup):
         asked_when=_COMPILED,
         suggested="default",
     )
-    use_fullgraph: bool | None = _dynamo(
+    use_fullgraph: bool | None = _compiled(
         help="Raise an error if a model cannot be compiled as a single graph.",
         question="Must the whole model compile as a single graph?",
-        asked_when=_COMPILED,
-        suggested=False,
     )
-    use_dynamic: bool | None = _dynamo(
+    use_dynamic: bool | None = _compiled(
         help="Compile for dynamic shapes, which change from batch to batch.",
         question="Do shapes change from batch to batch?",
-        asked_when=_COMPILED,
-        suggested=False,
     )
-    use_regional_compilation: bool | None = _dynamo(
+    use_regional_compilation: bool | None = _compiled(
         help="Compile the repeated blocks of a model instead of the whole model, which shortens compilation.",
         question="Should only the repeated blocks of a model be compiled (starts much faster)?",
-        asked_when=_COMPILED,
-        suggested=False,
     )

@@ -15,6 +15,7 @@ STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _VERSION_1: dict[str, tuple[Any, ...]] = {"fsdp_version": (1,)}
 
 _fsdp = functools.partial(option, section="fsdp_config", prefix="fsdp_", env_prefix="FSDP_", exported=True, alone=False)
+_version_1 = functools.partial(_fsdp, asked_when=_VERSION_1)
 
 
 def _numbered(names: tuple[str, ...]) -> dict[str, str]:
@@ -37,7 +38,7 @@ class FsdpOptions(OptionGroup):
         question="Which version of FSDP should be used?",
         suggested=2,
     )
-    sharding_strategy: str = _fsdp(
+    sharding_strategy: str = _version_1(
         "FULL_SHARD",
         choices=SHARDING_STRATEGIES,
         synonyms=_numbered(SHARDING_STRATEGIES),
@@ -46,7 +47,6 @@ class FsdpOptions(OptionGroup):
         "HYBRID_SHARD, HYBRID_SHARD_ZERO2.",
         metavar="STRATEGY",
         question="What should your sharding strategy be?",
-        asked_when=_VERSION_1,
     )
     reshard_after_forward: bool = _fsdp(
         True,
@@ -85,14 +85,13 @@ class FsdpOptions(OptionGroup):
         question="What is the minimum number of parameters of a module to wrap?",
         asked_when={"fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP",)},
     )
-    backward_prefetch: str | None = _fsdp(
+    backward_prefetch: str | None = _version_1(
         also=("fsdp_backward_prefetch_policy",),
         choices=PREFETCH_POLICIES,
         synonyms=_numbered(PREFETCH_POLICIES),
         other_keys=("fsdp_config.fsdp_backward_prefetch_policy",),
         help="When the next parameters are all-gathered in the backward pass, with version 1.",
         question="When should the next parameters be all-gathered in the backward pass?",
-        asked_when=_VERSION_1,
         suggested="BACKWARD_PRE",
     )
     state_dict_type: str | None = _fsdp(
@@ -102,17 +101,15 @@ class FsdpOptions(OptionGroup):
         question="Which format should checkpoints have?",
         suggested="SHARDED_STATE_DICT",
     )
-    forward_prefetch: bool = _fsdp(
+    forward_prefetch: bool = _version_1(
         False,
         help="All-gather the next parameters ahead in the forward pass, with version 1; needs a fixed module order.",
         question="Should the next parameters be all-gathered ahead in the forward pass too?",
-        asked_when=_VERSION_1,
     )
-    use_orig_params: bool = _fsdp(
+    use_orig_params: bool = _version_1(
         True,
         help="Keep the original parameters, with version 1, so that frozen and trainable parameters can be mixed.",
         question="Should the original parameters be kept (to mix frozen and trainable parameters)?",
-        asked_when=_VERSION_1,
     )
     cpu_ram_efficient_loading: bool = _fsdp(
         True,

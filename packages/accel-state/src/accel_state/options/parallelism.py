@@ -15,6 +15,7 @@ _axis = functools.partial(
     exported=True,
     alone=False,
 )
+_size = functools.partial(_axis, 1, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -25,28 +26,20 @@ class ParallelismOptions(OptionGroup):
     description = "Used with --use_parallelism_config. The product of the sizes must be the number of processes."
     enabled_by = ("use_parallelism_config", True)
 
-    dp_replicate_size: int = _axis(
-        1,
-        minimum=1,
+    dp_replicate_size: int = _size(
         help="Number of model replicas (data parallelism).",
         question="How many replicas of the model should there be?",
     )
-    dp_shard_size: int = _axis(
-        1,
-        minimum=1,
+    dp_shard_size: int = _size(
         help="Number of processes that each replica is sharded over (FSDP).",
         question="Over how many processes should each replica be sharded?",
     )
-    tp_size: int = _axis(
-        1,
-        minimum=1,
+    tp_size: int = _size(
         other_keys=("tp_config.tp_size",),
         help="Number of processes that each layer is split over (tensor parallelism).",
         question="Over how many processes should each layer be split (tensor parallelism)?",
     )
-    cp_size: int = _axis(
-        1,
-        minimum=1,
+    cp_size: int = _size(
         help="Number of processes that each sequence is split over (context parallelism).",
         question="Over how many processes should each sequence be split (context parallelism)?",
     )
@@ -76,6 +69,7 @@ _megatron = functools.partial(
     exported=True,
     alone=False,
 )
+_degree = functools.partial(_megatron, 1, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -86,15 +80,11 @@ class MegatronOptions(OptionGroup):
     description = "Used with --use_megatron_lm."
     enabled_by = ("use_megatron_lm", True)
 
-    tp_degree: int = _megatron(
-        1,
-        minimum=1,
+    tp_degree: int = _degree(
         help="Tensor parallel size: number of processes that each layer is split over.",
         question="What is the tensor parallelism degree?",
     )
-    pp_degree: int = _megatron(
-        1,
-        minimum=1,
+    pp_degree: int = _degree(
         help="Pipeline parallel size: number of stages that the layers are split into.",
         question="What is the pipeline parallelism degree?",
     )

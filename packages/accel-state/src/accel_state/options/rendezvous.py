@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .declaration import GIVEN, MORE_THAN_ONE, OptionGroup, option
 
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
-_SEVERAL_MACHINES = {"num_machines": (MORE_THAN_ONE,)}
+_several = functools.partial(option, asked_when={"num_machines": (MORE_THAN_ONE,)})
 
 
 def parse_streams(text: str) -> str:
@@ -40,42 +40,37 @@ class RendezvousOptions(OptionGroup):
     title = "several processes"
     description = "Used when more than one process is started."
 
-    machine_rank: int = option(
+    machine_rank: int = _several(
         0,
         minimum=0,
         metavar="RANK",
         help="Rank of this machine, from 0 to num_machines - 1; with --rdzv_backend c10d the rendezvous assigns it.",
         question="What is the rank of this machine?",
-        asked_when=_SEVERAL_MACHINES,
     )
-    main_process_ip: str | None = option(
+    main_process_ip: str | None = _several(
         metavar="HOST",
         help="Address or host name of the machine with rank 0.",
         question="What is the IP address of the machine that will host the main process?",
-        asked_when=_SEVERAL_MACHINES,
     )
-    main_process_port: int | None = option(
+    main_process_port: int | None = _several(
         minimum=0,
         maximum=65535,
         metavar="PORT",
         help="Port on the machine with rank 0. Left out, or 0: a free port on one machine, 29500 on several.",
         question="What is the port you will use to communicate with the main process?",
-        asked_when=_SEVERAL_MACHINES,
     )
-    same_network: bool = option(
+    same_network: bool = _several(
         False,
         help="All machines are on one local network, so rank 0 does not need a public address.",
         question="Are all the machines on the same local network? Answer no if they are in a cloud or on different "
         "networks.",
-        asked_when=_SEVERAL_MACHINES,
         suggested=True,
     )
-    rdzv_backend: str = option(
+    rdzv_backend: str = _several(
         "static",
         choices=("static", "c10d"),
         help="static: each machine is given its --machine_rank; c10d: the rendezvous assigns ranks, also on restarts.",
         question="What rendezvous backend will you use?",
-        asked_when=_SEVERAL_MACHINES,
     )
     rdzv_conf: str = option(
         "",
