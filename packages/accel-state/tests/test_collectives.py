@@ -10,7 +10,7 @@ import torch
 
 from accel_state import PartialState
 from accel_state import operations as ops
-from accel_state.collectives.torch import SMALL_BYTES, ByteLayout
+from accel_state.collectives.packing import SMALL_BYTES, ByteLayout
 from accel_state.testing import run_world
 
 Pair = namedtuple("Pair", "a b")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_state.collectives.torch import as_bytes
+from accel_state.collectives.packing import as_bytes
 
 
 def transport_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:

@@ -2,15 +2,12 @@ from ..containers import honor_type as honor_type
 from ..containers import is_namedtuple as is_namedtuple
 from .debug import chained_operation as chained_operation
 from .debug import verify_operation as verify_operation
-from .distributed import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from .distributed import broadcast as broadcast
 from .distributed import broadcast_object_list as broadcast_object_list
 from .distributed import copy_tensor_to_devices as copy_tensor_to_devices
 from .distributed import gather as gather
 from .distributed import gather_object as gather_object
 from .distributed import gather_tensor_shape as gather_tensor_shape
-from .distributed import pad_across_processes as pad_across_processes
-from .distributed import pad_input_tensors as pad_input_tensors
 from .distributed import reduce as reduce
 from .nested import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from .nested import TensorInformation as TensorInformation
@@ -29,3 +26,6 @@ from .nested import listify as listify
 from .nested import recursively_apply as recursively_apply
 from .nested import send_to_device as send_to_device
 from .nested import slice_tensors as slice_tensors
+from .padding import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from .padding import pad_across_processes as pad_across_processes
+from .padding import pad_input_tensors as pad_input_tensors

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import torch
 
 from ..collectives.single import Collectives
 from ..state import PartialState
-from .debug import chained_operation, verify_operation
-from .nested import (
-    check_only_tensors,
-    get_data_structure,
-    initialize_tensors,
-    is_container,
-    is_torch_tensor,
-    leaves,
-    recursively_apply,
-    replace_leaves,
-)
+from .debug import verify_operation
+from .nested import check_only_tensors, get_data_structure, initialize_tensors, leaves, replace_leaves
 
 Reduction = Literal["mean", "sum", "max", "min", "none"]
 
@@ -182,79 +172,3 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> torch.Size:
         if shape is not None:
             return shape
     raise ValueError("gather_tensor_shape got None on every rank; one of them must pass a tensor.")
-
-
-class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor of torch, which has no single length to pad to, is returned unchanged."""
-
-
-@chained_operation
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Pad the tensors of each rank to the longest one along a dimension.
-
-    Args:
-        tensor: nested data; tensors may differ between ranks in the length of ``dim`` only.
-        dim: the dimension to pad; tensors without it are returned unchanged. Negative ones count from the end.
-        pad_index: the value to pad with.
-        pad_first: pad at the beginning instead of the end.
-
-    Returns:
-        Data of the same structure, with tensors of equal shapes on all ranks. Other leaves are returned unchanged, with
-        a warning.
-    """
-    state = PartialState()
-    others = leaves(tensor, lambda item: not is_torch_tensor(item) and not is_container(item))
-    other_types = {type(leaf).__name__ for leaf in others}
-    if other_types:
-        warnings.warn(
-            f"pad_across_processes returns values of type {', '.join(sorted(other_types))} unchanged", stacklevel=3
-        )
-    if not state.use_distributed:
-        return tensor
-    tensors = leaves(tensor)
-    lengths = torch.tensor([_length(leaf, dim) for leaf in tensors], dtype=torch.int64)
-    # One collective for the lengths of all tensors.
-    longest = state.collectives.all_gather(lengths).amax(0).tolist() if tensors else []
-    return replace_leaves(
-        tensor, (_pad(leaf, dim, size, pad_index, pad_first) for leaf, size in zip(tensors, longest, strict=True))
-    )
-
-
-def _length(tensor: torch.Tensor, dim: int) -> int:
-    if tensor.is_nested:
-        warnings.warn(
-            "pad_across_processes returns nested tensors unchanged", CannotPadNestedTensorWarning, stacklevel=3
-        )
-        return 0
-    return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0
-
-
-def _pad(tensor: torch.Tensor, dim: int, size: int, value: int, first: bool) -> torch.Tensor:
-    if tensor.is_nested or not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] == size:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = size
-    padded = tensor.new_full(shape, value)
-    length = tensor.shape[dim]
-    padded.narrow(dim, size - length if first else 0, length).copy_(tensor)
-    return padded
-
-
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Pad a batch to a multiple of the number of processes, by repeating its last sample.
-
-    Args:
-        tensor: nested data.
-        batch_size: number of samples; tensors of another length along ``dim`` are returned unchanged.
-        num_processes: the padded length is a multiple of it.
-        dim: the sample dimension.
-    """
-    missing = -batch_size % num_processes
-
-    def pad(leaf: torch.Tensor) -> torch.Tensor:
-        if leaf.ndim <= dim or leaf.shape[dim] != batch_size or not missing:
-            return leaf
-        last = leaf.narrow(dim, batch_size - 1, 1)
-        return torch.cat([leaf, last.expand(*(missing if i == dim else -1 for i in range(leaf.ndim)))], dim=dim)
-
-    return recursively_apply(pad, tensor, error_on_other_type=True)

@@ -19,7 +19,6 @@ from .fp8 import FP8Options as FP8Options
 from .fsdp import FsdpOptions as FsdpOptions
 from .launch import HardwareOptions as HardwareOptions
 from .launch import ParadigmOptions as ParadigmOptions
-from .launch import ResourceOptions as ResourceOptions
 from .launch import RunOptions as RunOptions
 from .launch import ScriptOptions as ScriptOptions
 from .parallelism import MegatronOptions as MegatronOptions
@@ -31,3 +30,4 @@ from .resolution import Resolution as Resolution
 from .resolution import Setting as Setting
 from .resolution import Source as Source
 from .resolution import resolve as resolve
+from .resources import ResourceOptions as ResourceOptions

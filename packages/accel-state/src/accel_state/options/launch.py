@@ -129,35 +129,6 @@ class HardwareOptions(OptionGroup):
     )
 
 
-@dataclass(frozen=True)
-class ResourceOptions(OptionGroup):
-    """Numbers of processes, machines and threads."""
-
-    title = "resources"
-
-    num_processes: int | None = option(
-        minimum=1,
-        help="Total number of processes on all machines. Left out: one per visible GPU, or one per machine if there is "
-        "no GPU or --cpu is given.",
-        question="How many processes in total will you use?",
-        asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA")},
-    )
-    num_machines: int = option(
-        1,
-        minimum=1,
-        help="Number of machines. Run the command once on each.",
-        question="How many different machines will you use (more than 1 for multi-node training)?",
-        asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA", "DATA_PARALLEL", "MODEL_PARALLEL")},
-    )
-    num_cpu_threads_per_process: int | None = option(
-        minimum=1,
-        env="OMP_NUM_THREADS",
-        exported=True,
-        help="Number of CPU threads per process. Left out, several processes share the physical cores evenly, and a "
-        "single process uses torch's default.",
-    )
-
-
 _switch = functools.partial(option, exported=True)
 
 

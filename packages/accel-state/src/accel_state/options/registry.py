@@ -9,7 +9,7 @@ _CLASSES = {
     "script": "launch:ScriptOptions",
     "kind_of_run": "launch:RunOptions",
     "hardware": "launch:HardwareOptions",
-    "resources": "launch:ResourceOptions",
+    "resources": "resources:ResourceOptions",
     "core": "core:CoreOptions",
     "dynamo": "core:DynamoOptions",
     "paradigm": "launch:ParadigmOptions",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..errors import ConfigurationError
+from ..accumulation import GradientAccumulationPlugin
 from .shared import SharedState
 
 
@@ -113,36 +112,3 @@ class GradientState(SharedState):
             f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
             f"Extra samples added: {self.remainder}\nGradient accumulation plugin: {self.plugin_kwargs}\n"
         )
-
-
-@dataclass
-class GradientAccumulationPlugin:
-    """Settings of gradient accumulation.
-
-    Args:
-        num_steps: micro batches per optimizer step. None uses the launcher's setting, or 1.
-        adjust_scheduler: count the calls of a prepared scheduler during accumulation in its ``_step_count``. They do
-            not change the learning rate in either case.
-        sync_with_dataloader: end the accumulation window at the end of a data loader, even if it is incomplete.
-        sync_each_batch: synchronize gradients in every micro batch. This costs communication, but saves the unsharded
-            copy of the gradients that sharded strategies need otherwise.
-
-    Raises:
-        ConfigurationError: ``num_steps`` is not a positive integer.
-    """
-
-    num_steps: int | None = None
-    adjust_scheduler: bool = True
-    sync_with_dataloader: bool = True
-    sync_each_batch: bool = False
-
-    def __post_init__(self) -> None:
-        steps = self.num_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise ConfigurationError(
-                f"gradient accumulation num_steps={steps!r} is not a positive integer. Use 1 to turn accumulation off."
-            )
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """The settings that differ from their defaults."""
-        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}

@@ -1,0 +1,90 @@
+"""Explains why a collective did not complete.
+
+When a collective fails on a rank, the rank publishes its source line through the store that all ranks share, and
+collects the lines of the others. A collective that succeeds writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from types import FrameType
+
+import torch.distributed as dist
+
+from .._torch_compat import default_store
+from ..errors import CollectiveTimeoutError
+
+# When one rank gives up, the connections of its peers break and they fail within milliseconds.
+_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+
+
+def caller_location() -> str:
+    """``file:line in function`` of the innermost frame outside accel and torch."""
+    frame: FrameType | None = sys._getframe(1)
+    outermost = frame
+    while frame is not None:
+        if not _is_internal(frame):
+            return _describe(frame)
+        outermost, frame = frame, frame.f_back
+    return _describe(outermost) if outermost is not None else "an unknown location"
+
+
+def _is_internal(frame: FrameType) -> bool:
+    # By module name, not path: a user's project may be in a directory named accel.
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package in ("accel", "torch", "contextlib", "functools") or package.startswith("accel_")
+
+
+def _describe(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def explain(operation: str, rank: int, world_size: int, error: RuntimeError) -> CollectiveTimeoutError:
+    """Build the error of a collective that did not complete, with the ranks that arrived and where they wait."""
+    here = f"{operation} at {caller_location()}"
+    arrived = _exchange(here, rank, world_size)
+    arrived[rank] = here
+    missing = [r for r in range(world_size) if r not in arrived]
+    lines = [f"{operation} did not complete on rank {rank} of {world_size}: {error}"]
+    lines += [f"  rank {r} waits in {arrived[r]}" for r in sorted(arrived)]
+    lines += [f"  rank {r} did not arrive (busy elsewhere, or exited)" for r in missing]
+    lines.append(_advice(arrived, missing))
+    return CollectiveTimeoutError("\n".join(lines))
+
+
+def _advice(arrived: dict[int, str], missing: list[int]) -> str:
+    if missing:
+        ranks = ", ".join(str(r) for r in missing)
+        return (
+            f"Find out why rank {ranks} did not reach this line: an exception, a branch that only some ranks take, or "
+            "work that takes longer than the timeout (InitProcessGroupKwargs(timeout=...))."
+        )
+    if len(set(arrived.values())) > 1:
+        return "The ranks wait at different lines: every rank must call the same collectives in the same order."
+    return (
+        "All ranks wait at the same line: check the network, and that shapes agree (run with --debug or "
+        "ACCELERATE_DEBUG_MODE=1)."
+    )
+
+
+def _exchange(here: str, rank: int, world_size: int) -> dict[int, str]:
+    """Publish where this rank waits through the shared store, and collect the same from all others."""
+    waiting: dict[int, str] = {}
+    try:
+        store = dist.PrefixStore("accel/stuck", default_store())
+        store.set(str(rank), json.dumps(here))
+        # Counted in polls, not by the clock: a machine that was suspended has not given the other ranks that time.
+        for _ in range(round(_GRACE_SECONDS / _POLL_SECONDS)):
+            for other in range(world_size):
+                if other not in waiting and store.check([str(other)]):
+                    waiting[other] = json.loads(store.get(str(other)))
+            time.sleep(_POLL_SECONDS)
+            if len(waiting) == world_size:
+                break
+    except (RuntimeError, ValueError) as error:
+        # The rank that hosts the store may have exited first. Report what was collected until then.
+        waiting.setdefault(rank, f"{here} (the store of the process group is unreachable: {error})")
+    return waiting
