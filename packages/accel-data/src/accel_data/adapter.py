@@ -45,18 +45,8 @@ class DataLoaderStateMixin:
 
 # Settings copied to a rebuilt loader. Some exist only in newer versions of torch, or in torchdata.
 _SETTINGS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-    "snapshot_every_n_steps",
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "snapshot_every_n_steps"),
 )
 _BATCHING = ("batch_size", "drop_last", "sampler", "batch_sampler", "dataset")
 

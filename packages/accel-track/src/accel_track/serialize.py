@@ -23,15 +23,6 @@ _MAX_INT_BITS = 2**13
 # Levels of nesting; deeper values are stored as text.
 MAX_DEPTH = 40
 
-_CALLABLE = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    type,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-)
-
 
 def to_plain(value: Any) -> Any:
     """Convert a value to dictionaries with string keys, lists, strings, numbers, booleans and None. Never raises.
@@ -138,7 +129,7 @@ _CONVERSIONS: tuple[tuple[Callable[[Any], bool], Callable[[Any, tuple[int, ...]]
     (lambda v: isinstance(v, (set, frozenset)), _sorted),
     (_is_fields, lambda v, parents: _dictionary(_fields(v).items(), parents)),
     (lambda v: isinstance(v, os.PathLike), lambda v, parents: _plain(os.fspath(v), parents)),
-    (lambda v: isinstance(v, _CALLABLE), lambda v, parents: _name_of(v)),
+    (lambda v: callable(v) and hasattr(v, "__qualname__"), lambda v, parents: _name_of(v)),
     (lambda v: isinstance(v, types.ModuleType), lambda v, parents: v.__name__),
     (lambda v: isinstance(v, torch.dtype), lambda v, parents: _dtype(v)),
     (lambda v: isinstance(v, torch.device), lambda v, parents: str(v)),

@@ -21,21 +21,9 @@ from .read import read_config
 
 # Keys of every file; other tools that read this format require some of them.
 BASE = (
-    "compute_environment",
-    "debug",
-    "distributed_type",
-    "enable_cpu_affinity",
-    "machine_rank",
-    "main_training_function",
-    "mixed_precision",
-    "num_machines",
-    "num_processes",
-    "rdzv_backend",
-    "same_network",
-    "downcast_bf16",
-    "tpu_cluster",
-    "tpu_use_sudo",
-    "cpu",
+    *("compute_environment", "debug", "distributed_type", "enable_cpu_affinity", "machine_rank"),
+    *("main_training_function", "mixed_precision", "num_machines", "num_processes", "rdzv_backend", "same_network"),
+    *("downcast_bf16", "tpu_cluster", "tpu_use_sudo", "cpu"),
 )
 
 
