@@ -97,10 +97,10 @@ def parts_and_refusals() -> dict[str, Any]:
         ({"input_ids": whole["input_ids"][:, :8]}, "sequences of 8 positions, and sp_seq_length=16"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            accelerator.strategy.sequences.ulysses.split(given)
+            accelerator.strategy.ulysses.split(given)
     handler.sp_seq_length = None
     with pytest.raises(ConfigurationError, match="sequences of 15 positions cannot be split over sp_size=2"):
-        accelerator.strategy.sequences.ulysses.split({"input_ids": whole["input_ids"][:, 1:]})
+        accelerator.strategy.ulysses.split({"input_ids": whole["input_ids"][:, 1:]})
     with pytest.raises(ConfigurationError, match="Own is not a model of Transformers"):
         accelerator.prepare(build("own"))
     with pytest.raises(ConfigurationError, match="sp_attn_implementation='flash_attention_2' is not available"):

@@ -76,7 +76,6 @@ class CheckpointDirectory:
             self.release()
 
     def release(self) -> None:
-        """Give up the lock."""
         if self._lock is not None:
             _unlock(self._lock)
             self._lock = None
@@ -193,7 +192,6 @@ def delete(path: Path, temporary: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory if it exists; another process that clears up may be doing the same."""
     while directory.exists():
         with suppress(FileNotFoundError):
             shutil.rmtree(directory)

@@ -29,7 +29,6 @@ class CheckpointInfo:
 
     @classmethod
     def of(cls, directory: Path) -> CheckpointInfo:
-        """Examine a checkpoint."""
         manifest, problem = _examine(directory)
         saved = directory.stat().st_mtime
         with suppress(ValueError):  # a later version of accel may write the time in another form

@@ -101,17 +101,11 @@ class Checkpointer:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no save in progress and no buffers.
-        return {
-            **self.__dict__,
-            "_host_copies": HostCopies(),
-            "_background": None,
-            "_background_collectives": None,
-        }
+        return {**self.__dict__, "_host_copies": HostCopies(), "_background": None, "_background_collectives": None}
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool, blocking: bool) -> Path:
-        """See :meth:`accel.Accelerator.save_state`."""
         process, project = self._process, self.project
         if self._strategy.shards_parameters or self._strategy.uses_engine:
             weights_io.refuse_each_node(process, project.save_on_each_node)
@@ -131,7 +125,6 @@ class Checkpointer:
         return target
 
     def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
-        """The path of the checkpoint to save."""
         project = self.project
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
@@ -178,7 +171,6 @@ class Checkpointer:
         return self._background_collectives
 
     def _collect(self, target: Path, safe_serialization: bool, blocking: bool) -> StateWriter:
-        """Collect the state on all ranks, and make the directory to write it to."""
         process, project, prepared, strategy = self._process, self.project, self._prepared, self._strategy
         directory, is_writer = CheckpointDirectory(target), self._is_writer
         saving = partial(on_all_ranks, process.collectives, f"saving {target}")
@@ -268,7 +260,6 @@ class Checkpointer:
                 (partial_dir / self._runs_file).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
     def wait_for_save(self) -> None:
-        """See :meth:`accel.Accelerator.wait_for_save`."""
         save, self._background = self._background, None
         if save is None:
             return
@@ -285,7 +276,6 @@ class Checkpointer:
 
     @property
     def save_in_flight(self) -> bool:
-        """Whether a save in the background has not ended on this rank."""
         return self._background is not None and self._background.running
 
     def save_model(
@@ -296,7 +286,6 @@ class Checkpointer:
         max_shard_size: int | str,
         safe_serialization: bool,
     ) -> None:
-        """See :meth:`accel.Accelerator.save_model`."""
         weights_io.refuse_unsavable(model, state_dict)
         if self._is_writer:
             directory = Path(save_directory)
@@ -313,7 +302,6 @@ class Checkpointer:
             weights_io.refuse_each_node(self._process, self.project.save_on_each_node)
 
     def register(self, objects: tuple[Any, ...]) -> None:
-        """See :meth:`accel.Accelerator.register_for_checkpointing`."""
         wrong = []
         for index, obj in enumerate(objects):
             if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")):
@@ -340,7 +328,6 @@ class Checkpointer:
         load_kwargs: dict[str, Any] | None,
         load_model_kwargs: dict[str, Any],
     ) -> None:
-        """See :meth:`accel.Accelerator.load_state`."""
         process, prepared, strategy = self._process, self._prepared, self._strategy
         self.wait_for_save()
         with on_all_ranks(process.collectives, "looking for a state to load"):
@@ -453,7 +440,6 @@ class Checkpointer:
 
 
 def _as_path(name: str, value: Any) -> Path:
-    """The path of a directory; the empty text would be the working directory."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ConfigurationError(f"{name}={value!r} is not the path of a directory.")
     return Path(value)

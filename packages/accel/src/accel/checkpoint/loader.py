@@ -20,11 +20,12 @@ from ..core.unwrap import clean_name, extract_model_from_parallel, id_tensor_sto
 from ..strategies.base import Strategy
 from . import accumulation_state, contents
 from .contents import TrainingObjects
-from .manifest import MANIFEST_NAME, Manifest, Verification, Workers
+from .manifest import Manifest, Verification, Workers
 from .names import (
     CUSTOM_FILE,
     GRADIENTS_FILE,
     LOADER_NAME,
+    MANIFEST_NAME,
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
     SAMPLER_NAME,
@@ -112,20 +113,7 @@ class StateReader:
             self._own_file = min(saved, key=_number_of, default=rng_file(0))
 
     def start_verification(self, workers: Workers, share: tuple[int, int] = (0, 1)) -> Verification | None:
-        """Begin to compare all files with the manifest.
-
-        Files of other libraries, which have no manifest, are compared with the checksums in torch's format.
-
-        Args:
-            workers: run the comparison.
-            share: (i, n) for the i-th of n processes that see the same files and share the work.
-
-        Returns:
-            The comparison to conclude when the workers' block was left; None without a manifest.
-
-        Raises:
-            CheckpointError: files are missing or have another size.
-        """
+        """Begin to compare all files with the manifest."""
         if self.manifest is None:
             for name in sorted(filter(is_checkpoint_file, self.names)):
                 workers.submit(partial(check_sums, self.folder / name))
@@ -146,19 +134,7 @@ class StateReader:
         strategy: Strategy | None = None,
         layouts: Mapping[int, Layout] | None = None,
     ) -> None:
-        """Read everything, and note in :attr:`changes` what loads it.
-
-        Args:
-            objects: the objects to load.
-            models: those of its models to load.
-            options: arguments of the models' ``load_state_dict``. With ``strict=True``, everything that was saved must
-                be loaded; otherwise what nothing was prepared for is left, and a warning names it.
-            strategy: the strategy that prepared the models. With it, checkpoints of every strategy can be read.
-            layouts: the layout of each model by its ``id``, if the strategy shards models.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, could run code, or does not fit the objects.
-        """
+        """Read everything, and note in :attr:`changes` what loads it."""
         self.strict = options.get("strict") is True
         saved_optimizers = {match[1] or "0" for match in map(_OPTIMIZER_FILE.fullmatch, self.names) if match}
         trains_less = not self.strict and len(objects.optimizers) < len(saved_optimizers)
@@ -261,7 +237,6 @@ class StateReader:
         strategy: Strategy,
         layouts: Mapping[int, Layout] | None,
     ) -> None:
-        """Read models and optimizers that are sharded, or were when they were saved."""
         from ..fsdp.checkpoint.files import ShardedReader, plan
         from ..fsdp.checkpoint.state_dicts import owner_of
 
@@ -363,7 +338,6 @@ class StateReader:
 
 
 def _number_of(name: str) -> int:
-    """The rank in the name of a rank's file."""
     return int(name.rpartition("_")[2].partition(".")[0])
 
 

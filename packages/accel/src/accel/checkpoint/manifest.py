@@ -20,8 +20,7 @@ from types import TracebackType
 
 import xxhash
 
-from .names import MANIFEST_NAME as MANIFEST_NAME
-from .names import CheckpointError, require_files
+from .names import MANIFEST_NAME, CheckpointError, require_files
 
 MANIFEST_FORMAT = 1
 BLOCK_BYTES = 16 << 20
@@ -97,17 +96,10 @@ class Manifest:
         return json.dumps({**content, "own_digest": own_digest}, indent=1) + "\n"
 
     def differing_sizes(self, directory: Path) -> list[str]:
-        """Names of the files that are missing or have another size."""
         paths = {name: directory / name for name in self.files}
         return [
             name for name, path in paths.items() if not path.is_file() or path.stat().st_size != self.files[name].size
         ]
-
-    def verify(self, directory: Path) -> None:
-        """Compare every file with its record."""
-        with Workers() as workers:
-            verification = Verification(self, directory, workers)
-        verification.conclude()
 
 
 def digest_block(path: str | os.PathLike[str], start: int) -> str:

@@ -22,15 +22,7 @@ from safetensors.torch import load_file
 
 from accel_state import is_torch_version
 
-from .names import LOADER_NAME as LOADER_NAME
-from .names import OPTIMIZER_NAME as OPTIMIZER_NAME
-from .names import RNG_STATE_NAME as RNG_STATE_NAME
-from .names import SAMPLER_NAME as SAMPLER_NAME
-from .names import SCALER_NAME as SCALER_NAME
-from .names import SCHEDULER_NAME as SCHEDULER_NAME
-from .names import CheckpointError as CheckpointError
-from .names import require_count as require_count
-from .names import require_files
+from .names import CheckpointError, require_files
 
 # In the file of each rank: distinguishes a checkpoint that has lost its manifest from one of a library without one.
 MANIFEST_MARK = "accel_manifest"
@@ -119,7 +111,6 @@ def check_readable(path: Path, what: str) -> None:
 
 
 def _refusal(error: pickle.UnpicklingError) -> str:
-    """Why torch refused to load a file."""
     match = re.search(r"(?:GLOBAL|global|class) '?([\w.]+\.[\w.]+)", str(error))
     if match is None:
         return "it is damaged, or holds more than tensors and plain values"

@@ -32,7 +32,6 @@ class HostCopies:
         self._free.clear()
 
     def copy(self, value: Any) -> Any:
-        """A deep copy of nested containers, tensors and other objects."""
         storages: dict[StorageKey, torch.UntypedStorage] = {}
         memo = {id(tensor): self._copy_tensor(tensor, storages) for tensor in _tensors(value) if _is_plain(tensor)}
         return copy.deepcopy(value, memo)

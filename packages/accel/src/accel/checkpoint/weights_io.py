@@ -90,7 +90,6 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def _writer(obj: Any, safe_serialization: bool) -> Callable[[str], None]:
-    """A function that writes an object to a path."""
     if not safe_serialization:
         return lambda path: torch.save(obj, path)
     content = safetensors_content(obj)

@@ -25,7 +25,8 @@ from accel_state import get_logger
 from ..core.types import Part
 from .atomic_dir import CheckpointDirectory, sync
 from .catalog import rotate
-from .manifest import BLOCK_BYTES, MANIFEST_FORMAT, MANIFEST_NAME, FileRecord, Manifest, Workers, record_file
+from .manifest import BLOCK_BYTES, MANIFEST_FORMAT, FileRecord, Manifest, Workers, record_file
+from .names import MANIFEST_NAME
 from .safe_load import check_readable
 from .staging import on_host
 
@@ -53,7 +54,6 @@ class HashingFile:
         """What went wrong while writing: torch replaces this error by one of its own."""
 
     def write(self, data: Any) -> int:
-        """Write all of the data."""
         view = memoryview(data).cast("B")
         self._buffer += view if len(view) <= _BUFFER_BYTES else b""
         if len(view) > _BUFFER_BYTES or len(self._buffer) > _BUFFER_BYTES:
@@ -63,7 +63,6 @@ class HashingFile:
         return len(view)
 
     def flush(self) -> None:
-        """Write the buffered pieces."""
         buffered, self._buffer = self._buffer, bytearray()
         self._write_through(memoryview(buffered))
 
@@ -91,7 +90,6 @@ class HashingFile:
         os.close(descriptor)
 
     def close(self) -> FileRecord:
-        """Close the file, and return its size and digests."""
         try:
             self.flush()
         finally:
@@ -127,10 +125,7 @@ def write_parts(
 
 
 def write_manifest(
-    directory: Path,
-    world_size: int,
-    counters: Mapping[str, int],
-    known: Mapping[str, FileRecord] | None = None,
+    directory: Path, world_size: int, counters: Mapping[str, int], known: Mapping[str, FileRecord] | None = None
 ) -> Manifest:
     """Write the manifest of everything in a directory, and bring to the disk what is not there yet."""
     records = {}
@@ -249,11 +244,9 @@ class BackgroundSave:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended yet."""
         return self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when it has ended."""
         self._thread.join()
         if self._error is not None:
             raise self._error

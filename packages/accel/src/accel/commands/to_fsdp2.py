@@ -20,21 +20,12 @@ def run(argv: list[str]) -> int:
         raise ConfigurationError(f"{problem}. Name another file with --output_file, or give --overwrite.")
     from accel_launch.config.fsdp_version_2 import convert_file
 
-    before = _stamp(target)
+    before = target.read_bytes() if target.exists() else None
     for note in convert_file(source, target):
         print(note)
-    if _stamp(target) != before:
+    if target.exists() and target.read_bytes() != before:
         print(f"Configuration of FSDP 2 saved in {target}")
     return 0
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """Identifies the file's content; None if the file does not exist."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 def _parser() -> ConfigParser:

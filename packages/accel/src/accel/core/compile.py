@@ -93,12 +93,7 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 
 
 def compile_model(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile a model in place: its class and the names of its weights do not change.
-
-    Args:
-        model: the model; a compiled one is not changed.
-        **compile_kwargs: for ``torch.compile``.
-    """
+    """Compile a model in place: its class and the names of its weights do not change."""
     if not is_compiled_module(model):
         model.compile(**compile_kwargs)
         model._accel_compile_kwargs = compile_kwargs  # type: ignore[assignment]
@@ -122,13 +117,11 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     return module
 
 
-def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile a model region by region; the same as :func:`compile_regions`, without a result.
+compile_regions_fsdp2 = compile_regions
 
-    Args:
-        module: the model.
-        **compile_kwargs: for ``torch.compile``.
-    """
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """The same as :func:`compile_regions`, without a result."""
     compile_regions(module, **compile_kwargs)
 
 

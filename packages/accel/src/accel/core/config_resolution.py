@@ -82,21 +82,7 @@ def build(
     dynamo: TorchDynamoPlugin,
     engines: dict[str, Any],
 ) -> Setup:
-    """Initialise the process's state, and choose strategy and precision.
-
-    Args:
-        handlers: the settings given as ``kwargs_handlers``.
-        owner: the Accelerator, which the state belongs to as long as it is in use.
-        strategy: an object, which is used as it is, or a registered name; None chooses by ``engines``.
-        mixed_precision: as given, or None.
-        cpu: use the CPU.
-        accumulation_plugin: settings of gradient accumulation.
-        dynamo: settings of compilation.
-        engines: settings of strategies other than data parallelism, by registered name.
-
-    Raises:
-        ConfigurationError: a setting cannot be used, or the launcher requests a strategy that is not installed.
-    """
+    """Initialise the process's state, and choose strategy and precision."""
     given = [name for name, settings in engines.items() if settings is not None]
     requested: list[str] = []
     if strategy is not None:
@@ -147,15 +133,7 @@ def build(
 
 
 def check_strategy(strategy: Any, given: list[str]) -> None:
-    """Check the argument ``strategy``.
-
-    Args:
-        strategy: a Strategy, or a name.
-        given: names of the plugins that the script passes.
-
-    Raises:
-        ConfigurationError: it is neither, an unknown name, or contradicts a plugin.
-    """
+    """Check the argument ``strategy``."""
     if given:
         raise ConfigurationError(
             f"strategy={strategy!r} contradicts the settings given for {', '.join(given)}. Pass the strategy or the "
@@ -178,7 +156,6 @@ def _strategies_in_use() -> list[str]:
 
 
 def _settings_of(engine: str | None, engines: dict[str, Any]) -> Any:
-    """The settings of an engine ("fsdp", ...): those given, those in use, or those of the launcher."""
     settings = engines.get(engine) if engine is not None else None
     if engine is None or engine not in PLUGINS:
         return settings
@@ -193,11 +170,7 @@ def _settings_of(engine: str | None, engines: dict[str, Any]) -> Any:
 
 
 def _precision_of(settings: Any, mixed_precision: Any) -> Any:
-    """The precision given, or that in the settings of the strategy, such as a DeepSpeed configuration.
-
-    Raises:
-        ConfigurationError: both are set, and differ.
-    """
+    """The precision given, or that in the settings of the strategy, such as a DeepSpeed configuration."""
     launched = CoreOptions.from_environment().mixed_precision
     # The launcher passes "no" where nothing was chosen.
     given = None if launched == "no" else launched
@@ -249,14 +222,7 @@ def _check_recipes(recipes: list[FP8Kwargs], mixed_precision: str) -> None:
 
 
 def asked_strategies(given: list[str]) -> list[str]:
-    """The strategies requested by the script, or else by the launcher.
-
-    Args:
-        given: names of those that the script has settings for.
-
-    Raises:
-        ConfigurationError: script and launcher request different ones.
-    """
+    """The strategies requested by the script, or else by the launcher."""
     launched = launched_strategies()
     if "mesh" in (*given, *launched) and {*given, *launched} <= _COMBINABLE:
         return list(dict.fromkeys([*given, *launched]))
@@ -269,11 +235,7 @@ def asked_strategies(given: list[str]) -> list[str]:
 
 
 def launched_strategies() -> list[str]:
-    """The strategies requested by the launcher in this process's environment.
-
-    Raises:
-        ConfigurationError: one of them is not installed. Training without it would not be the run that was launched.
-    """
+    """The strategies requested by the launcher in this process's environment."""
     launched = ParadigmOptions.from_environment()
     names = []
     for option in ParadigmOptions.options():
@@ -322,11 +284,7 @@ def release_state(owner: object) -> None:
 
 
 def accumulation_settings(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    """Settings of gradient accumulation; the launcher's number of steps overrides the script's.
-
-    Raises:
-        ConfigurationError: both a number of steps and a plugin were given, or the number is not positive.
-    """
+    """Settings of gradient accumulation; the launcher's number of steps overrides the script's."""
     launched = CoreOptions.from_environment().gradient_accumulation_steps
     if plugin is None:
         return GradientAccumulationPlugin(num_steps=launched or steps)
@@ -339,11 +297,7 @@ def accumulation_settings(steps: int, plugin: GradientAccumulationPlugin | None)
 
 
 def loader_settings(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
-    """Settings of the loaders, with the Accelerator's older argument merged in.
-
-    Raises:
-        ConfigurationError: the two disagree.
-    """
+    """Settings of the loaders, with the Accelerator's older argument merged in."""
     if config is not None and not isinstance(config, DataLoaderConfiguration):
         hint = "DataLoaderConfiguration(**settings)" if isinstance(config, dict) else "a DataLoaderConfiguration"
         raise ConfigurationError(f"dataloader_config is a {type(config).__name__}. Pass {hint}.")
@@ -358,11 +312,7 @@ def loader_settings(config: DataLoaderConfiguration | None, split_batches: Any) 
 
 
 def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """Settings of compilation.
-
-    Raises:
-        ConfigurationError: both a back end and a plugin were given.
-    """
+    """Settings of compilation."""
     if plugin is not None and backend is not None:
         raise ConfigurationError(
             "dynamo_backend and dynamo_plugin were both given. Put the back end into TorchDynamoPlugin(backend=...)."
@@ -371,11 +321,7 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDyna
 
 
 def project_settings(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:
-    """Directories of the project.
-
-    Raises:
-        ConfigurationError: two different directories were given.
-    """
+    """Directories of the project."""
     if config is not None and not isinstance(config, ProjectConfiguration):
         raise ConfigurationError(
             f"project_config={config!r} must be a ProjectConfiguration. For a directory, pass project_dir={config!r}."

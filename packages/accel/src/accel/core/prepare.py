@@ -28,19 +28,7 @@ PREPARED = "_is_accelerate_prepared"
 
 
 class Preparation:
-    """Prepares objects, and keeps those that were prepared.
-
-    Args:
-        setup: strategy, precision and settings.
-        loaders: settings of the loaders.
-        device_placement: whether models and batches are moved to the device.
-        step_scheduler_with_optimizer: whether schedulers advance with their optimizers.
-        rng_types: the generators that loaders synchronise.
-
-    Attributes:
-        models, optimizers, schedulers, dataloaders: the prepared objects.
-        seeded_samplers: the samplers whose order follows from a seed and the epoch, by the index of their loader.
-    """
+    """Prepares objects, and keeps those that were prepared."""
 
     def __init__(
         self,
@@ -59,14 +47,10 @@ class Preparation:
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[Any] = []
-        self.seeded_samplers: dict[int, SeedableRandomSampler] = {}
+        self.seeded_samplers: dict[int, SeedableRandomSampler] = {}  # by the index of their loader
 
     def prepare(self, objects: tuple[Any, ...], device_placements: list[bool | None], accelerator: Any) -> list[Any]:
-        """Prepare objects of any kind, in any order; other objects are returned as they are.
-
-        Each is prepared by the accelerator's own ``prepare_model``, ``prepare_optimizer``, ``prepare_scheduler`` or
-        ``prepare_data_loader``, which a subclass may have overridden.
-        """
+        """Prepare objects by the accelerator's own ``prepare_...`` methods, which a subclass may have overridden."""
         joined = list(objects)
         fresh = [index for index, obj in enumerate(objects) if not is_prepared(obj)]
         replaced = self.setup.precision.join_optimizer([objects[index] for index in fresh])
@@ -116,7 +100,6 @@ class Preparation:
         return _add(self.models, _mark(model))
 
     def optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Prepare an optimizer."""
         if isinstance(optimizer, AcceleratedOptimizer) or is_prepared(optimizer):
             return _add(self.optimizers, optimizer)
         place = self.device_placement if device_placement is None else device_placement
@@ -167,7 +150,6 @@ class Preparation:
         return _add(self.dataloaders, _mark(prepared))
 
     def forget(self) -> None:
-        """Drop every reference to prepared objects."""
         for prepared in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.seeded_samplers):
             prepared.clear()
 
@@ -182,13 +164,11 @@ def is_prepared(obj: Any) -> bool:
 
 
 def _mark(obj: T) -> T:
-    """Mark an object as prepared; libraries read the mark."""
     setattr(obj, PREPARED, True)
     return obj
 
 
 def _add(prepared: list[Any], obj: Any) -> Any:
-    """Add an object to a list that does not have it yet, and return it."""
     if not any(obj is known for known in prepared):
         prepared.append(obj)
     return obj

@@ -13,19 +13,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Part:
-    """One file of a checkpoint, in torch's format unless a subclass writes another one.
+    """One file of a checkpoint, in torch's format unless a subclass writes another one."""
 
-    Attributes:
-        name: path of the file, relative to the checkpoint.
-        value: the contents.
-        what: whose state this is, for messages. If set, saving fails where loading the file would run code.
-        each_rank: every rank writes a file of its own; otherwise the main process writes one for all.
-    """
-
-    name: str
-    value: Any
-    what: str = ""
-    each_rank: bool = False
+    name: str  # path of the file, relative to the checkpoint
+    value: Any  # the contents
+    what: str = ""  # whose state this is, for messages. If set, saving fails where loading the file would run code
+    each_rank: bool = False  # every rank writes a file of its own; otherwise the main process writes one for all
 
     # Called as `write_value(value, target)`: the contents, or a copy of them, and an object with `write`.
     write_value: ClassVar[Callable[..., Any]] = staticmethod(torch.save)
@@ -33,23 +26,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensors of a model are distributed over the ranks.
+    """How the tensors of a model are distributed over the ranks."""
 
-    Attributes:
-        model: the prepared model.
-        tensors: its weights and buffers by name: DTensors, or plain tensors where every rank has the full tensor.
-        ties: groups of names that refer to the same parameter.
-        packed: the saved shapes of the parameters that are held in another shape; see
-            :mod:`accel.fsdp.checkpoint.fused_dtensor`.
-        elsewhere: names in the full model that only other pipeline stages have.
-        local_names: with pipeline stages, the local name of each parameter by its name in the full model.
-    """
-
-    model: nn.Module
+    model: nn.Module  # the prepared model
+    # its weights and buffers by name: DTensors, or plain tensors where every rank has the full tensor
     tensors: Mapping[str, torch.Tensor]
-    ties: Sequence[Sequence[str]] = ()
+    ties: Sequence[Sequence[str]] = ()  # groups of names that refer to the same parameter
+    # the saved shapes of the parameters that are held in another shape; see :mod:`accel.fsdp.checkpoint.fused_dtensor`
     packed: Mapping[str, torch.Size] = field(default_factory=dict)
-    elsewhere: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()  # names in the full model that only other pipeline stages have
+    # with pipeline stages, the local name of each parameter by its name in the full model
     local_names: Mapping[str, str] = field(default_factory=dict)
 
     def shape(self, name: str) -> torch.Size:
@@ -59,12 +45,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Models and optimizers that a strategy has prepared for writing in files of its own format.
+    """Models and optimizers that a strategy has prepared for writing in files of its own format."""
 
-    Attributes:
-        parts: the files that this rank writes.
-        finalizers: called on the main process with the checkpoint directory, after every rank has written its parts.
-    """
-
-    parts: list[Part] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)  # the files that this rank writes
+    # called on the main process with the checkpoint directory, after every rank has written its parts
     finalizers: list[Callable[[Path], None]] = field(default_factory=list)

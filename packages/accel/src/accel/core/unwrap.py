@@ -105,10 +105,7 @@ def _with_compilation(inner: nn.Module, compiled: Any) -> nn.Module:
 
 
 def parameter_state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()`` under the names of the uncompiled model, with the values of offloaded weights.
-
-    Offloaded weights are mapped, not read.
-    """
+    """``model.state_dict()`` under the names of the uncompiled model, with the values of offloaded weights."""
     state_dict = None
     for module in model.modules():
         if hasattr(module, "_hf_hook"):

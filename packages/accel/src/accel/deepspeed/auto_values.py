@@ -26,14 +26,7 @@ _KEPT_AUTO = (
     "tensor_parallel.",
 )
 # DeepSpeed has a default for missing keys here.
-_WITH_DEFAULT = (
-    "zero_optimization.",
-    "fp16.",
-    "bf16.",
-    "optimizer.params.",
-    "aio.",
-    "activation_checkpointing.",
-)
+_WITH_DEFAULT = ("zero_optimization.", "fp16.", "bf16.", "optimizer.params.", "aio.", "activation_checkpointing.")
 # In elements: sizes of the reduce and prefetch buckets, and the size up to which stage 3 does not shard a parameter.
 # See https://www.deepspeed.ai/docs/config-json/.
 _BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {

@@ -47,10 +47,21 @@ def _is_sharded_without_optimizer(engine: Any) -> bool:
 
 
 @dataclass
-class _CapturingWriter:
-    """Replaces an engine's checkpoint writer; keeps the files in memory."""
+class _CheckpointEngine:
+    """Replaces a part of an engine's own checkpoint engine."""
 
     original: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "original":
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+
+@dataclass
+class _CapturingWriter(_CheckpointEngine):
+    """Replaces an engine's checkpoint writer; keeps the files in memory."""
+
     parts: list[Part] = field(default_factory=list)
 
     def save(self, state_dict: Any, path: str) -> None:
@@ -67,27 +78,16 @@ class _CapturingWriter:
         """Does nothing: a checkpoint is complete when its manifest is written."""
         return True
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "original":
-            raise AttributeError(name)
-        return getattr(self.original, name)
-
 
 @dataclass
-class _SafeReader:
+class _SafeReader(_CheckpointEngine):
     """Replaces an engine's checkpoint reader; see :func:`read_engine_file`."""
 
-    original: Any
     load_kwargs: dict[str, Any] | None
 
     def load(self, path: str, map_location: Any = None, *_: Any, **__: Any) -> Any:
         location = "cpu" if map_location is None or callable(map_location) else map_location
         return read_engine_file(Path(path), location, self.load_kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "original":
-            raise AttributeError(name)
-        return getattr(self.original, name)
 
 
 def read_engine_file(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None) -> Any:

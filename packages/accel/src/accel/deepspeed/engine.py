@@ -50,31 +50,17 @@ class DeepSpeedEngineWrapper:
         self._norm: float | None = None
 
     def set_boundary(self, is_boundary: bool | None) -> bool:
-        """Set whether the next backward pass ends an accumulation window; None lets the engine count micro batches.
-
-        Returns:
-            Whether the next backward pass ends a window.
-        """
+        """Set whether the next backward pass ends an accumulation window; None lets the engine count micro batches."""
         self.engine.set_gradient_accumulation_boundary(False if self.no_sync_depth else is_boundary)
         return bool(self.engine.is_gradient_accumulation_boundary())
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Compute gradients.
-
-        Args:
-            loss: a scalar, already scaled for gradient accumulation.
-            sync_gradients: whether this backward pass ends an accumulation window.
-            **kwargs: ``retain_graph``.
-        """
+        """Compute gradients."""
         self.set_boundary(sync_gradients)
         self.run_backward(loss, **kwargs)
 
     def run_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients, with the boundary of the last :meth:`set_boundary`.
-
-        Raises:
-            ConfigurationError: an argument that the engine does not support.
-        """
+        """Compute gradients, with the boundary of the last :meth:`set_boundary`."""
         unknown = sorted(set(kwargs) - {"retain_graph"})
         if unknown:
             raise ConfigurationError(
@@ -85,14 +71,7 @@ class DeepSpeedEngineWrapper:
 
     @contextmanager
     def joint_backward(self) -> Iterator[None]:
-        """A block in which the backward pass of another engine also computes this one's gradients.
-
-        The engine would count each of its forward passes as a separate backward pass, so this tells it what its own
-        ``backward`` does: that a backward pass runs, and when it has ended.
-
-        Raises:
-            ConfigurationError: this version of DeepSpeed supports one engine per backward pass.
-        """
+        """A block in which the backward pass of another engine also computes this one's gradients."""
         engine = self.engine
         if not hasattr(engine, "_running_engine_backward_count"):
             raise ConfigurationError(
@@ -114,11 +93,7 @@ class DeepSpeedEngineWrapper:
             engine._running_engine_backward = engine._running_engine_backward_count > 0
 
     def step(self) -> bool | None:
-        """Update the weights if an accumulation window has ended.
-
-        Returns:
-            Whether they were updated (False after an overflow); None if no window has ended.
-        """
+        """Update the weights if an accumulation window has ended."""
         if not self._has_gradients:
             return None
         ends_window = bool(self.engine.is_gradient_accumulation_boundary())
@@ -139,10 +114,7 @@ class DeepSpeedEngineWrapper:
         self._has_gradients, self._norm = False, None
 
     def get_global_grad_norm(self) -> float | None:
-        """The global gradient norm of a finished window, or else of the last step; None before the first.
-
-        Every rank must call it.
-        """
+        """The global gradient norm of a finished window, or else of the last step; None before the first."""
         if self._has_gradients and self.engine.is_gradient_accumulation_boundary() and self._norm is None:
             norm = gradients.gradient_norm(self.engine)
             self._norm = None if norm is None else float(norm)
@@ -209,30 +181,19 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         return super().wraps(optimizer) or optimizer is self.original or optimizer is self._innermost
 
     def share_groups(self) -> None:
-        """Share the engine's parameter groups with the script's optimizer, whose schedulers set its learning rates.
-
-        They are separate after loading a state if DeepSpeed has replaced the optimizer.
-        """
+        """Share the engine's parameter groups with the script's optimizer, whose schedulers set its learning rates."""
         if isinstance(self.original, Optimizer):
             self.original.param_groups = self._innermost.param_groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported: the engine has already sharded the parameters.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Not supported: the engine has already sharded the parameters."""
         raise ConfigurationError(
             "DeepSpeed shards an optimizer's parameters when it is prepared, so groups cannot be added later. Add the "
             "group before prepare(), and freeze its parameters until they are trained."
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, unless gradients are still being accumulated.
-
-        Raises:
-            ConfigurationError: a closure was passed.
-        """
+        """Update the parameters, unless gradients are still being accumulated."""
         if closure is not None:
             raise ConfigurationError(
                 "DeepSpeed's engine steps without a closure. Call accelerator.backward(loss), and then step()."

@@ -77,7 +77,6 @@ class LateAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -123,7 +123,6 @@ class DeepSpeedPlugin:
             self._filled.fill(config, copy_config(config), {validation.COUNTS[2]: 1})
 
     def _update_fields(self) -> None:
-        """Set the fields to the values of the configuration."""
         missing = {"gradient_accumulation_steps": AUTO, "gradient_clipping": AUTO, "zero3_save_16bit_model": False}
         for name, path in FILE_PATHS.items():
             value = get_value(self.deepspeed_config, path)
@@ -145,33 +144,14 @@ class DeepSpeedPlugin:
         return ds_config.enabled_precision(self._filled_precision.revert(self.deepspeed_config))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Enable the Accelerator's precision unless the configuration sets one.
-
-        Raises:
-            ConfigurationError: the configuration enables another precision.
-        """
+        """Enable the Accelerator's precision unless the configuration sets one."""
         original = self._filled_precision.revert(self.deepspeed_config)
         resolved = copy_config(original)
         ds_config.apply_mixed_precision(resolved, mixed_precision, self._name)
         self._filled_precision.fill(self.deepspeed_config, original, resolved)
 
     def resolve(self, facts: PreparedFacts) -> dict[str, Any]:
-        """Build the configuration of an engine, without "auto".
-
-        ``deepspeed_config`` shows the result. The next call derives "auto" values anew, except where the script has
-        changed them since.
-
-        Args:
-            facts: what is prepared.
-
-        Returns:
-            A new dictionary for ``deepspeed.initialize``; its ``train_batch_size`` is micro batch x accumulation steps
-            x processes. A DummyOptim implies that it has an "optimizer"; a DummyScheduler that it has a "scheduler",
-            unless the DummyScheduler has an ``lr_scheduler_callable``.
-
-        Raises:
-            ConfigurationError: a value cannot be determined, or contradicts another; the message names both.
-        """
+        """Build the configuration of an engine, without "auto"."""
         config = self._filled.revert(self.deepspeed_config)
         validation.check_section_types(config, self._name)
         original = copy_config(config)
@@ -261,11 +241,7 @@ class DeepSpeedPlugin:
         )
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Called by ``accelerator.state.select_deepspeed_plugin(name)``.
-
-        Raises:
-            ConfigurationError: called from elsewhere, which could leave two plugins selected.
-        """
+        """Called by ``accelerator.state.select_deepspeed_plugin(name)``."""
         if not _from_accelerator_state:
             raise ConfigurationError(
                 "a plugin is selected by its name: call accelerator.state.select_deepspeed_plugin(name)."

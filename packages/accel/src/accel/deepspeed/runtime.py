@@ -117,7 +117,6 @@ class EngineRegistry:
         self._at_exit: Callable[[], None] = self.destroy_all
 
     def add(self, engine: Any) -> None:
-        """Register an engine."""
         self._engines.append(weakref.ref(engine))
         # Exit handlers run in reverse order, so this one must be registered after the process group's.
         atexit.unregister(self._at_exit)

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
-from ..core.compile import compile_regions
 from ..core.unwrap import clean_name
 from ..precision.scaler import SharedGradScaler
 from .activation_checkpointing import checkpoint_units
@@ -220,21 +219,6 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
     if state.use_distributed:
         scaler.share_overflow(state)
     return scaler
-
-
-def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile a model region by region, in place; it may be sharded before or after.
-
-    Modules keep their classes, names and parameters.
-
-    Args:
-        module: the model.
-        **compile_kwargs: for ``torch.compile``.
-
-    Returns:
-        The given model.
-    """
-    return compile_regions(module, **compile_kwargs)
 
 
 def get_parameters_from_modules(

@@ -199,7 +199,6 @@ def _require_sharded(accelerator: Accelerator, model: nn.Module, function: str) 
 
 
 def _adapter_names(model: nn.Module) -> dict[str, str]:
-    """The names of an adapter's weights in PEFT's files, by their names in the model."""
     peft = require("peft", purpose="saving an adapter on its own", install="peft")
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     # Only names are needed, and the model's own state_dict() would gather the values. PEFT looks its modules up under

@@ -60,5 +60,4 @@ class Handlers:
         return next(iter(self.all(kind)), None) or kind()
 
     def all(self, kind: type[H]) -> list[H]:
-        """The handlers of a type and of those derived from it."""
         return [handler for handler in self._by_type.values() if isinstance(handler, kind)]

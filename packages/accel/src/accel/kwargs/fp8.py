@@ -141,14 +141,8 @@ class FP8RecipeKwargs(FP8Kwargs):
     """``mixed_precision="fp8"`` with any backend, and the settings of all of them.
 
     Args:
-        opt_level: for "msamp"; see :class:`MSAMPRecipeKwargs`.
-        use_autocast_during_eval: see :class:`NativeRecipeKwargs` for this and the next six.
-        margin: likewise.
-        interval: likewise.
-        fp8_format: likewise.
-        amax_history_len: likewise.
-        amax_compute_algo: likewise.
-        override_linear_precision: likewise.
+        opt_level: for "msamp"; see :class:`MSAMPRecipeKwargs`. For those without a line here see
+            :class:`NativeRecipeKwargs`.
         use_mxfp8_block_scaling: for "te".
         backend: "native", "ao", "te" or "msamp", in any case; None takes the launcher's choice, or else the best one
             here.

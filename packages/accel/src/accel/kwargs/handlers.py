@@ -153,9 +153,5 @@ class TrackingKwargs(KwargsHandler):
     finish_timeout: float = Delivery.finish_timeout
 
     def to_delivery(self) -> Delivery:
-        """The settings in accel_track's form.
-
-        Raises:
-            ConfigurationError: a number that is not positive.
-        """
+        """The settings in accel_track's form."""
         return Delivery(**asdict(self))

@@ -18,6 +18,8 @@ from accel_state.errors import ConfigurationError
 from .._torch_compat import ring_attention_templates, set_rotate_method
 from .sequence_inputs import SequenceShard, ShardedCall
 
+logger = get_logger(__name__)
+
 Kernel = Callable[..., Any]
 
 
@@ -182,20 +184,10 @@ def ring_attention(mesh: DeviceMesh) -> Iterator[RingAttention]:
         ring.closed = True
 
 
-logger = get_logger(__name__)
-
-ROTATIONS = ("allgather", "alltoall")
-
-
 class ContextParallel:
     """Splits sequences over the ranks of one mesh axis, with torch's ``context_parallel``."""
 
     def __init__(self, mesh: DeviceMesh, rotation: str = "allgather") -> None:
-        if rotation not in ROTATIONS:
-            raise ConfigurationError(
-                f"cp_comm_strategy={rotation!r} is not one of {', '.join(ROTATIONS)}. Set it in "
-                "TorchContextParallelConfig."
-            )
         self.mesh = mesh
         self.rotation = rotation
         self.shard: SequenceShard | None = None
@@ -203,7 +195,6 @@ class ContextParallel:
         self._warned = False
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Pass a model the positions of this rank at each call in a block."""
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def _before_forward(

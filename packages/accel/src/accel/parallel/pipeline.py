@@ -96,7 +96,7 @@ class TrainingPipeline:
         device: torch.device,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.settings, self.device, self.compute_dtype = settings, device, compute_dtype
+        self.settings, self.device = settings, device
         self.rank, self.size, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
         self.count = self.size * (settings.stages_per_rank or 1)
         path, ranges = block_ranges(model, self.count)
@@ -116,7 +116,8 @@ class TrainingPipeline:
         forward = functools.partial(model.eval().forward, **self._options)
         self._signature = inspect.signature(forward)
         self.split = split_model(model, forward, points, [block], example, self.count)
-        self._example_outputs = self._outputs_of_example(model, forward, example)
+        # Where sharding changes the dtypes of the recorded outputs, the first micro-batch tells them.
+        self._example_outputs = self.split.outputs if compute_dtype is None else None
         for module, mode in modes.items():
             module.training = mode
         self.order = [name for name, _ in model.named_parameters()]
@@ -145,12 +146,6 @@ class TrainingPipeline:
         kwargs.pop("labels", None)
         args, kwargs = send_to_device((args, kwargs), device)
         return args, kwargs
-
-    def _outputs_of_example(
-        self, model: nn.Module, forward: Callable[..., Any], example: tuple[Any, Any]
-    ) -> Sequence[Any] | None:
-        """The recorded outputs. None where sharding will change their dtypes: the first micro-batch tells them."""
-        return self.split.outputs if self.compute_dtype is None else None
 
     def _make_stage(self, model: nn.Module, part: nn.Module, number: int) -> Stage:
         original = model.__dict__.get("_original_forward", model.forward)
@@ -313,7 +308,6 @@ class TrainingPipeline:
         return target
 
     def _loss(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The contribution of a micro-batch to the loss of the batch."""
         loss: torch.Tensor
         if self.settings.loss_fn is not None:
             loss = self.settings.loss_fn(outputs, target) / self._items

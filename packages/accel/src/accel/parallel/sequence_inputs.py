@@ -43,7 +43,6 @@ class SequenceShard:
         return next((full for shard, full in self.tensors if shard is tensor), None)
 
     def of(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """This rank's shard of a full tensor."""
         return tensor.index_select(dim, self.positions.to(tensor.device))
 
 

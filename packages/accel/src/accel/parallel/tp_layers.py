@@ -63,7 +63,6 @@ class Style:
         return is_linear(module)
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, sharder: ParameterSharder) -> None:
-        """Shard a module in place; its parameters are the same on all ranks of the axis."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -91,7 +90,8 @@ class ParameterSharder:
         old = module._parameters[name]
         assert old is not None
         if old not in self._made:
-            view = _view(old.data, dim, pieces)
+            # The pieces that are concatenated along `dim` get a dimension of their own.
+            view = old.data if pieces == 1 else old.data.unflatten(dim, (pieces, -1))
             shard = distribute_tensor(view, self.mesh, [Shard(dim if pieces == 1 else dim + 1)], src_data_rank=None)
             self._made[old] = nn.Parameter(shard, old.requires_grad), dim
         new, done = self._made[old]
@@ -105,11 +105,6 @@ class ParameterSharder:
         module._parameters[name] = new
 
 
-def _view(tensor: torch.Tensor, dim: int, pieces: int) -> torch.Tensor:
-    """The tensor with a separate dimension for the pieces that are concatenated along ``dim``."""
-    return tensor if pieces == 1 else tensor.unflatten(dim, (pieces, -1))
-
-
 def _local(parameter: Any) -> Any:
     """This rank's shard, through which gradients flow, or the parameter itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -120,15 +115,9 @@ def _product(module: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
     weight = _local(module.weight)
     if not is_conv1d(module):
         return nn.functional.linear(x, weight.flatten(0, -2), bias)
-    return (
-        x @ weight.flatten(1)
-        if bias is None
-        else torch.addmm(bias, x.flatten(0, -2), weight.flatten(1)).view(*x.shape[:-1], -1)
-    )
-
-
-def _with_bias(out: torch.Tensor, bias: Any) -> torch.Tensor:
-    return out if bias is None else out + bias.to(out.dtype)
+    if bias is None:
+        return x @ weight.flatten(1)
+    return torch.addmm(bias, x.flatten(0, -2), weight.flatten(1)).view(*x.shape[:-1], -1)
 
 
 def _replace_forward(module: nn.Module, forward: Forward) -> None:
@@ -179,7 +168,7 @@ class Rows(Style):
 
         def forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
             out = summed(_product(layer, part(x, mesh) if splits else x, None), mesh)
-            return _with_bias(out, layer.bias)
+            return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
         _replace_forward(module, forward)
 

@@ -52,7 +52,6 @@ class SequenceParallel:
         self._recent: deque[SequenceShard] = deque(maxlen=8)
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Replace a model's attention, and pass it the positions of this rank."""
         config: Any = getattr(model, "config", None)
         set_attention: Any = getattr(model, "set_attn_implementation", None)
         if set_attention is None or not hasattr(config, "_attn_implementation"):
@@ -123,12 +122,7 @@ class SequenceParallel:
         )
         return _AllToAll.apply(attended, group, 2, 1).transpose(1, 2).contiguous(), None
 
-    def loader(self, loader: Any) -> SplitLoader:
-        """A loader whose batches hold this rank's shard of each sequence."""
-        return SplitLoader(self, loader)
-
     def split(self, batch: Any) -> dict[str, Any]:
-        """This rank's shard of a batch, with its positions and shifted labels."""
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
             raise ConfigurationError(

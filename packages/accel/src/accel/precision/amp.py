@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,12 +16,10 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.operations import convert_to_fp32
 
+from ..kwargs.base import Handlers
 from ..kwargs.handlers import AutocastKwargs, GradScalerKwargs
 from .full import Precision
 from .scaler import SharedGradScaler
-
-if TYPE_CHECKING:
-    from ..kwargs.base import Handlers
 
 
 class AutocastForward:

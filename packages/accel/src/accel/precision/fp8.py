@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,13 +15,11 @@ from accel_state.errors import ConfigurationError
 from accel_state.logging import get_logger
 from accel_state.registry import Registry
 
+from ..kwargs.base import Handlers
 from ..kwargs.fp8 import FP8Kwargs
 from ..kwargs.handlers import AutocastKwargs
 from .amp import AutocastForward
 from .full import Precision
-
-if TYPE_CHECKING:
-    from ..kwargs.base import Handlers
 
 # Loaded only when a model computes in 8 bits.
 ENGINE: Registry[Any] = Registry(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,10 +11,8 @@ from torch.optim import Optimizer
 
 from accel_state import PartialState
 
+from ..kwargs.base import Handlers
 from ..kwargs.handlers import AutocastKwargs
-
-if TYPE_CHECKING:
-    from ..kwargs.base import Handlers
 
 
 class Precision:

@@ -41,7 +41,6 @@ class LoopEnd:
         return self._steps == [optimizer.steps_taken for optimizer in prepared.optimizers]
 
     def restore(self, prepared: Preparation) -> None:
-        """Restore everything to what it was."""
         for obj, state in self._states:
             obj.load_state_dict(state)
         for optimizer, groups in zip(prepared.optimizers, self._settings, strict=True):

@@ -224,7 +224,6 @@ class PreemptionHandler:
     # -- points where the run may end --------------------------------------------------------------------------------
 
     def begin(self, loader: PreparedLoader) -> None:
-        """A loop over the loader begins."""
         self._loops_begun += 1
         run = self._run()
         if self._loop_end is not None and (run is None or _is_training(run)):
@@ -257,7 +256,6 @@ class PreemptionHandler:
             self._stop(loader, begins)
 
     def _stop(self, loader: PreparedLoader, begins: bool) -> None:
-        """Save the state, and exit."""
         run = self._run()
         if run is None:
             return

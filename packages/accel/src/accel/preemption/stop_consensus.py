@@ -87,7 +87,6 @@ class StopAgreement:
         return decision.decode()
 
     def meet(self, seconds: float) -> list[int]:
-        """Wait for the other ranks to stop."""
         if self._lost:
             return [rank for rank in range(self._world_size) if rank != self._rank]
         self._store.set(f"stopped/{self._rank}", "1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,10 +16,8 @@ from accel_state.collectives.single import Collectives
 from .._torch_compat import foreach_mul_
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, extract_model_from_parallel, names_in_order, parameter_state_dict, tied_names
-
-if TYPE_CHECKING:
-    from ..kwargs.base import Handlers
-    from ..precision.scaler import SharedGradScaler
+from ..kwargs.base import Handlers
+from ..precision.scaler import SharedGradScaler
 
 
 class Strategy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
@@ -14,12 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
+from ..kwargs.base import Handlers
 from ..kwargs.ddp import DistributedDataParallelKwargs
 from ..parallel.config import ParallelismConfig
 from .base import Strategy
-
-if TYPE_CHECKING:
-    from ..kwargs.base import Handlers
 
 
 class DDPStrategy(Strategy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,10 +26,8 @@ from ..deepspeed.engine import (
 )
 from ..deepspeed.optimizer import warn_once
 from ..deepspeed.plugin import DeepSpeedPlugin
+from ..kwargs.base import Handlers
 from .base import Strategy
-
-if TYPE_CHECKING:
-    from ..kwargs.base import Handlers
 
 
 class DeepSpeedStrategy(Strategy):
@@ -64,28 +62,23 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def plugin(self) -> Any:
-        """The settings of what is prepared next."""
         return AcceleratorState().deepspeed_plugin
 
     @property
     def engine_wrapped(self) -> DeepSpeedEngineWrapper | None:
-        """The trained engine; the last one if there are several."""
         return self._wrappers[-1] if self._wrappers else None
 
     @property
     def engines_scale_losses(self) -> bool:
-        """Whether each engine scales its losses itself."""
         return AcceleratorState().mixed_precision == "fp16"
 
     def axis_rank(self, axis: str) -> int:
         return self.state.process_index if axis == "dp_shard" else 0
 
     def handles_precision(self, mixed_precision: str) -> bool:
-        """Whether the engine itself computes in a precision, so that the model's forward is not wrapped."""
         return mixed_precision in ("fp16", "bf16")
 
     def accumulation(self, plugin: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
-        """The accumulation settings, with the number of steps of the DeepSpeed configuration if it has one."""
         steps = self.plugin.accumulation_steps
         if steps is not None and plugin.num_steps not in (None, 1, steps):
             warn_once(
@@ -95,7 +88,6 @@ class DeepSpeedStrategy(Strategy):
         return plugin if steps is None else replace(plugin, num_steps=steps)
 
     def prepare_together(self, objects: list[Any], preparation: Any) -> list[Any]:
-        """Replace models by engines, and their optimizers and DummySchedulers by the prepared ones."""
         has_model = any(isinstance(obj, nn.Module) for obj in objects)
         if has_model and self.engines_scale_losses and not self._library.get_accelerator().is_fp16_supported():
             raise ConfigurationError(
@@ -116,7 +108,6 @@ class DeepSpeedStrategy(Strategy):
         return prepared
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that is prepared without its model."""
         raise missing_model_error(optimizer)
 
     def is_wrapped(self, model: nn.Module) -> bool:
@@ -125,7 +116,6 @@ class DeepSpeedStrategy(Strategy):
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
-        """Compute gradients; the engines reduce them at the end of an accumulation window."""
         wrappers = self._engines_of(loss)
         boundary = self._gradient_state.sync_gradients if in_window else None
         ends = [wrapper.set_boundary(boundary) for wrapper in wrappers]
@@ -179,7 +169,6 @@ class DeepSpeedStrategy(Strategy):
             gradients.scale_gradients(wrapper.engine, factor)
 
     def _owners(self, parameters: Iterable[torch.Tensor]) -> list[DeepSpeedEngineWrapper]:
-        """The engines that own some of the parameters."""
         wanted = set(map(id, parameters))
         return [
             wrapper
@@ -264,7 +253,6 @@ class DeepSpeedStrategy(Strategy):
         return gathered
 
     def plan_state(self, reader: Any, models: Sequence[nn.Module], options: dict[str, Any]) -> list[Callable[[], Any]]:
-        """The calls that discard current gradients and load the engines' states."""
         from ..deepspeed.checkpoint import EngineLoader
 
         unknown = sorted(set(options) - {"strict"})
@@ -287,13 +275,11 @@ class DeepSpeedStrategy(Strategy):
     # -- shutdown ----------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Drop the engines; those without other references are released."""
         self._wrappers.clear()
         self._optimizers.clear()
         self._models = ()
 
     def close(self) -> None:
-        """Destroy all engines before the process group is destroyed."""
         for plugin in self._plugins:
             plugin.release()
         self.forget()

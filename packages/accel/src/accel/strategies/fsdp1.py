@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,12 +25,9 @@ from ..core.unwrap import clean_name, tied_names
 from ..fsdp.activation_checkpointing import checkpoint_units
 from ..fsdp.grad_norm import Groups
 from ..fsdp.meta_init import allocate_and_fill, start_from_rank_0
-from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..fsdp.wrap_policy import find_units
+from ..kwargs.base import Handlers
 from .sharded import ShardedStrategy
-
-if TYPE_CHECKING:
-    from ..kwargs.base import Handlers
 
 # Optimizers that use the shapes of parameters, not only single elements.
 _NEED_SHAPES = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP", "GaLoreAdamW")
@@ -43,18 +40,13 @@ class FSDP1Strategy(ShardedStrategy):
     fsdp_version = 1
     saves_gradients = False
 
-    def __init__(
-        self,
-        state: PartialState | None = None,
-        handlers: Handlers | None = None,
-        settings: FullyShardedDataParallelPlugin | None = None,
-    ) -> None:
+    def attach(self, state: PartialState, handlers: Handlers) -> None:
+        super().attach(state, handlers)
         self._groups: Any = WeakIdKeyDictionary()
         self._flattened: Any = WeakIdKeyDictionary()
         self._merged_into: Any = WeakIdKeyDictionary()
         self._spans: Any = WeakIdKeyDictionary()
         self._original_names: Any = WeakIdKeyDictionary()
-        super().__init__(state, handlers, settings)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):
@@ -141,7 +133,6 @@ class FSDP1Strategy(ShardedStrategy):
             group["params"] = self._merged(group["params"])
 
     def _shard_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Keep this rank's part of the optimizer state of a full parameter."""
         shape, begin, end = self._spans[parameter]
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == shape and value.shape != parameter.shape:

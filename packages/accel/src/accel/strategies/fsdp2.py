@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,12 +25,9 @@ from ..fsdp.accumulated_grads import gather_parameters, put_parameters, shapes_o
 from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
 from ..fsdp.grad_norm import Groups, groups_over, local
 from ..fsdp.meta_init import Materialiser, own_parameters
-from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..fsdp.wrap_policy import find_units, owned_by
+from ..kwargs.base import Handlers
 from .sharded import ShardedStrategy
-
-if TYPE_CHECKING:
-    from ..kwargs.base import Handlers
 
 
 class FSDP2Strategy(ShardedStrategy):
@@ -38,20 +35,14 @@ class FSDP2Strategy(ShardedStrategy):
 
     fsdp_version = 2
 
-    def __init__(
-        self,
-        state: PartialState | None = None,
-        handlers: Handlers | None = None,
-        settings: FullyShardedDataParallelPlugin | None = None,
-    ) -> None:
+    def attach(self, state: PartialState, handlers: Handlers) -> None:
+        super().attach(state, handlers)
         self._mesh: DeviceMesh | None = None
         self._reduces: Any = WeakIdKeyDictionary()
         self._holders: Any = WeakIdKeyDictionary()
-        super().__init__(state, handlers, settings)
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh to shard over."""
         if self._mesh is None:
             world_size = self.state.num_processes
             self._mesh = init_device_mesh(self.state.device.type, (world_size,), mesh_dim_names=("dp_shard",))
@@ -143,16 +134,12 @@ class FSDP2Strategy(ShardedStrategy):
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, FSDPModule)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Accumulate full gradients on every rank, which takes the memory of a full model."""
-        with self._reducing(model, False):
-            yield
+        return self._reducing(model, False)
 
-    @contextmanager
-    def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        with self._reducing(model, True):
-            yield
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._reducing(model, True)
 
     @contextmanager
     def _reducing(self, model: nn.Module, reduces: bool) -> Iterator[None]:

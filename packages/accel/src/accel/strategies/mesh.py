@@ -7,7 +7,7 @@ Where each axis is applied:
 - dp_replicate: the same call; the outer axis of that mesh, along which gradients are averaged.
 - cp, sp: their ranks are part of the axis that ``fully_shard`` shards over ("dp_shard_cp"), so gradients are averaged
   over all tokens. `data_collectives` leaves them out (they get the same batch), `averaging_collectives` includes them.
-  `sequences` splits the sequences.
+  `context` and `ulysses` split the sequences.
 - pp: a stage is a model of its own (:mod:`accel.strategies.mesh_pp`), which `wrap` shards over the stage's part of the
   mesh: `model_collectives` are those of the stage, and `stages` lets clipping add the norms of all of them.
 """
@@ -15,8 +15,8 @@ Where each axis is applied:
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,17 +34,16 @@ from ..fsdp.checkpoint.fused_dtensor import full_tensor
 from ..fsdp.checkpoint.state_dicts import model_state
 from ..fsdp.meta_init import Materialiser
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
+from ..kwargs.base import Handlers
 from ..parallel.axes import SHARDING_AXES
 from ..parallel.config import ParallelismConfig
+from ..parallel.context_parallel import ContextParallel
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
 from ..parallel.rng_sync import share_generators
-from ..parallel.sequence_sharding import SequenceSharding
 from ..parallel.tp_layers import Columns, ParameterSharder, Style, apply_torch_style
 from ..parallel.tp_plan import TensorParallelPlan, count_parts, plan_of
+from ..parallel.ulysses import SequenceParallel, SplitLoader
 from .fsdp2 import FSDP2Strategy
-
-if TYPE_CHECKING:
-    from ..kwargs.base import Handlers
 
 
 class MeshStrategy(FSDP2Strategy):
@@ -63,12 +62,12 @@ class MeshStrategy(FSDP2Strategy):
                 "`accel to-fsdp2` converts a configuration file."
             )
         self.parallelism = ParallelismConfig() if settings is None else settings
-        self._wrapped: Any = WeakIdKeyDictionary()
-        self._styles: dict[nn.Module, Any] = {}
         super().__init__(state, handlers, fsdp)
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)
+        self._wrapped: Any = WeakIdKeyDictionary()
+        self._styles: dict[nn.Module, Any] = {}
         settings = self.parallelism = self.parallelism.for_world(state.num_processes)
         mesh = settings.build_device_mesh(state.device.type)
         self._mesh = self.data_mesh = mesh
@@ -79,14 +78,18 @@ class MeshStrategy(FSDP2Strategy):
         self._tp = mesh["tp"] if mesh is not None and settings.tp_enabled else None
         if mesh is not None and settings.pp_enabled:
             self.stages = (mesh.get_group("pp"),)
-        self.sequences = SequenceSharding(mesh, settings)
+        self.context: ContextParallel | None = None
+        self.ulysses: SequenceParallel | None = None
+        if mesh is not None and settings.cp_handler is not None and settings.cp_enabled:
+            self.context = ContextParallel(mesh["cp"], settings.cp_handler.cp_comm_strategy or "allgather")
+        if mesh is not None and settings.sp_handler is not None and settings.sp_enabled:
+            self.ulysses = SequenceParallel(mesh["sp"], settings.sp_handler)
         self._sharder: ParameterSharder | None = None
         self._shards = math.prod(settings.size(axis) for axis in SHARDING_AXES) > 1
         self.distributed_type = DistributedType.FSDP if self._shards else None
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh of all axes."""
         return cast(DeviceMesh, self._mesh)
 
     def axis_rank(self, axis: str) -> int:
@@ -114,13 +117,16 @@ class MeshStrategy(FSDP2Strategy):
         buffer_seq_dims: list[int] | None,
         no_restore_buffers: set[torch.Tensor] | None,
     ) -> AbstractContextManager[None]:
-        return self.sequences.block(buffers, buffer_seq_dims, no_restore_buffers)
+        return (
+            nullcontext() if self.context is None else self.context.block(buffers, buffer_seq_dims, no_restore_buffers)
+        )
 
     def whole_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
-        return self.sequences.unshard(tensor, seq_dim)
+        axis = self.context or self.ulysses
+        return tensor if axis is None else axis.unshard(tensor, seq_dim)
 
     def sequence_parallel_loader(self, loader: Any, model: nn.Module) -> Any:
-        return self.sequences.loader(loader)
+        return loader if self.ulysses is None else SplitLoader(self.ulysses, loader)
 
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, FSDPModule) or model in self._wrapped
@@ -142,7 +148,9 @@ class MeshStrategy(FSDP2Strategy):
         self._share_inputs(modules)
         if derived:
             count_parts(model, plan, self.parallelism.tp_size or 1)
-        self.sequences.prepare_model(model)
+        for axis in (self.context, self.ulysses):
+            if axis is not None:
+                axis.prepare_model(model)
         wrapped = super().wrap(model)
         self._styles, self._sharder = {}, None
         self._wrapped[wrapped] = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from accel_state.collectives.single import Collectives
 from accel_state.collectives.torch import TorchCollectives
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import flatten_mesh
 from ..checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
 from ..checkpoint.names import OPTIMIZER_NAME
 from ..core.types import Gathered, Layout
@@ -27,35 +28,17 @@ from ..fsdp.checkpoint.files import gather_one, on_disk
 from ..fsdp.checkpoint.pipeline_state import collect, rename_optimizer_state
 from ..fsdp.checkpoint.state_dicts import model_state, optimizer_state, owner_of
 from ..fsdp.grad_norm import local, scale_to_norm
-from ..fsdp.plugin import FullyShardedDataParallelPlugin
-from ..parallel.config import ParallelismConfig, PipelineParallelConfig
+from ..kwargs.base import Handlers
+from ..parallel.config import PipelineParallelConfig
 from ..parallel.mesh import collectives_over
 from ..parallel.pipeline import TrainingPipeline
 from ..parallel.tp_plan import TensorParallelPlan
+from ..precision.scaler import SharedGradScaler
 from .mesh import MeshStrategy
-
-if TYPE_CHECKING:
-    from ..kwargs.base import Handlers
-    from ..precision.scaler import SharedGradScaler
 
 
 class PipelineStrategy(MeshStrategy):
     """A mesh with a pp axis."""
-
-    def __init__(
-        self,
-        state: PartialState | None = None,
-        handlers: Handlers | None = None,
-        settings: ParallelismConfig | None = None,
-        fsdp: FullyShardedDataParallelPlugin | None = None,
-    ) -> None:
-        self._pipelines: Any = WeakIdKeyDictionary()
-        self._names: Any = WeakIdKeyDictionary()
-        self._elsewhere: Any = WeakIdKeyDictionary()
-        self._group_names: Any = WeakIdKeyDictionary()
-        self._model_plan: tuple[dict[str, tuple[nn.Module, Any]], bool] = {}, False
-        self._scaler: SharedGradScaler | None = None
-        super().__init__(state, handlers, settings, fsdp)
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         for axis in ("cp", "sp"):
@@ -66,6 +49,12 @@ class PipelineStrategy(MeshStrategy):
                     "instead."
                 )
         super().attach(state, handlers)
+        self._pipelines: Any = WeakIdKeyDictionary()
+        self._names: Any = WeakIdKeyDictionary()
+        self._elsewhere: Any = WeakIdKeyDictionary()
+        self._group_names: Any = WeakIdKeyDictionary()
+        self._model_plan: tuple[dict[str, tuple[nn.Module, Any]], bool] = {}, False
+        self._scaler: SharedGradScaler | None = None
         self._stage = _stage_collectives(self.mesh, state)
 
     @property
@@ -161,26 +150,22 @@ class PipelineStrategy(MeshStrategy):
     def gather_state(
         self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> Gathered | None:
-        kind, everyone = self.settings.state_dict_type, self.state.collectives
-        owned = [
-            (owner_of(optimizer, models, f"optimizer {index}"), optimizer) for index, optimizer in enumerate(optimizers)
-        ]
-        gathered = [gather_one(kind, MODEL_STEM, index, state, everyone) for index, state in enumerate(weights)]
-        for index, (model, optimizer) in enumerate(owned):
+        kind, everyone, gathered = self.settings.state_dict_type, self.state.collectives, Gathered()
+        for index, state in enumerate(weights):
+            gather_one(kind, MODEL_STEM, index, state, everyone, into=gathered)
+        for index, optimizer in enumerate(optimizers):
+            model = owner_of(optimizer, models, f"optimizer {index}")
             names, groups = self._pipelines[model].saved_names(), self._group_names[optimizer]
             state = rename_optimizer_state(optimizer_state(model, optimizer), names, groups)
             if kind is StateDictType.FULL_STATE_DICT:
-                flat = {
-                    (name, key): value for name, entries in state["state"].items() for key, value in entries.items()
-                }
-                whole: dict[str, dict[str, Any]] = {}
+                entries = state["state"].items()
+                flat = {(name, key): value for name, values in entries for key, value in values.items()}
+                full: dict[str, dict[str, Any]] = {}
                 for (name, key), value in collect(flat, self.mesh, self.state.device, on_disk).items():
-                    whole.setdefault(name, {})[key] = value
-                state = {**state, "state": whole}
-            gathered.append(gather_one(kind, OPTIMIZER_NAME, index, state, everyone))
-        return Gathered(
-            [part for one in gathered for part in one.parts], [close for one in gathered for close in one.finalizers]
-        )
+                    full.setdefault(name, {})[key] = value
+                state = {**state, "state": full}
+            gather_one(kind, OPTIMIZER_NAME, index, state, everyone, into=gathered)
+        return gathered
 
     def layout(self, model: nn.Module) -> Layout:
         pipeline = self._pipelines.get(model)
@@ -196,12 +181,9 @@ class PipelineStrategy(MeshStrategy):
         return replace(own, tensors=tensors, ties=ties, local_names=called, elsewhere=elsewhere)
 
     def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
-        groups = self._group_names.get(optimizer)
-        return (
-            super().parameter_names(model, optimizer)
-            if groups is None
-            else [name for names in groups for name in names]
-        )
+        if optimizer not in self._group_names:
+            return super().parameter_names(model, optimizer)
+        return [name for names in self._group_names[optimizer] for name in names]
 
 
 def _stage_collectives(mesh: DeviceMesh, state: PartialState) -> Collectives:
@@ -211,5 +193,5 @@ def _stage_collectives(mesh: DeviceMesh, state: PartialState) -> Collectives:
         return Collectives()
     if len(others) == 1:
         return collectives_over(mesh, others[0], state)
-    flat = mesh[others]._flatten("stage")
+    flat = flatten_mesh(mesh[others], "stage")
     return TorchCollectives(cast("Any", getattr(state.collectives, "device", state.device)), flat.get_group())

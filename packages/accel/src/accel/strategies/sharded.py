@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,11 +20,9 @@ from ..fsdp.checkpoint.state_dicts import layout_of, model_state, owner_of
 from ..fsdp.grad_norm import Groups, distinct, local, norm_of, power_sum, scale_to_norm
 from ..fsdp.param_remap import Replacements
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
+from ..kwargs.base import Handlers
+from ..precision.scaler import SharedGradScaler
 from .base import Strategy
-
-if TYPE_CHECKING:
-    from ..kwargs.base import Handlers
-    from ..precision.scaler import SharedGradScaler
 
 logger = get_logger(__name__)
 
@@ -40,16 +38,6 @@ class ShardedStrategy(Strategy):
     stages: Groups = ()
     """The process groups of pipeline stages, whose ranks hold other parameters of the same model."""
 
-    def __init__(
-        self,
-        state: PartialState | None = None,
-        handlers: Handlers | None = None,
-        settings: FullyShardedDataParallelPlugin | None = None,
-    ) -> None:
-        self.replacements = Replacements()
-        self.ties: Any = WeakIdKeyDictionary()
-        super().__init__(state, handlers, settings)
-
     def default_settings(self) -> FullyShardedDataParallelPlugin:
         return FullyShardedDataParallelPlugin(fsdp_version=self.fsdp_version)
 
@@ -59,6 +47,8 @@ class ShardedStrategy(Strategy):
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)
+        self.replacements = Replacements()
+        self.ties: Any = WeakIdKeyDictionary()
         if not state.use_distributed:
             raise ConfigurationError(
                 "FSDP shards a model over processes, but this script was started without a process group. Start it "

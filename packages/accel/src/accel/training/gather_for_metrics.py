@@ -19,15 +19,7 @@ def gather_for_metrics(
     use_gather_object: bool = False,
     collectives: Collectives | None = None,
 ) -> Any:
-    """Gather from all ranks without the padding of the last batch; see the Accelerator's method.
-
-    Args:
-        data: nested tensors whose first dimension is that of samples; or a list of objects, one for each sample.
-        state: rank and world size.
-        gradient_state: knows the loader that is being iterated.
-        use_gather_object: treat the data as objects even if it consists of tensors.
-        collectives: of the ranks that get different samples; by default of all.
-    """
+    """Gather from all ranks without the padding of the last batch; see the Accelerator's method."""
     collectives = collectives or state.collectives
     as_objects = use_gather_object or not _only_tensors(data)
     loader = gradient_state.active_dataloader
@@ -46,7 +38,6 @@ def gather_for_metrics(
 
 
 def _only_tensors(data: Any) -> bool:
-    """Whether every leaf of nested data is a tensor."""
     others: list[Any] = []
     recursively_apply(
         others.append, data, test_type=lambda item: not isinstance(item, torch.Tensor) and not is_container(item)

@@ -33,30 +33,17 @@ def _no_loader() -> None:
 
 @dataclass(slots=True)
 class Window:
-    """One loader's (and one set of models') progress to the next optimizer step.
+    """One loader's (and one set of models') progress to the next optimizer step."""
 
-    Attributes:
-        models: the models whose gradients accumulate.
-        divisor: the number that each loss of the window is divided by.
-        position: micro batches in the window so far.
-        by_items: whether its losses are weighted by items; None before the first.
-        items: items of this rank in the window so far.
-        normaliser: the number of items that the gradients so far are divided by; None before the window ends.
-    """
-
-    models: Models
-    divisor: int
-    position: int = 0
-    by_items: bool | None = None
-    items: float | torch.Tensor = 0
+    models: Models  # the models whose gradients accumulate
+    divisor: int  # the number that each loss of the window is divided by
+    position: int = 0  # micro batches in the window so far
+    by_items: bool | None = None  # whether its losses are weighted by items; None before the first
+    items: float | torch.Tensor = 0  # items of this rank in the window so far
+    # the number of items that the gradients so far are divided by; None before the window ends
     normaliser: torch.Tensor | None = None
 
     def expect(self, by_items: bool) -> None:
-        """Set whether losses are weighted by items.
-
-        Raises:
-            ConfigurationError: the other losses of the window are weighted differently.
-        """
         if self.by_items not in (None, by_items):
             raise ConfigurationError(
                 "this accumulation window has losses with num_items and losses without, which cannot be combined. "
@@ -66,20 +53,11 @@ class Window:
 
     @property
     def parameters(self) -> Iterable[nn.Parameter]:
-        """The parameters whose gradients accumulate."""
         return (parameter for model in self.models for parameter in model.parameters())
 
 
 class Accumulation:
-    """Keeps the windows of an Accelerator.
-
-    Args:
-        state: rank, world and device.
-        gradient_state: publishes whether gradients are synchronised.
-        plugin: the settings of this Accelerator; those in GradientState are shared by all.
-        strategy: rescales and synchronises gradients.
-        prepared_models: the prepared models, a list that changes; they are the default of a step.
-    """
+    """Keeps the windows of an Accelerator."""
 
     def __init__(
         self,
@@ -115,7 +93,6 @@ class Accumulation:
         self._forget_latest()
 
     def forget(self) -> None:
-        """Drop all windows, and with them the references to models."""
         self._by_loader.clear()
         self._forget_latest()
         self._without_loader.clear()
@@ -136,18 +113,12 @@ class Accumulation:
         self.has_accumulated = True
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Change the length of the windows that begin from now on.
-
-        Raises:
-            ConfigurationError: not a positive integer.
-        """
         self.plugin = replace(self.plugin, num_steps=num_steps)
         self.num_steps = num_steps
         GradientState(self.plugin)
 
     @property
     def position(self) -> int:
-        """Micro batches in the current window."""
         return self.current.position if self.current is not None else 0
 
     def set_position(self, position: int) -> None:
@@ -203,11 +174,6 @@ class Accumulation:
         window.divisor = window.position
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss, scaled for its window.
-
-        Raises:
-            ConfigurationError: other losses of the window are weighted by items.
-        """
         window = self.current
         if window is None:
             divisor = self.num_steps
@@ -217,15 +183,7 @@ class Accumulation:
         return loss if divisor == 1 else loss / divisor
 
     def weigh_items(self, loss: torch.Tensor, num_items: int | torch.Tensor, reduction: ItemReduction) -> torch.Tensor:
-        """The loss, scaled so that every item of the window, on all ranks, has the same weight.
-
-        Gradients of sums are accumulated as they are. At the end of the window the number of items is summed over
-        ranks, and since synchronising averages over ``world_size`` ranks, gradients are multiplied by ``world_size /
-        items``.
-
-        Raises:
-            ConfigurationError: ``reduction`` is neither "mean" nor "sum".
-        """
+        """The loss, scaled so that every item of the window, on all ranks, has the same weight."""
         if reduction not in ("mean", "sum"):
             raise ConfigurationError(
                 f"reduction={reduction!r} is not one of 'mean', 'sum'. It is how the loss was computed from its items."
@@ -237,6 +195,7 @@ class Accumulation:
         window.items = window.items + num_items
         if not self.gradient_state.sync_gradients:
             return sum_of_items
+        # Gradients of sums were accumulated as they are, and synchronising averages over the ranks.
         normaliser = self._over_all_ranks(window.items) / self.strategy.averaging_collectives.world_size
         if has_gradients:
             self.strategy.scale_gradients(

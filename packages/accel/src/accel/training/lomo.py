@@ -21,11 +21,7 @@ def fused_optimizers(optimizers: Iterable[Any]) -> list[Any]:
 
 
 def fused_backward(optimizers: Iterable[Any], loss: torch.Tensor, learning_rate: float | None) -> None:
-    """Compute gradients and update weights in one pass.
-
-    Raises:
-        ConfigurationError: no prepared optimizer does so, or no learning rate was given.
-    """
+    """Compute gradients and update weights in one pass."""
     fused = fused_optimizers(optimizers)
     if not fused:
         raise ConfigurationError(

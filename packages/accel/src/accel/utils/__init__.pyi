@@ -195,6 +195,7 @@ from ..checkpoint.weights_io import save as save
 from ..core.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from ..core.compile import compile_regions as compile_regions
 from ..core.compile import compile_regions_deepspeed as compile_regions_deepspeed
+from ..core.compile import compile_regions_fsdp2 as compile_regions_fsdp2
 from ..core.compile import has_compiled_regions as has_compiled_regions
 from ..core.compile import has_repeated_blocks as has_repeated_blocks
 from ..core.compile import is_repeated_blocks as is_repeated_blocks
@@ -215,7 +216,6 @@ from ..deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from ..deepspeed.runtime import GatheredParameters as GatheredParameters
 from ..deepspeed.runtime import deepspeed_required as deepspeed_required
 from ..deepspeed.runtime import get_active_deepspeed_plugin as get_active_deepspeed_plugin
-from ..fsdp.fsdp2_utils import compile_regions_fsdp2 as compile_regions_fsdp2
 from ..fsdp.fsdp2_utils import ensure_weights_retied as ensure_weights_retied
 from ..fsdp.fsdp2_utils import fsdp2_apply_ac as fsdp2_apply_ac
 from ..fsdp.fsdp2_utils import fsdp2_canonicalize_names as fsdp2_canonicalize_names

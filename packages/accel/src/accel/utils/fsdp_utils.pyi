@@ -2,7 +2,7 @@
 
 from ..checkpoint.names import FSDP_MODEL_NAME as FSDP_MODEL_NAME
 from ..checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
-from ..fsdp.fsdp2_utils import compile_regions_fsdp2 as compile_regions_fsdp2
+from ..core.compile import compile_regions_fsdp2 as compile_regions_fsdp2
 from ..fsdp.fsdp2_utils import ensure_weights_retied as ensure_weights_retied
 from ..fsdp.fsdp2_utils import fsdp2_apply_ac as fsdp2_apply_ac
 from ..fsdp.fsdp2_utils import fsdp2_canonicalize_names as fsdp2_canonicalize_names

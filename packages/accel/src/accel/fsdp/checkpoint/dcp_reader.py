@@ -217,7 +217,6 @@ def tensors_in(directory: Path, root: str) -> dict[str, torch.Tensor]:
 
 
 def _allocate(directory: Path, metadata: Metadata, like: Like, root: str) -> dict[str, Any]:
-    """Memory for what to read, by the names in the metadata."""
     state: dict[str, Any] = {}
     is_empty = True
     for name, saved in metadata.state_dict_metadata.items():
@@ -237,7 +236,6 @@ def _allocate(directory: Path, metadata: Metadata, like: Like, root: str) -> dic
 
 
 def _path(metadata: Metadata, name: str) -> tuple[Any, ...]:
-    """The keys of a value in the nested state that was saved."""
     path = (metadata.planner_data or {}).get(name)
     return tuple(path) if path else tuple(name.split(".", 1))
 

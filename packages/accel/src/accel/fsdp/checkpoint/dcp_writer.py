@@ -36,7 +36,6 @@ class ShardPart(Part):
     written: list[tuple[int, int]] = field(default_factory=list)
 
     def write_value(self, value: Any, target: Any) -> None:
-        """Write the items one after another, tensors by ``torch.save``."""
         import torch
 
         self.written.clear()
@@ -75,7 +74,6 @@ class OffsetsPart(Part):
     shard: ShardPart | None = None
 
     def write_value(self, value: Any, target: Any) -> None:
-        """Write the offsets, which are known by now."""
         shard = self.shard
         assert shard is not None
         rows = [

@@ -129,21 +129,17 @@ class ShardedReader:
     prefers_ranks: bool = False
 
     def count(self, stems: Sequence[str]) -> int:
-        """How many models, or optimizers, the checkpoint holds."""
         suffix = rf"(?:_(\d+))?(?:_rank\d+)?(?:\.bin|\.safetensors|/{re.escape(SHARD_TABLE_NAME)})"
         matches = [re.fullmatch(f"(?:{'|'.join(stems)}){suffix}", name) for name in self.names]
         return len({int(match[1] or 0) for match in matches if match})
 
     def count_models(self) -> int:
-        """How many models the checkpoint holds."""
         return self.count([MODEL_STEM, SAFE_MODEL_NAME, MODEL_NAME])
 
     def count_optimizers(self) -> int:
-        """How many optimizers the checkpoint holds."""
         return self.count([OPTIMIZER_NAME])
 
     def model(self, index: int, layout: Layout) -> State:
-        """This rank's parts of a model's state."""
         if self._has_shards(MODEL_STEM, index):
             return state_dicts.read_model(self._shards(MODEL_STEM, index), layout)
         local_state = self._rank_state(MODEL_STEM, index)
@@ -158,7 +154,6 @@ class ShardedReader:
         raise CheckpointError(f"{self.directory} has no weights of model {index}. Choose another checkpoint.")
 
     def optimizer(self, index: int, layout: Layout, names: Sequence[str]) -> State:
-        """This rank's parts of an optimizer's state by parameter name."""
         if self._has_shards(OPTIMIZER_NAME, index):
             return state_dicts.read_optimizer(self._shards(OPTIMIZER_NAME, index), layout)
         local_state = self._rank_state(OPTIMIZER_NAME, index)

@@ -60,7 +60,6 @@ class Packed(torch.Tensor):
         return f"Packed({tuple(self.shape)}, {self.tensor!r})"
 
     def full_tensor(self) -> torch.Tensor:
-        """The full tensor, in the shape in which it is saved. Every rank must call it."""
         gathered: torch.Tensor = full_tensor(self.tensor).reshape(self.shape)
         return gathered
 
