@@ -129,6 +129,8 @@ def check_objects(rank: int, world: int) -> None:
     assert ops.gather_object([f"r{rank}"] * (rank + 1)) == [f"r{r}" for r in range(world) for _ in range(r + 1)]
     assert ops.gather_object({"rank": rank}) == [{"rank": r} for r in range(world)]
     assert ops.gather_object([]) == []
+    rows = ops.gather_object(torch.tensor([rank, rank + 10]))
+    assert [row.item() for row in rows] == [value for r in range(world) for value in (r, r + 10)]
     objects = [rank, "x" * rank]
     assert ops.broadcast_object_list(objects, 1) is objects and objects == [1, "x"]
     state = PartialState()
@@ -144,6 +146,8 @@ def test_a_single_process_is_a_world_of_one() -> None:
     data = make(0)
     assert ops.gather(data) is data
     assert ops.gather_object(["a"]) == ["a"] and ops.gather_object({"a": 1}) == [{"a": 1}]
+    tensor = torch.arange(3)
+    assert ops.gather_object(tensor) is tensor and ops.gather_object(torch.tensor(1)) == [torch.tensor(1)]
     assert ops.reduce(torch.tensor([2.0]), "mean", scale=3).tolist() == [6.0]
     with pytest.raises(ValueError, match=r"reduction='median' is not one of"):
         ops.reduce(torch.ones(1), "median")  # type: ignore[arg-type]

@@ -36,6 +36,10 @@ class GradientAccumulationPlugin:
                 f"gradient accumulation num_steps={steps!r} is not a positive integer. Use 1 to turn accumulation off."
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        """All settings by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def to_kwargs(self) -> dict[str, Any]:
         """The settings that differ from their defaults."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}

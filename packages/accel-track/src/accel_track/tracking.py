@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -241,6 +241,22 @@ class TrackerRun:
         """The enabled trackers in this process, once they have received everything that was logged."""
         self.flush()
         return [queue.tracker for queue in self._queues if queue.error is None]
+
+    def replace_trackers(self, trackers: Iterable[Any]) -> None:
+        """Log to these trackers, which have been started, from now on.
+
+        Trackers that are left out receive what was logged before, and their runs stay open.
+        """
+        self.flush()
+        chosen = list(trackers)
+        kept = {id(queue.tracker): queue for queue in self._queues}
+        queues = [kept.pop(id(tracker), None) or DeliveryQueue(tracker, self._delivery) for tracker in chosen]
+        for queue in kept.values():
+            queue.close(_no_op)
+        self._queues = queues
+        if queues:
+            self.owner_pid = os.getpid()
+            atexit.register(self)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by its name, once it has received everything that was logged.

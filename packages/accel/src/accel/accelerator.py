@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -158,7 +159,8 @@ class Accelerator(AcceleratorProperties):
         self._checkpointer = Checkpointer(setup, self.prepared, self._accumulation, self._tracking, project)
         settings = resolve(save_on_signal)
         self.preemption = None if settings is None else PreemptionHandler(settings, self)
-        self._trigger = False
+        self.flag_tensor: torch.Tensor | None = None
+        """The flag of :meth:`set_trigger` on this rank; None while it is not set."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Signal handlers belong to this process.
@@ -301,6 +303,10 @@ class Accelerator(AcceleratorProperties):
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward(**kwargs)
+
+    def _do_sync(self) -> None:
+        """Count a micro batch and set ``sync_gradients``, for loops that call :meth:`no_sync` themselves."""
+        self._accumulation.begin_step(tuple(self._models))
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Compute gradients and update weights in one pass, with the prepared Lomo or AdaLomo optimizers.
@@ -454,13 +460,13 @@ class Accelerator(AcceleratorProperties):
 
     def set_trigger(self) -> None:
         """Set a flag on this rank, which all ranks see at their next :meth:`check_trigger`."""
-        self._trigger = True
+        self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
         """Whether any rank set the flag since the last check, and reset it. Every rank must call it."""
-        flag = torch.tensor(int(self._trigger), device=self.device)
+        flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
         raised = bool(self.process_state.collectives.all_reduce(flag, "max").item())
-        self._trigger = False
+        self.flag_tensor = None
         return raised
 
     set_breakpoint = set_trigger
@@ -766,3 +772,10 @@ class Accelerator(AcceleratorProperties):
                 self.strategy.close()
                 config_resolution.release_state(self)
                 self.process_state.destroy_process_group()
+
+
+def __getattr__(name: str) -> Any:
+    # Libraries import helpers from this module, too: `from accelerate.accelerator import AcceleratorState`.
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("accel.state" if name.endswith("State") else "accel.utils"), name)

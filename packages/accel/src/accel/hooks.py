@@ -17,6 +17,7 @@ from accel_bigmodel import named_module_tensors as named_module_tensors
 from accel_bigmodel import remove_hook_from_module as remove_hook_from_module
 from accel_bigmodel import remove_hook_from_submodules as remove_hook_from_submodules
 from accel_bigmodel import set_module_tensor_to_device as set_module_tensor_to_device
+from accel_bigmodel.hooks.base import _accelerate_added_attributes as _accelerate_added_attributes
 from accel_state.memory import clear_device_cache as clear_device_cache
 from accel_state.operations import find_device as find_device
 from accel_state.operations import send_to_device as send_to_device

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from accel_state import GradientState, PartialState
+from accel_state import AcceleratorState, GradientState, PartialState
 from accel_state.operations import send_to_device
 
 from .precision.scaler import SharedGradScaler
@@ -42,6 +42,11 @@ class AcceleratedOptimizer(Optimizer):
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), PartialState().device))
         if isinstance(scaler, SharedGradScaler):
             scaler.expect(optimizer)
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The state of the Accelerator of this process."""
+        return AcceleratorState()
 
     @property
     def state(self) -> Any:

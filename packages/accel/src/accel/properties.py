@@ -16,10 +16,11 @@ from .checkpoint.names import ProjectConfiguration
 from .core.prepare import Preparation
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.ddp import DistributedDataParallelKwargs
-from .kwargs.fp8 import FP8Kwargs
+from .kwargs.fp8 import AORecipeKwargs, FP8Kwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from .kwargs.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
 from .precision.full import Precision
 from .strategies.base import Strategy
+from .training import lomo
 from .training.gradient_accumulation import Accumulation
 
 H = TypeVar("H", bound=KwargsHandler)
@@ -68,6 +69,10 @@ class AcceleratorProperties(ProcessControl):
     def trackers(self) -> list[Any]:
         """The trackers that run in this process, after everything logged so far was delivered to them."""
         return self._tracking.trackers
+
+    @trackers.setter
+    def trackers(self, trackers: list[Any]) -> None:
+        self._tracking.replace_trackers(trackers)
 
     @property
     def device(self) -> torch.device:
@@ -262,6 +267,21 @@ class AcceleratorProperties(ProcessControl):
         return self.mixed_precision == "fp8"
 
     @property
+    def has_fp8_handler(self) -> bool:
+        """Whether ``kwargs_handlers`` has a recipe of 8-bit floating point."""
+        return self.fp8_recipe_handler is not None
+
+    @property
+    def delayed_fp8_autocast(self) -> bool:
+        """Whether 8-bit autocast starts after ``prepare``; always False, because the layers themselves compute so."""
+        return False
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether a LOMO optimizer was prepared, whose backward pass is :meth:`lomo_backward`."""
+        return bool(lomo.fused_optimizers(self.prepared.optimizers))
+
+    @property
     def autocast_handler(self) -> AutocastKwargs | None:
         """The AutocastKwargs given in ``kwargs_handlers``, or None; the properties that follow are the same."""
         return self._handler(AutocastKwargs)
@@ -291,6 +311,21 @@ class AcceleratorProperties(ProcessControl):
         """The recipe of 8-bit floating point, or None."""
         return self._handler(FP8Kwargs)
 
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The AORecipeKwargs, or None."""
+        return self._handler(AORecipeKwargs)
+
+    @property
+    def te_recipe_handler(self) -> TERecipeKwargs | None:
+        """The TERecipeKwargs, or None."""
+        return self._handler(TERecipeKwargs)
+
+    @property
+    def msamp_recipe_handler(self) -> MSAMPRecipeKwargs | None:
+        """The MSAMPRecipeKwargs, or None."""
+        return self._handler(MSAMPRecipeKwargs)
+
     def _handler(self, kind: type[H]) -> H | None:
         return next(iter(self.handlers.all(kind)), None)
 
@@ -301,6 +336,10 @@ class AcceleratorProperties(ProcessControl):
     @property
     def _models(self) -> list[Any]:
         return self.prepared.models
+
+    @_models.setter
+    def _models(self, models: list[Any]) -> None:
+        self.prepared.models[:] = models  # the accumulation reads this list
 
     @property
     def _optimizers(self) -> list[Any]:

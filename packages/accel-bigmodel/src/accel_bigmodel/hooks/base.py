@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+_accelerate_added_attributes: list[str] = []
+"""Attributes that dispatching adds to a model's own, which callers delete when they remove hooks themselves: none."""
+
 
 class ModelHook:
     """Callbacks before and after a module's forward, and when the hook is added or removed.

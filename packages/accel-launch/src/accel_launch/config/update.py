@@ -72,6 +72,19 @@ class LoadedConfig(SimpleNamespace):
         """The settings by key; those of an engine are nested under its section."""
         return dict(vars(self))
 
+    def to_yaml_file(self, yaml_file: str | Path) -> None:
+        """Write the settings to a file that ``accel launch --config_file`` reads."""
+        write_text(Path(yaml_file), to_text(Path(yaml_file), self.to_dict()))
+
+    to_json_file = to_yaml_file
+
+    @classmethod
+    def from_yaml_file(cls, yaml_file: str | Path | None = None) -> LoadedConfig:
+        """See :func:`load_config_from_file`."""
+        return load_config_from_file(yaml_file)
+
+    from_json_file = from_yaml_file
+
 
 def load_config_from_file(config_file: str | Path | None = None) -> LoadedConfig:
     """Read a configuration file.

@@ -42,13 +42,19 @@ def gather_object(object: Any, *, collectives: Collectives | None = None) -> lis
     """Collect picklable objects from all ranks.
 
     Args:
-        object: a list (or tuple) of objects, or a single object.
+        object: a list (or tuple) of objects, or a single object. A tensor counts as the list of its rows; a single
+            process gets it back as it is.
         collectives: those of the participating ranks; None for all ranks.
 
     Returns:
         On every rank, one list in rank order: the members of all lists, or each rank's single object.
     """
-    gathered = (collectives or PartialState().collectives).all_gather_object(object)
+    collectives = collectives or PartialState().collectives
+    if isinstance(object, torch.Tensor) and object.ndim:
+        if collectives.world_size == 1:
+            return object  # type: ignore[return-value]  # callers concatenate tensors over steps
+        object = list(object)
+    gathered = collectives.all_gather_object(object)
     if all(isinstance(item, (list, tuple)) for item in gathered):
         return [member for item in gathered for member in item]
     return gathered

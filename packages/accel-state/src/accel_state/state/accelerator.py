@@ -17,8 +17,12 @@ from .shared import SharedState
 
 
 def _from_partial(name: str, description: str) -> Any:
-    """A read-only attribute of the PartialState."""
-    return property(lambda self: getattr(PartialState(), name), doc=description)
+    """An attribute of the PartialState."""
+    return property(
+        lambda self: getattr(PartialState(), name),
+        lambda self, value: setattr(PartialState(), name, value),
+        doc=description,
+    )
 
 
 class AcceleratorState(ProcessControl, SharedState):
@@ -102,6 +106,10 @@ class AcceleratorState(ProcessControl, SharedState):
     def distributed_type(self) -> DistributedType:
         """The type of run: the strategy's (DEEPSPEED, FSDP, ...), or the one of the devices."""
         return self._distributed_type or PartialState().distributed_type
+
+    @distributed_type.setter
+    def distributed_type(self, distributed_type: DistributedType) -> None:
+        self._distributed_type = distributed_type
 
     @property
     def mixed_precision(self) -> str:

@@ -140,6 +140,21 @@ class PartialState(ProcessControl, SharedState):
         kwargs.update(self.device_backend.process_group_options(self.device))
         dist.init_process_group(**kwargs)
 
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, DistributedType]:
+        """The communication backend and the type of a distributed run here; libraries read them before they start one.
+
+        Raises:
+            ConfigurationError: SageMaker's own data parallelism was asked for, which needs its library.
+        """
+        if sagemaker_dp:
+            raise ConfigurationError("sagemaker_dp=True is not available. Leave it out: torch's own backends are used.")
+        device = devices.detect(cpu=cpu)
+        if environments.detect().world_size == 1:
+            return backend, DistributedType.NO
+        return backend or device.collective_backend, device.distributed_type
+
     @property
     def default_device(self) -> torch.device:
         """The device that a single process would use on this machine."""

@@ -155,3 +155,19 @@ def check_attention(config: Any, length: int, allowed: str) -> None:
             f"sliding_window={window} is shorter than sequences of {length} positions, and attention over split "
             f"sequences has no window. Use sequences of at most {window}, or cp_size=1 and sp_size=1."
         )
+
+
+def _attach_context_parallel_hooks(model: nn.Module) -> None:
+    """Make the ``self_attn`` modules of a model ignore the mask they are given, and be causal.
+
+    A mask of the whole sequence does not fit the shard of a rank; libraries call this before they shard sequences.
+    """
+
+    def ignore_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if "attention_mask" in kwargs:
+            kwargs = {**kwargs, "attention_mask": None, "is_causal": True}
+        return args, kwargs
+
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "self_attn":
+            module.register_forward_pre_hook(ignore_mask, with_kwargs=True, prepend=True)

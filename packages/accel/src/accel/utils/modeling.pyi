@@ -31,6 +31,7 @@ from accel_bigmodel import retie_parameters as retie_parameters
 from accel_bigmodel import save_offload_index as save_offload_index
 from accel_bigmodel import set_module_tensor_to_device as set_module_tensor_to_device
 from accel_bigmodel import shard_checkpoint as shard_checkpoint
+from accel_bigmodel.checkpoint.checkpoint_mapping import logger as logger
 from accel_state import CustomDtype as CustomDtype
 from accel_state.dtypes import dtype_byte_size as dtype_byte_size
 from accel_state.humanize import convert_file_size_to_int as convert_file_size_to_int

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from accel_launch.cli import config_main as main
+from accel_launch.cli import config_main as main  # noqa: F401
 from accel_launch.config.update import load_config_from_file as load_config_from_file
 from accel_state.options import default_path
 
 default_config_file = str(default_path())
 """The configuration file that ``accel config`` writes and ``accel launch`` reads."""
-
-if __name__ == "__main__":
-    raise SystemExit(main())

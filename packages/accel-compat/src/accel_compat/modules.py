@@ -1,0 +1,93 @@
+"""Maps each module ``accelerate.x`` to the module of accel that has its names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any
+
+PACKAGE = "accelerate"
+# Modules of the reference that accel has in another place, or that exist only here.
+_ELSEWHERE = {"accelerate.commands.accelerate_cli": "accel_compat.cli"}
+
+
+def target_of(name: str) -> str:
+    """The module that ``name`` stands for: ``accel.utils.memory`` for ``accelerate.utils.memory``."""
+    return _ELSEWHERE.get(name, "accel" + name.removeprefix(PACKAGE))
+
+
+class _Loader(InspectLoader):
+    """Puts the module of accel itself into ``sys.modules``, so that classes are the same and patches reach accel."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system takes what is in sys.modules after this call.
+        sys.modules[module.__name__] = importlib.import_module(self.target)
+
+    def get_source(self, fullname: str) -> str | None:
+        return self._loader().get_source(self.target)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        return self._loader().get_code(self.target)  # for `python -m accelerate.commands.launch`
+
+    def is_package(self, fullname: str) -> bool:
+        return self._loader().is_package(self.target)
+
+    def _loader(self) -> InspectLoader:
+        spec = importlib.util.find_spec(self.target)
+        if spec is None or not isinstance(spec.loader, InspectLoader):
+            raise ImportError(f"{self.target} has no source")
+        return spec.loader
+
+
+class Finder(MetaPathFinder):
+    """Finds the modules of ``accelerate``."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(f"{PACKAGE}."):
+            return None
+        actual = target_of(fullname)
+        found = importlib.util.find_spec(actual)
+        if found is None:
+            return None
+        spec = ModuleSpec(
+            fullname, _Loader(actual), origin=found.origin, is_package=found.submodule_search_locations is not None
+        )
+        if found.submodule_search_locations is not None:
+            spec.submodule_search_locations = list(found.submodule_search_locations)
+        return spec
+
+
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Start mapping modules, and return ``__getattr__`` and ``__dir__`` of the package ``accelerate``.
+
+    The package is not accel itself, because it has its own ``__version__``, which libraries compare.
+    """
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+    accel = importlib.import_module("accel")
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            return getattr(accel, name)
+        except AttributeError:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+
+    def __dir__() -> list[str]:
+        return sorted({*dir(accel), *vars(sys.modules[package])})
+
+    return __getattr__, __dir__

@@ -1,0 +1,109 @@
+"""`import accelerate` gives accel: the same objects under the reference's module names, and its version."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import accel
+from accel_compat import COVERED_VERSION, install, shim_path
+from accel_compat.modules import Finder
+
+FACTS = Path(__file__).parents[3] / "tests" / "facts" / "reference_api.json"
+
+
+def run(code: str, **variables: str) -> str:
+    """What a fresh interpreter with accelerate mapped to accel prints."""
+    path = os.pathsep.join([str(shim_path()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> Iterator[None]:
+    install()
+    install()  # a second call changes nothing
+    assert sys.path.count(str(shim_path())) == 1
+    yield
+    # Other tests of this process import libraries that look for accelerate.
+    sys.path.remove(str(shim_path()))
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
+    for name in [name for name in sys.modules if name.split(".")[0] == "accelerate"]:
+        del sys.modules[name]
+
+
+def test_the_version_is_that_of_the_interface() -> None:
+    import accelerate
+
+    assert accelerate.__version__ == importlib.metadata.version("accelerate") == COVERED_VERSION
+    assert importlib.metadata.packages_distributions()["accelerate"] == ["accelerate"]
+    assert importlib.metadata.distribution("accelerate").requires == ["accel-compat"]
+    assert "accelerate" not in vars(accel) and "Accelerator" in dir(accelerate)
+
+
+def test_modules_are_those_of_accel() -> None:
+    import accelerate
+    import accelerate.utils.fsdp_utils
+    from accelerate.commands.config import default_config_file
+    from accelerate.utils import set_seed
+
+    assert accelerate.Accelerator is accel.Accelerator
+    for name in ("big_modeling", "utils", "utils.fsdp_utils", "state", "commands.config.config_args"):
+        module = importlib.import_module(f"accelerate.{name}")
+        assert module is importlib.import_module(f"accel.{name}")
+        assert module.__spec__.name == f"accel.{name}"  # importing it under the other name did not change it
+    assert set_seed is accel.utils.set_seed and default_config_file.endswith(".yaml")
+    with pytest.raises(ModuleNotFoundError, match="accelerate.no_such_module"):
+        importlib.import_module("accelerate.no_such_module")
+    with pytest.raises(ImportError, match="no_such_name"):
+        from accelerate import no_such_name  # noqa: F401
+    with pytest.raises(AttributeError, match="'accelerate' has no attribute 'no_such_name'"):
+        accelerate.no_such_name  # noqa: B018
+
+
+def test_every_documented_name_is_under_the_name_that_libraries_import() -> None:
+    missing = []
+    for path in json.loads(FACTS.read_text(encoding="utf-8"))["names"]:
+        module, _, name = path.replace("accel", "accelerate", 1).rpartition(".")
+        if not hasattr(importlib.import_module(module), name):
+            missing.append(path)
+    assert not missing
+
+
+def test_in_a_fresh_process_modules_run_and_the_import_is_light() -> None:
+    printed = run(
+        "import accelerate, sys, importlib.util; print('torch' in sys.modules);"
+        "print(importlib.util.find_spec('accelerate.utils').origin);"
+        "import accelerate.utils.memory, pickle; from accelerate import DistributedType;"
+        "print(pickle.loads(pickle.dumps(DistributedType.NO)) is DistributedType.NO)"
+    )
+    light, origin, same = printed.splitlines()
+    assert light == "False" and origin == accel.utils.__spec__.origin and same == "True"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--help"]
+    shown = run(f"import subprocess; print(subprocess.run({command}, capture_output=True, text=True).stdout)")
+    assert shown.startswith("usage: accel launch")
+
+
+def test_another_accelerate_that_is_imported_already_is_refused() -> None:
+    printed = run(
+        "import types, sys; sys.modules['accelerate'] = types.ModuleType('accelerate');"
+        "sys.modules['accelerate'].__file__ = '/elsewhere/accelerate/__init__.py'\n"
+        "import accel_compat\n"
+        "try: accel_compat.install()\n"
+        "except RuntimeError as error: print(error)"
+    )
+    assert printed.startswith("accelerate is already imported from /elsewhere/accelerate/__init__.py. Call")

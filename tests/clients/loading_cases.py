@@ -1,0 +1,343 @@
+"""from_pretrained with device maps, disk offload and quantization, and PEFT on such models."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Cases, as_json, files, main, weights
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+cases = Cases()
+TOKENS = torch.arange(40).view(2, 20) * 3 % 120 + 3
+
+
+def llama(tied: bool = False) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=128, n_positions=64, n_embd=64, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2)
+    )
+
+
+def t5() -> T5ForConditionalGeneration:
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=128,
+            d_model=64,
+            d_kv=16,
+            d_ff=128,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+            eos_token_id=2,
+        )
+    )
+
+
+def mixtral() -> MixtralForCausalLM:
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+MODELS = {"llama": llama, "llama_tied": lambda: llama(True), "gpt2": gpt2, "t5": t5, "mixtral": mixtral}
+
+
+def saved(folder: Path, name: str, shard: str = "150KB") -> Path:
+    torch.manual_seed(0)
+    target = folder / name
+    if not target.exists():
+        MODELS[name]().save_pretrained(target, max_shard_size=shard)
+    return target
+
+
+def load(path: Path, **options: Any) -> Any:
+    kind = AutoModelForSeq2SeqLM if path.name == "t5" else AutoModelForCausalLM
+    return kind.from_pretrained(path, **options).eval()
+
+
+@torch.no_grad()
+def used(model: Any) -> dict[str, Any]:
+    """Logits and a generated sequence."""
+    more = {"decoder_input_ids": TOKENS[:, :5]} if model.config.model_type == "t5" else {}
+    logits = model(input_ids=TOKENS, **more).logits
+    generated = model.generate(input_ids=TOKENS, max_new_tokens=6, do_sample=False)
+    return {"logits": logits, "generated": generated.tolist()}
+
+
+def facts(model: Any) -> dict[str, Any]:
+    return {
+        "map": {k: str(v) for k, v in getattr(model, "hf_device_map", {}).items()},
+        "meta": sorted(name for name, p in model.named_parameters() if p.is_meta),
+        "hooks": sorted(name for name, m in model.named_modules() if hasattr(m, "_hf_hook")),
+    }
+
+
+def add(name: str, model: str, worlds: tuple[int, ...] = (1,), **options: Any) -> None:
+    def case(folder: Path) -> Any:
+        path = saved(folder, model)
+        given = {k: (v(path) if callable(v) else copy.deepcopy(v)) for k, v in options.items()}
+        loaded = load(path, **given)
+        result = {**facts(loaded), **used(loaded)}
+        if not given.get("quantization_config"):
+            loaded.save_pretrained(folder / "again")
+            result["saved"] = weights(load(folder / "again").state_dict()) if model != "t5" else files(folder / "again")
+        return result
+
+    cases.add(name, case, worlds)
+
+
+def spread(path: Path) -> dict[str, str]:
+    """A map with the embeddings in memory and every other layer on the disk."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        model = MODELS[path.name]()
+    names = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in names)
+        if (not inside and not list(module.children())) or type(module).__name__ in (model._no_split_modules or ()):
+            names.append(name)
+    tied = {name.rpartition(".")[0] for pair in (model.all_tied_weights_keys or {}).items() for name in pair}
+    return {name: "disk" if index % 2 and name not in tied else "cpu" for index, name in enumerate(names)}
+
+
+for _model in MODELS:
+    add(f"plain_{_model}", _model, (1, 2))
+    add(f"auto_{_model}", _model, (1, 2), device_map="auto")
+    add(f"cpu_{_model}", _model, device_map={"": "cpu"})
+    add(
+        f"disk_all_{_model}",
+        _model,
+        device_map={"": "disk"} if False else "auto",
+        max_memory={"cpu": "120KB"},
+        offload_folder=lambda path: str(path.parent / "offload"),
+    )
+    add(f"disk_alternate_{_model}", _model, device_map=spread, offload_folder=lambda path: str(path.parent / "offload"))
+    add(
+        f"sequential_memory_{_model}",
+        _model,
+        device_map="sequential",
+        max_memory={"cpu": "300KB"},
+        offload_folder=lambda path: str(path.parent / "offload"),
+    )
+    add(f"bf16_auto_{_model}", _model, device_map="auto", dtype=torch.bfloat16)
+    add(
+        f"bf16_disk_{_model}",
+        _model,
+        device_map="auto",
+        dtype=torch.bfloat16,
+        max_memory={"cpu": "100KB"},
+        offload_folder=lambda path: str(path.parent / "offload"),
+    )
+
+EIGHT = BitsAndBytesConfig(load_in_8bit=True)
+FOUR = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+DOUBLE = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+for _model in ("llama", "gpt2", "t5"):
+    for _bits, _config in (("eight", EIGHT), ("four", FOUR), ("four_double", DOUBLE)):
+        add(
+            f"{_bits}_auto_{_model}",
+            _model,
+            (1, 2) if _model == "llama" else (1,),
+            device_map="auto",
+            quantization_config=_config,
+        )
+        add(f"{_bits}_{_model}", _model, quantization_config=_config, dtype=torch.float32)
+        add(f"{_bits}_cpu_{_model}", _model, device_map={"": "cpu"}, quantization_config=_config)
+
+
+def lora(model: Any, **options: Any) -> Any:
+    torch.manual_seed(7)
+    targets = (
+        ["q", "v"]
+        if model.config.model_type == "t5"
+        else ["c_attn"]
+        if model.config.model_type == "gpt2"
+        else ["q_proj", "v_proj"]
+    )
+    kind = "SEQ_2_SEQ_LM" if model.config.model_type == "t5" else "CAUSAL_LM"
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules=targets, task_type=kind, init_lora_weights=False, **options)
+    )
+
+
+def steps(model: Any, count: int = 3) -> list[float]:
+    """A few steps of training."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    model.train()
+    for _ in range(count):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _peft(
+    model: str, load_again: dict[str, Any] | None = None, kbit: bool = False, train: bool = True, **options: Any
+) -> Any:
+    def case(folder: Path) -> Any:
+        path = saved(folder, model)
+        given = {k: (v(path) if callable(v) else copy.deepcopy(v)) for k, v in options.items()}
+        base = load(path, **given)
+        if kbit:
+            base = prepare_model_for_kbit_training(base)
+        tuned = lora(base)
+        losses = steps(tuned) if train else []
+        tuned.eval()
+        before = tuned(input_ids=TOKENS, labels=TOKENS).logits.detach()
+        tuned.save_pretrained(folder / "adapter")
+        adapter = {name: p for name, p in tuned.named_parameters() if "lora" in name and not p.is_meta}
+        again_options = {k: (v(path) if callable(v) else copy.deepcopy(v)) for k, v in (load_again or options).items()}
+        base = load(path, **again_options)
+        peft_options = {k: v for k, v in again_options.items() if k in ("max_memory",)}
+        if "offload_folder" in again_options:
+            peft_options["offload_folder"] = str(folder / "adapter_offload")
+        again = PeftModel.from_pretrained(base, folder / "adapter", **peft_options).eval()
+        with torch.no_grad():
+            after = again(input_ids=TOKENS, labels=TOKENS).logits
+        return {
+            "losses": losses, "before": before, "after": after, "same": torch.allclose(before.float(), after.float(), atol=1e-5),
+            "adapter": weights(adapter), "map": facts(again)["map"], "files": files(folder / "adapter"),
+        }  # fmt: skip
+
+    return case
+
+
+DISK = {
+    "device_map": "auto",
+    "max_memory": {"cpu": "250KB"},
+    "offload_folder": lambda path: str(path.parent / "offload"),
+}
+ALTERNATE = {"device_map": spread, "offload_folder": lambda path: str(path.parent / "offload")}
+for _model in ("llama", "gpt2", "t5"):
+    cases.add(f"peft_plain_{_model}", _peft(_model), (1,))
+    cases.add(f"peft_auto_{_model}", _peft(_model, device_map="auto"), (1, 2) if _model == "llama" else (1,))
+    cases.add(f"peft_load_disk_{_model}", _peft(_model, load_again=DISK, train=True), (1,))
+    cases.add(f"peft_load_alternate_{_model}", _peft(_model, load_again=ALTERNATE), (1,))
+    cases.add(f"peft_on_alternate_{_model}", _peft(_model, train=False, **ALTERNATE), (1,))
+    cases.add(f"peft_train_alternate_{_model}", _peft(_model, train=True, **ALTERNATE), (1,))
+for _model in ("llama", "gpt2"):
+    cases.add(f"peft_eight_{_model}", _peft(_model, kbit=True, quantization_config=EIGHT, device_map="auto"), (1, 2))
+    cases.add(f"peft_four_{_model}", _peft(_model, kbit=True, quantization_config=FOUR, device_map="auto"), (1, 2))
+
+
+@cases((1,))
+def peft_merge_disk(folder: Path) -> Any:
+    path = saved(folder, "llama")
+    tuned = lora(load(path, **{k: (v(path) if callable(v) else v) for k, v in ALTERNATE.items()}))
+    with torch.no_grad():
+        before = tuned(input_ids=TOKENS).logits
+        merged = tuned.merge_and_unload()
+        return {"before": before, "after": merged(input_ids=TOKENS).logits, "hooks": facts(merged)["hooks"]}
+
+
+@cases((1,))
+def peft_two_adapters(folder: Path) -> Any:
+    path = saved(folder, "llama")
+    tuned = lora(load(path, device_map="auto"))
+    tuned.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    outputs = []
+    with torch.no_grad():
+        for name in ("default", "second"):
+            tuned.set_adapter(name)
+            outputs.append(tuned(input_ids=TOKENS).logits)
+        with tuned.disable_adapter():
+            outputs.append(tuned(input_ids=TOKENS).logits)
+    return outputs
+
+
+@cases((1,))
+def save_offloaded(folder: Path) -> Any:
+    path = saved(folder, "llama")
+    options = {k: (v(path) if callable(v) else v) for k, v in ALTERNATE.items()}
+    model = load(path, **options)
+    model.save_pretrained(folder / "again", max_shard_size="100KB")
+    return {"files": files(folder / "again"), "weights": weights(load(folder / "again").state_dict())}
+
+
+@cases((1,))
+def resize_and_move(folder: Path) -> Any:
+    """What users do with a dispatched model: move it, resize its embeddings."""
+    path = saved(folder, "llama")
+    model = load(path, device_map="auto")
+    model.resize_token_embeddings(130, mean_resizing=False)
+    result = {"embedding": model.get_input_embeddings().weight[:128].sum().item(), **used(model.to("cpu"))}
+    offloaded = load(path, **{k: (v(path) if callable(v) else v) for k, v in ALTERNATE.items()})
+    for name, action in {"to": lambda: offloaded.to("cpu"), "half": lambda: offloaded.to(torch.float16)}.items():
+        try:
+            result[name] = str(type(action()).__name__)
+        except Exception as error:
+            result[name] = type(error).__name__
+    return result
+
+
+@cases((1,))
+def pipeline(folder: Path) -> Any:
+    import transformers
+
+    path = saved(folder, "gpt2")
+    model = load(path, device_map="auto")
+    return {
+        "class": type(model).__name__,
+        "dtype": str(model.dtype),
+        "device": str(model.device),
+        "map": facts(model)["map"],
+        "version": bool(transformers.utils.is_accelerate_available()),
+    }
+
+
+@cases((1,))
+def wrong_map(folder: Path) -> Any:
+    """Which exception a client sees."""
+    path = saved(folder, "llama")
+    results = {}
+    for name, options in {
+        "no_folder": {"device_map": {"": "disk"}},
+        "misses": {"device_map": {"model.embed_tokens": "cpu"}},
+        "unknown_string": {"device_map": "nothing"},
+        "unknown_key": {"device_map": {"": "cpu", "lm_heads": "cpu"}},
+    }.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                results[name] = as_json(used(load(path, **options)))
+        except Exception as error:
+            results[name] = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"][0]
+    return results
+
+
+if __name__ == "__main__":
+    main(cases)
