@@ -256,7 +256,7 @@ class TrackerRun:
         self._queues = queues
         if queues:
             self.owner_pid = os.getpid()
-            atexit.register(self)
+            _finish_at_exit(self)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by its name, once it has received everything that was logged.
