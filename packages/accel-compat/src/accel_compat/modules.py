@@ -13,7 +13,7 @@ from typing import Any
 
 PACKAGE = "accelerate"
 # Modules of the reference that accel has in another place, or that exist only here.
-_ELSEWHERE = {"accelerate.commands.accelerate_cli": "accel_compat.cli"}
+_ELSEWHERE = {"accelerate.commands.accelerate_cli": "accel.commands"}
 
 
 def target_of(name: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, require
 from accel_state.options import (
     HardwareOptions,
     RendezvousOptions,
@@ -101,6 +101,10 @@ def make_plan(
     script_options = settings.group(ScriptOptions)
     entrypoint = find_entrypoint(script_options, script, script_args)
     environment = settings.environment()
+    if script_options.as_accelerate:
+        compat = require("accel_compat", purpose="--as-accelerate", install="accel-compat")
+        path = (str(compat.shim_path()), variables.get("PYTHONPATH"))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     on_cpu = _uses_cpu(settings)
     if not on_cpu and settings["cpu"]:
         environment["ACCELERATE_USE_CPU"] = "false"

@@ -62,6 +62,11 @@ class ScriptOptions(OptionGroup):
         False, help="Print what would be started on each machine, with its environment, without starting anything."
     )
     json: bool = _once(False, help="With --dry-run: print the result as JSON.")
+    as_accelerate: bool = _once(
+        False,
+        env="ACCEL_COMPAT",
+        help="Scripts and libraries that import accelerate get accel. Nothing is installed. Needs accel-compat.",
+    )
 
 
 _BUILT_IN = "these optimizations are part of torch and always on"
