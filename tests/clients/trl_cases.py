@@ -48,7 +48,7 @@ def model(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
         )
     )  # fmt: skip
     folder = Path(os.environ["CASES_FOLDER"]) / f"model-{RANK}-{kind.__name__}"
-    made.save_pretrained(folder)
+    made.save_pretrained(folder, is_main_process=True)
     return kind.from_pretrained(folder)
 
 
