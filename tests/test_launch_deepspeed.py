@@ -102,7 +102,7 @@ def launcher(server, tmp_path) -> Launcher:
     return Launcher(server, tmp_path)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # ranks on two hosts import DeepSpeed; test_dry_run compares the command lines
 @pytest.mark.timeout(700)
 def test_over_pdsh(launcher) -> None:
     # Variables that the user exports with DeepSpeed's file stay exported.
@@ -112,7 +112,7 @@ def test_over_pdsh(launcher) -> None:
     assert launcher.ranks() == ["2.0 0 true 2 kept s.py a b  $HOME 'c'"] * 2
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # ranks on two hosts import DeepSpeed; test_the_first_report_is_printed_last is fast
 @pytest.mark.timeout(700)
 def test_the_rank_that_failed_first_is_named_last(launcher) -> None:
     code, _, errors = launcher.run("s.py", "fail")
@@ -123,7 +123,7 @@ def test_the_rank_that_failed_first_is_named_last(launcher) -> None:
     assert code == 1
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # ranks on two hosts import DeepSpeed; test_dry_run compares the command lines
 @pytest.mark.timeout(700)
 def test_without_ssh(launcher) -> None:
     with reserved_port() as port:
@@ -139,7 +139,7 @@ def test_without_ssh(launcher) -> None:
     assert launcher.ranks() == ["2.0 0 true - - s.py"] * 2
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # ranks on two hosts import DeepSpeed; signals have fast tests on one host
 @pytest.mark.timeout(960)
 def test_a_signal_ends_the_ranks_of_all_machines(launcher) -> None:
     process = launcher.start("s.py", "sleep")

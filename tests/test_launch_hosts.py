@@ -97,7 +97,7 @@ class Run:
         return [output for output, _ in outputs]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # trains on two hosts; test_the_demo_learns_the_digits is fast, on one host
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_the_digits_example_learns_the_same(hosts, tmp_path, backend) -> None:
     run = Run(
@@ -114,7 +114,7 @@ def trained_alone(ranks: int) -> list[float]:
     return weight.tolist()
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # two hosts start their ranks twice; test_restarts is fast, on one host
 @pytest.mark.parametrize(
     ("backend", "each", "victim", "others"),
     [
@@ -146,7 +146,7 @@ def test_a_killed_worker_is_started_again(hosts, tmp_path, backend, each: int, v
     assert "starting all processes again (restart 1 of 1)" in run.errors
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # starts ranks on two hosts; test_this_machine_works is fast, on one host
 def test_the_doctor_passes_on_both_hosts(hosts, tmp_path) -> None:
     common = [
         "--cpu",
@@ -174,7 +174,7 @@ def test_the_doctor_passes_on_both_hosts(hosts, tmp_path) -> None:
         assert "point to point correct" in output and "clocks" in output
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # waits for a host; test_processes_that_fail_are_quoted is fast
 def test_the_doctor_reports_a_host_that_does_not_answer(hosts, tmp_path) -> None:
     words = [
         "--cpu",

@@ -88,7 +88,7 @@ def test_accel_launch_starts_mpirun(mpi, tmp_path) -> None:
     assert sorted(result.stdout.splitlines()) == [f"{rank} 2.0 {rank} 2 3 1 bf16 a b $HOME" for rank in (0, 1)]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # three failures under each mpirun; test_the_first_report_is_printed_last is fast
 @pytest.mark.parametrize(
     ("how", "code", "says"),
     [
@@ -115,7 +115,7 @@ def test_mpirun_starts_accel_launch(mpi, tmp_path) -> None:
     assert result.returncode and "--num_processes 5, but " in result.stderr
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # starts ranks with each mpirun; signals have fast tests without one
 @pytest.mark.timeout(700)
 def test_a_signal_ends_the_ranks(mpi, tmp_path) -> None:
     launcher = subprocess.Popen(
@@ -140,7 +140,7 @@ def test_a_signal_ends_the_ranks(mpi, tmp_path) -> None:
         launcher.wait()
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # trains under each mpirun; test_the_demo_learns_the_digits is fast, without one
 @pytest.mark.timeout(1000)
 def test_the_digits_example_learns_the_same(mpi, tmp_path) -> None:
     check_loss(run(mpi, tmp_path, *MPIRUN, SCRIPT, *ARGUMENTS).stdout)

@@ -92,13 +92,13 @@ FOUR_RANKS = ["0 4.0 n1 0", "1 4.0 n1 1", "2 4.0 n2 0", "3 4.0 n2 1"]
 ONE_NODE = [[f"{rank} 2.0 {node} {rank}" for rank in range(2)] for node in ("n1", "n2")]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # two jobs of SLURM; job environments have fast tests in test_launch_context
 def test_a_launcher_on_each_node(run) -> None:
     assert lines(run("srun", "-N2", "-n2", *CPU, "s.py")) == TWO_NODES
     assert lines(run("srun", "-N2", "-n2", *CPU, "--num_processes", 4, "s.py")) == FOUR_RANKS
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # three jobs of SLURM; job environments have fast tests in test_launch_context
 def test_a_launcher_for_each_rank(run) -> None:
     assert lines(run("srun", "-N1", "-n2", *CPU, "s.py")) in ONE_NODE
     result = run("srun", "-N1", "-n2", *CPU, "s.py", "fail")
@@ -119,14 +119,14 @@ def test_a_batch_script_without_srun(run, tmp_path) -> None:
     assert lines(batch(run, tmp_path, "-N1", "-n2")) in ONE_NODE
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # two allocations of SLURM; test_a_dry_run_starts_nothing makes one in the fast tier
 def test_an_interactive_allocation(run) -> None:
     """The shell may run outside of the allocated nodes."""
     assert lines(run("salloc", "-N2", *CPU, "s.py")) == TWO_NODES
     assert lines(run("salloc", "-N1", *CPU, "--num_processes", 2, "s.py")) in ONE_NODE
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # a job on two nodes; test_the_first_report_is_printed_last is fast
 def test_the_first_failure_of_all_nodes_comes_last(run) -> None:
     result = run("salloc", "-N2", *CPU, "s.py", "fail")
     assert result.returncode == 1
@@ -150,7 +150,7 @@ def test_a_dry_run_starts_nothing(run) -> None:
     )
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # a job on two nodes that must end; signals have fast tests on one host
 @pytest.mark.timeout(960)
 def test_a_signal_ends_the_ranks_of_all_nodes(cluster, run, tmp_path) -> None:
     env = environment(**cluster.env, GLOO_SOCKET_IFNAME="lo")
@@ -195,7 +195,7 @@ def test_the_digits_example_learns_the_same(run, tmp_path) -> None:
     check_loss(run("srun", "-N2", "-n2", "env", "MASTER_ADDR=127.0.0.1", sys.executable, SCRIPT, *ARGUMENTS).stdout)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # a job on two nodes; test_this_machine_works is fast, on one host
 def test_the_doctor_checks_every_node(run) -> None:
     result = run("salloc", "-N2", sys.executable, "-m", "accel_launch", "doctor", "--cpu", "--timeout", "180")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -28,7 +28,7 @@ def run(script: Path, *words: str, launch: tuple[str, ...] | None = None) -> lis
     return result.stdout.splitlines()
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # two ranks import transformers; test_a_custom_model pipelines in the fast tier
 @pytest.mark.timeout(520)  # each process imports transformers
 @pytest.mark.parametrize("words", [(), ("--layers", "3", "--num_chunks", "3")])
 def test_pipelined_inference_on_two_processes(words) -> None:
@@ -42,7 +42,7 @@ def test_pipelined_inference_on_two_processes(words) -> None:
     ]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # imports transformers and quantizes six times; accel-quant has fast tests of each format
 @pytest.mark.timeout(520)  # imports transformers, and quantizes six times
 def test_quantize() -> None:
     pytest.importorskip("transformers")

@@ -18,6 +18,7 @@ from accel_track.serialize import flatten
 pytest.importorskip("sklearn")
 
 # Other libraries take ten seconds to import, in two processes on a busy machine.
+# Trains the example with each installed library, some of which take ten seconds to import; test_backends is faster.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # All libraries start at once, possibly on a busy machine, and their start-up time is not tested here.

@@ -184,7 +184,7 @@ def test_a_clean_map_says_the_same(model: Model, limits: dict) -> None:
     assert all(location_of(name, long) == location_of(name, short) for name in tensors_of(model))
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # counts every call for models of up to hundreds of blocks; the maps have fast tests
 @pytest.mark.parametrize("options", [{}, {"no_split_module_classes": ["TransformerBlock"]}], ids=["split", "whole"])
 def test_the_work_grows_as_the_number_of_blocks(options: dict) -> None:
     class TransformerBlock(nn.Module):

@@ -512,7 +512,7 @@ print(json.dumps([io("wchar") - before[0], io("\\nwrite_bytes") - before[1], out
 """
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # writes 336 MB of weights; test_maps_of_all_kinds offloads small models
 @pytest.mark.skipif(
     not Path("/proc/self/io").exists(),
     reason="limits of the address space and counts of written bytes are those of Linux",

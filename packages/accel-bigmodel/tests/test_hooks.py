@@ -297,7 +297,7 @@ def test_layerwise_casting() -> None:
         attach_layerwise_casting_hooks(model, torch.int8, torch.float32)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # starts torch.compile; the other tests call hooks without it
 def test_compiled_models_with_hooks_compute_the_same() -> None:
     model = cpu_offload(net())
     compiled = torch.compile(model, backend="eager")

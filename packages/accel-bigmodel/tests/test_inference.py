@@ -86,7 +86,7 @@ def compare_transformers(names):
     return model.hf_split_points
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # imports transformers in 2 and 4 ranks; test_a_custom_model is fast
 @pytest.mark.parametrize(("ranks", "names"), [(2, NAMES), (4, NAMES)])
 @pytest.mark.timeout(500)  # every rank imports transformers, which takes long where there are fewer cores than ranks
 def test_outputs_of_transformers_equal_those_of_the_whole_model(ranks, names) -> None:

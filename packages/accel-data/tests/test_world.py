@@ -130,7 +130,7 @@ def check_order(lengths: list[int], batch_sizes: list[int]) -> int:
     return checked
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # all loaders in 2 and 4 ranks; test_loaders_in_a_world is fast
 @pytest.mark.parametrize("world", [2, 4])
 def test_gathered_epochs_are_the_data_set_in_order(world: int) -> None:
     counts = run_world(check_order, world, [0, 1, 3, 8, 9, 13], [1, 2], timeout=280)

@@ -91,7 +91,7 @@ def test_under_autocast_and_in_place() -> None:
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # runs a C++ compiler; the fast tests compile with other backends
 @pytest.mark.timeout(600)  # a C++ compiler runs several times: seconds each on a free core
 def test_inductor_generates_code_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # inductor tells the extension that it builds where to find a function of torch, and leaves the variable behind.

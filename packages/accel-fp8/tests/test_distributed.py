@@ -116,7 +116,7 @@ def every_wrapping_trains_alike(names: list[str]) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # every wrapping in 2 and 4 ranks; test_two_ranks_train_as_one_process_does is fast
 @pytest.mark.parametrize(("world", "names"), [(2, list(WRAPPINGS)), (4, ["ddp", "fsdp2"])], ids=str)
 def test_ranks_stay_identical_however_the_model_is_wrapped(world: int, names: list[str]) -> None:
     for result in run_world(every_wrapping_trains_alike, world, names, timeout=280):

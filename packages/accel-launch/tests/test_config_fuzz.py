@@ -113,7 +113,7 @@ def unchanged(path: Path) -> Iterator[None]:
     assert path.read_bytes() == before and sorted(os.listdir(path.parent)) == beside
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # 120 examples of several commands each; test_update_of_any_file_is_atomic is fast
 @settings(RUNS, max_examples=120)
 @given(contents, st.sampled_from([".yaml", ".json"]))
 @example(b"a: &x {b: *x}", ".yaml")

@@ -36,7 +36,7 @@ def test_this_machine_works(shell) -> None:
     assert "all-reduce     correct; " in result.stdout
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # waits for failing checks; test_missing_resources_are_reported is fast
 def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
     shell.write("c.yaml", "num_proceses: 2\n")
     code = """

@@ -28,7 +28,7 @@ def read_ranks(shell, world_size: int) -> list[dict]:
     return [json.loads((shell.folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # two ranks import torch; test_two_default_launches_on_one_host is in the fast tier
 def test_two_ranks_reduce_and_get_their_settings(shell) -> None:
     shell.write("s.py", ALL_REDUCE)
     words = [
@@ -149,7 +149,7 @@ def test_executable_ranks(shell) -> None:
     assert "ended first with exit code 4" in result.stderr
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # ranks spawn children; test_executable_ranks and the tests of one process are fast
 def test_module_ranks_and_what_main_is(shell) -> None:
     """A rank's script is the module __main__, as far as pickle, inspect and spawned children can tell."""
     code = """
@@ -217,7 +217,7 @@ def test_tee_and_log_dir(shell) -> None:
     }
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # slows the copying thread down to hit a race; test_tee_and_log_dir is fast
 def test_the_last_line_of_output_is_not_lost(shell) -> None:
     """The rank prints and exits between the copying thread's last read and its check of the rank."""
     shell.write("s.py", "import time; time.sleep(1); print('last')")
@@ -246,7 +246,7 @@ def test_the_last_line_of_output_is_not_lost(shell) -> None:
     )
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # one more start of the agent; test_tee_and_log_dir covers two ranks
 def test_the_output_of_a_single_process_is_kept_too(shell) -> None:
     shell.write("s.py", "import sys; print('out'); sys.exit('gone')")
     result = shell.accel("launch", "--cpu", "--num_processes", "1", "--tee", "3", "--log_dir", "logs", "s.py")
@@ -275,7 +275,7 @@ def test_debug_shows_the_agents_log(shell) -> None:
     )
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # two ranks import torch; test_numa sets the cores of one process
 def test_each_process_is_bound_to_its_cores(shell) -> None:
     shell.write(
         "s.py",

@@ -39,7 +39,6 @@ print(os.environ["GROUP_RANK"], os.environ["RANK"], os.environ["LOCAL_RANK"], fl
 """
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_two_machines_form_one_world(shell, started, free_port, backend) -> None:
     shell.write("s.py", SUM if backend == "static" else RANKS)
@@ -55,7 +54,7 @@ def test_two_machines_form_one_world(shell, started, free_port, backend) -> None
         assert outputs[0][0].startswith("0 0") and outputs[1][0].startswith("1 1")
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # sleeps between two ends; test_two_machines_form_one_world is fast
 def test_a_machine_that_succeeded_does_not_wait_for_one_that_failed(shell, started, free_port) -> None:
     """torch's own exit barrier would wait 300 seconds here."""
     shell.write(
@@ -71,7 +70,7 @@ def test_a_machine_that_succeeded_does_not_wait_for_one_that_failed(shell, start
     assert "those of machine rank 1 failed" in errors[0] and "rank 1 of 2 ended first with exit code 4" in errors[1]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # sleeps three seconds; test_two_machines_form_one_world is fast
 def test_a_machine_that_succeeded_waits_for_the_others(shell, started, free_port) -> None:
     shell.write("s.py", "import os, time; time.sleep(3 * int(os.environ['RANK']))")
     first, second = start_machines(shell, started, free_port(), "s.py")
@@ -80,7 +79,7 @@ def test_a_machine_that_succeeded_waits_for_the_others(shell, started, free_port
     assert first.wait(60) == 0
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # waits for timeouts; test_a_missing_machine_is_named is fast
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_missing_machines_are_reported(shell, free_port, backend) -> None:
     shell.write("s.py", "")

@@ -23,7 +23,7 @@ def test_a_signal_ends_everything(sleepers, ended) -> None:
     ended(pids)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # one more start of two ranks; test_a_signal_ends_everything is fast
 def test_an_ignored_signal_stays_ignored(shell, started) -> None:
     """nohup relies on this: otherwise closing the terminal would end the job."""
     shell.write(
@@ -65,7 +65,7 @@ def test_a_signal_without_running_ranks(shell, when) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (143, "", "")
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # one more start of two ranks; test_a_signal_ends_everything is fast
 def test_ranks_can_clean_up(shell, sleepers, ended) -> None:
     cleanup = (
         "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('saved' + os.environ['RANK']).write_text(''), "
@@ -119,7 +119,7 @@ def _catches_sigterm(pid: int) -> bool:
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # waits in the rendezvous; test_a_signal_without_running_ranks is fast
 def test_waiting_for_another_machine_can_be_interrupted(shell, started, wait_until) -> None:
     """The machine of rank 0 never arrives: the main thread is blocked in a call into the store."""
     shell.write("s.py", "")
@@ -195,7 +195,7 @@ def ready(shell, ranks: int) -> list[int]:
     return [int(text) for text in texts] if len(texts) == ranks and all(texts) else []
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # three starts with ranks that save; test_a_signal_for_the_ranks_is_forwarded is fast
 @pytest.mark.parametrize(
     ("number", "ranks", "restarts"), [(signal.SIGTERM, 2, 0), (signal.SIGUSR1, 2, 1), (signal.SIGTERM, 1, 1)]
 )
@@ -210,7 +210,7 @@ def test_ranks_that_save_are_waited_for(shell, started, wait_until, number: int,
     assert launcher.wait(60) == 75
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # two machines and a long interval; test_notes_for_the_launcher is fast
 def test_ranks_that_save_exit_before_the_other_machines_are_notified(shell, started, wait_until, free_port) -> None:
     """No rank is left while this launcher waits until the other machines have read the result."""
     shell.write("s.py", SAVES.replace('range(int(os.environ["WORLD_SIZE"]))', "[1]"))
@@ -232,7 +232,7 @@ def test_ranks_that_save_exit_before_the_other_machines_are_notified(shell, star
     assert not os.listdir(shell.env["TMPDIR"])
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # restarts ranks that import torch; test_restarts is fast
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_saved_are_started_again(shell, started, wait_until, ranks: int) -> None:
     """Only the ranks were signalled, so they are restarted."""

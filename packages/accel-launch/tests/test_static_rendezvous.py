@@ -228,7 +228,7 @@ def launch(shell, started, free_port):
     return run
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # three machines start twice; rendezvous rounds have fast tests without ranks
 @pytest.mark.parametrize("victim", [0, 5])
 def test_a_killed_rank_restarts_every_machine_once(shell, launch, victim: int) -> None:
     codes, errors = launch(3, 1, "once", victim)
@@ -242,7 +242,7 @@ def test_a_killed_rank_restarts_every_machine_once(shell, launch, victim: int) -
     )
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # two machines start twice; rendezvous rounds have fast tests without ranks
 @pytest.mark.parametrize("victim", [0, 3])
 def test_all_machines_end_when_one_has_no_restarts_left(launch, victim: int) -> None:
     codes, errors = launch(2, 1, "always", victim)  # in less time than the other machine's processes sleep
@@ -257,7 +257,7 @@ def test_all_machines_end_when_one_has_no_restarts_left(launch, victim: int) -> 
     )
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # two machines of two ranks; a rendezvous that closes has a fast test
 def test_a_machine_whose_processes_have_exited_is_not_waited_for(launch) -> None:
     codes, errors = launch(2, 1, "late", 3)
     assert codes == [1, 128 + signal.SIGKILL], errors

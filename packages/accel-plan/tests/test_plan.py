@@ -78,7 +78,7 @@ def documented() -> list[tuple[str, str]]:
     return [(command.replace("\\\n", " "), output) for command, output in blocks if "error:" not in output]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # traces seven plans of large models; the figures of the guide have fast tests
 @pytest.mark.parametrize("number", range(7))
 def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> None:
     command, output = documented()[number]
@@ -165,7 +165,7 @@ def test_the_figures_of_the_pipeline_follow_from_the_shapes() -> None:
     assert "data rank 34 of 64; samples 272, 273" in output
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # traces every block of several set-ups; the figures of the guide have fast tests
 @pytest.mark.parametrize(
     "options",
     [
@@ -187,7 +187,7 @@ def test_extrapolation_equals_tracing_all_blocks(tmp_path, options) -> None:
     assert quick == whole
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # traces three ranks of a mesh; test_activations_are_close_to_saved_tensors is fast
 def test_ranks_that_share_layers_or_sequences_share_samples(tmp_path) -> None:
     model = small(tmp_path, num_attention_heads=8)
     settings = settings_of(**mesh(dp_shard=2, cp=2, tp=2))

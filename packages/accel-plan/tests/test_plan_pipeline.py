@@ -189,7 +189,7 @@ def train_all(cases: list[Case], paths: list[str]) -> list[dict[str, Any]]:
     return [train(case, path) for case, path in zip(cases, paths, strict=True)]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # trains every schedule in 2 and 4 ranks; the figures of pipelines have a fast test
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)])
 def test_real_runs_equal_the_plan(tmp_path, world, cases) -> None:
     paths = [folder_of(tmp_path / str(number), **changed) for number, (_, _, changed) in enumerate(cases.values())]
@@ -207,7 +207,7 @@ def test_real_runs_equal_the_plan(tmp_path, world, cases) -> None:
             assert said.memory.activations == pytest.approx(real["activations"], rel=0.1), where
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # traces eight ranks of four stages; test_the_report_marks_the_largest_rank is fast
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_extrapolated_ranks_equal_traced_ranks(tmp_path, schedule) -> None:
     """14 blocks on 4 stages: two have 4, two have 3. What is said of another rank is what that one is told when it
@@ -240,7 +240,7 @@ def test_extrapolated_ranks_equal_traced_ranks(tmp_path, schedule) -> None:
         assert planned(model, sizes, pipeline, 5, all_blocks=True) == quick[1]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # traces two pipelines; test_accumulation_reduces_once_and_gathers_... is fast
 def test_accumulation_sends_with_every_micro_batch(tmp_path) -> None:
     model = folder_of(tmp_path)
     named = {"parallelism_config_pp_size": "2", "use_parallelism_config": "true", "num_processes": "2"}
@@ -254,7 +254,7 @@ def test_accumulation_sends_with_every_micro_batch(tmp_path) -> None:
     assert found[1] == {kind: (3 * calls, 3 * payload) for kind, (calls, payload) in found[0].items()}
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # traces a pipeline; test_the_command_reads_the_file_and_prints_json is fast
 def test_the_command_takes_the_settings_of_a_pipeline(tmp_path, capsys) -> None:
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}))

@@ -71,7 +71,7 @@ def arrive_alone() -> str:
     raise AssertionError("the collective completed without rank 1")
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # waits for a timeout of three ranks; the test after it is fast, with two ranks
 def test_a_timeout_names_who_arrived_and_who_did_not() -> None:
     messages = run_world(arrive_alone, 3)
     assert messages[1] == "late"

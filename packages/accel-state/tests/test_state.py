@@ -212,7 +212,7 @@ def test_processes_print_once_a_node(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "hello!"
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # starts six interpreters to meet a race; worlds end through the same code in every test
 @pytest.mark.timeout(330)  # six processes that import torch, two at a time
 def test_a_script_that_just_ends_ends_well() -> None:
     """gloo's threads race with the end of the interpreter; about one such run in five aborted when nothing closed the

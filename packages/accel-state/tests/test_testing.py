@@ -333,7 +333,7 @@ def test_a_timeout_tells_finished_ranks_from_others(tmp_path, clock):
     assert "in hang_on" in caught.value.reports[2]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # waits three seconds for the other rank, three times; an exit by exception is fast
 @pytest.mark.parametrize(
     ("how", "text"),
     [

@@ -38,7 +38,7 @@ def the_run(folder: Path) -> Run:
     return run
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # starts six interpreters; test_a_killed_process_leaves_what_was_delivered is fast
 @pytest.mark.parametrize(
     ("ending", "status", "marked"),
     [
@@ -57,7 +57,7 @@ def test_nothing_is_lost_at_the_end(ending: str, status: int, marked: str, tmp_p
     assert run.facts["status"] == marked and run.facts["config"] == {"a": 1}
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # waits for a tracker that hangs; strict failures at the end are fast
 def test_a_tracker_that_hangs_does_not_keep_the_interpreter(tmp_path: Path) -> None:
     code = """
     import threading, time
@@ -80,7 +80,7 @@ def test_a_tracker_that_hangs_does_not_keep_the_interpreter(tmp_path: Path) -> N
     assert "hangs in log() and is disabled: TimeoutError: no progress for 1 s. Queued calls lost: 4" in result.stderr
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # stops a process for seconds; test_a_killed_process_... is fast
 def test_a_process_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path) -> None:
     """By Ctrl-Z, or with its job: the tracker is not the one that hangs."""
     code = """
@@ -157,14 +157,14 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
 """
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # forks a process that imports torch; test_a_killed_process_... is fast
 def test_forked_processes_neither_log_nor_hang(tmp_path: Path) -> None:
     result = run_script(HEAD + FORK, tmp_path)
     assert [row["loss"] for row in the_run(tmp_path).rows] == list(range(400))
     assert result.stderr.count("was called in a process forked from the one that started the run") == 3
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # spawns a second interpreter; test_a_killed_process_... is fast
 def test_a_process_of_multiprocessing_keeps_its_run(tmp_path: Path) -> None:
     body = textwrap.indent(HEAD.replace("import os", "import multiprocessing, os"), "    ")
     code = f"""

@@ -157,7 +157,7 @@ READ = {
 }
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # starts two processes for each library; their values have a fast test
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "clearml"])
 def test_a_resumed_job_continues_the_run(name: str, tmp_path: Path) -> None:
     """Offline, wandb, comet and swanlab write a second file for the same run, and merge both on upload."""

@@ -85,7 +85,6 @@ def failing_save(folder: str, failing_rank: int) -> tuple[str, list[str], int]:
     return str(caught.value), left, run.accelerator.save_iteration
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failed_save_is_known_to_all_and_leaves_no_trace(tmp_path: Path, rank: int) -> None:
     for message, left, iteration in run_world(failing_save, 2, str(tmp_path), rank):

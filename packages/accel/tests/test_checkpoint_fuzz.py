@@ -148,7 +148,7 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
     return Checkpoints(tmp_path)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # loads seven hundred damaged checkpoints; damage of each file format has fast tests
 @pytest.mark.timeout(600)  # seven hundred loads
 def test_no_corruption_is_loaded(checkpoints: Checkpoints) -> None:
     run, state, dice, seen = checkpoints.run, checkpoints.state, random.Random(4), 0

@@ -39,7 +39,7 @@ WEIGHTS = 4 * 1448 * 1448 * 4
 LARGEST_FILE = 2 * WEIGHTS // 4
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # saves and loads in fresh processes, to measure their memory; loading has fast tests
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is read from Linux's /proc"
 )

@@ -111,7 +111,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dic
     return folder, run_world(save_and_resume, 2, str(folder), STAGES, timeout=500)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # starts DeepSpeed's engines for each stage; test_windows trains with them in the fast tier
 @pytest.mark.parametrize("stage", STAGES)
 def test_resuming_is_exact(saved: tuple[Path, dict[int, dict[str, Any]]], stage: int) -> None:
     folder, results = saved
@@ -139,7 +139,7 @@ def resume_with_an_optimizer_of_another_form(folder: str) -> dict[int, tuple[lis
     return found
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # starts DeepSpeed's engines twice in two ranks; test_windows trains with them in the fast tier
 def test_resumed_schedulers_reach_a_replaced_optimizer(tmp_path: Path) -> None:
     """Loading creates new parameter groups in the engine's optimizer, which is not the script's."""
     for stage, (full, resumed) in run_world(resume_with_an_optimizer_of_another_form, 2, str(tmp_path), timeout=500)[
@@ -161,7 +161,7 @@ def test_zero_to_fp32_script(saved: tuple[Path, dict[int, dict[str, Any]]], stag
     assert max((weights[name] - value).abs().max().item() for name, value in expected.items()) < TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # needs the checkpoints of test_resuming_is_exact
 def test_resuming_on_another_number_of_ranks(saved: tuple[Path, dict[int, dict[str, Any]]]) -> None:
     folder, results = saved
     found = run_world(resume_only, 1, str(folder), STAGES, timeout=500)[0]
@@ -184,7 +184,7 @@ def load_with_ddp(folder: str) -> None:
     accelerator.load_state(folder)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # needs checkpoints of DeepSpeed's engines; damaged files of other strategies are fast
 def test_damaged_and_foreign_checkpoints(saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path) -> None:
     folder = saved[0] / "2" / "waiting"
     damaged = tmp_path / "damaged"

@@ -86,7 +86,7 @@ def run_joint() -> dict[str, Any]:
     return {str(stages): joint(stages, 0.5) for stages in ((0, 0), (1, 1), (2, 2), (3, 3), (3, 1))}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # starts DeepSpeed's engines in pairs; test_windows trains with one in the fast tier
 def test_a_loss_of_two_models() -> None:
     found = run_world(run_joint, 2, timeout=500)[0]
     expected = plain_joint(0.5)

@@ -63,7 +63,7 @@ def found(ranks: int) -> dict[str, dict[str, Any]]:
     return run_world(run_cases, ranks, list(CASES), timeout=500)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # starts DeepSpeed's engines for each case; test_windows is in the fast tier
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_plain_pytorch(name: str, ranks: int) -> None:
@@ -106,7 +106,7 @@ def train_on_cpu() -> dict[str, Any]:
     return results
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # trains with three stages of DeepSpeed and in fp32; test_windows is in the fast tier
 def test_precisions_on_cpu() -> None:
     """After 20 steps in bf16, losses and weights are within 0.05 of fp32."""
     results = run_world(train_on_cpu, 2, timeout=500)[0]
@@ -248,7 +248,7 @@ def run_with_a_scheduler() -> dict[int, dict[str, torch.Tensor]]:
     return {stage: with_a_scheduler(stage) for stage in (1, 3)}
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # starts DeepSpeed's engine for each stage; test_windows is in the fast tier
 def test_a_scheduler_reaches_adagrad() -> None:
     """DeepSpeed would replace Adagrad by a new one, which the script's scheduler does not reach."""
     model = net()

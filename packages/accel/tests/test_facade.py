@@ -80,7 +80,7 @@ def collect(lengths: list[int], batch: int) -> None:
             assert objects == [f"s{i}" for i in expected], (name, length, objects)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # goes through all combinations; the test on several ranks is in the fast tier
 def test_gathered_metrics_are_the_data_set_in_one_process() -> None:
     collect([1, 7, 16, 23], 4)
 

@@ -343,7 +343,7 @@ def refusals(root: Path) -> None:
     accelerator.free_memory()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a dozen trainings in two ranks; the functions have fast tests one by one
 def test_the_parts_of_sharding_by_hand(tmp_path: Path) -> None:
     found = run_world(by_hand, 2, str(tmp_path), timeout=250)[0]
     after_2, after_3, after_4 = plain(2), plain(3), plain(4)

@@ -178,7 +178,7 @@ def go_on_alone(pairs: list[tuple[str, str]], folder: Path) -> list[dict[str, to
     return run_world(go_on, 1, KINDS, pairs, folder, timeout=250)[0]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # saves and loads in four ranks; test_open_windows_of_sharded_models_go_on_... takes two
 def test_open_windows_go_on_on_another_mesh(tmp_path: Path) -> None:
     run_world(save, 4, MESHES, tmp_path, timeout=250)
     pairs = [

@@ -265,7 +265,7 @@ def test_every_strategy_trains_as_one_process_does() -> None:
         assert ranks[0][number]["kinds"] == ("FSDP", settings.get("fsdp_version") == 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # four ranks; the tests of two ranks in this file are fast
 def test_four_ranks_and_a_copy_on_each_of_two_nodes() -> None:
     cases = [
         ({**BLOCKS}, "net", 7, 3, 0.5, "model first"),

@@ -120,7 +120,7 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # trains every strategy in 2 and 4 ranks; accel-plan's figures have fast tests
 @pytest.mark.parametrize(
     ("world", "names"),
     [(2, ["ddp", "full_shard", "shard_grad_op", "no_shard", "fsdp2"]), (4, ["full_shard", "fsdp2", "tp x fsdp2"])],

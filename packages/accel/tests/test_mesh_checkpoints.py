@@ -173,7 +173,7 @@ def refused(folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # four ranks; merging and names have fast tests in test_fsdp_checkpoints
 def test_files_hold_the_models_own_names_and_shapes(tmp_path: Path) -> None:
     weights = run_world(save_for_others, 4, str(tmp_path), timeout=250)[0]
     plain = build("gpt2").state_dict()
@@ -215,7 +215,7 @@ def read_some(name: str, folder: str, steps: int | None) -> dict[str, Any]:
     return {"seen": seen, "drawn": drawn, "rank": ranks.rank}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # four worlds of up to four ranks; accel-data resumes on other sizes in fast tests
 def test_the_data_goes_on_where_it_was_on_another_mesh(tmp_path: Path) -> None:
     first = run_world(read_some, 2, "tp2", str(tmp_path), 2, timeout=250)[0]["seen"]
     for name, world in (("shard2", 2), ("shard2 tp2", 4), ("ddp", 1)):

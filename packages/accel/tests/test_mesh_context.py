@@ -240,7 +240,7 @@ def check(size: int, cases: list[Case]) -> None:
         assert all(rank[number]["losses"] == ranks[0][number]["losses"] for rank in ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # four trainings in two ranks; parts of the ring have fast tests
 def test_two_ranks_train_as_one_process_does() -> None:
     check(
         2,
@@ -253,7 +253,7 @@ def test_two_ranks_train_as_one_process_does() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # six trainings in four ranks; parts of the ring have fast tests
 def test_four_ranks_train_as_one_process_does() -> None:
     check(
         4,

@@ -106,7 +106,7 @@ def check(size: int, cases: list[Case]) -> None:
 FOUR = {"layers": 4}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a dozen trainings in two ranks; stages and schedules have fast tests
 def test_two_stages_train_as_one_process_does() -> None:
     pp2 = {"pp_size": 2}
     check(
@@ -127,7 +127,7 @@ def test_two_stages_train_as_one_process_does() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a dozen trainings in four ranks; stages and schedules have fast tests
 def test_pipelines_of_shards_copies_and_shared_layers() -> None:
     check(
         4,
@@ -383,7 +383,7 @@ def load_elsewhere(cases: list[Save], folder: str, sizes: dict[str, int]) -> lis
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # saves and loads in four ranks; stages and schedules have fast tests
 def test_states_go_on_in_the_same_pipeline_in_another_and_without_one(tmp_path: Path) -> None:
     sharded = {"pp_size": 2, "dp_shard_size": 2}
     cases: list[Save] = [

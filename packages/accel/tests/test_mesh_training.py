@@ -76,7 +76,7 @@ def train_all(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a training for each mesh in 2 and 4 ranks; the meshes themselves have fast tests
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two ranks", "four ranks"])
 def test_every_mesh_trains_as_one_process(world: int, cases: list[tuple[Any, ...]]) -> None:
     ranks = run_world(train_all, world, cases, timeout=250)
@@ -251,7 +251,7 @@ def dropping() -> dict[str, Any]:
     return {"losses": losses, "norm": own["transformer.h.0.ln_1.weight"], "positions": own["transformer.wpe.weight"]}
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # four ranks; shared random numbers have a fast test
 def test_dropout_of_whole_activations_is_the_same_where_they_are_the_same() -> None:
     ranks = run_world(dropping, 4, timeout=250)
     for first, second in ((0, 1), (2, 3)):
@@ -270,7 +270,7 @@ def in_bf16() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # trains in four ranks; test_layers_that_take_the_same_input_send_its_gradient_once is fast
 def test_bf16_stays_near_fp32() -> None:
     # bf16 keeps 8 bits: a hundredth of the loss, which is near 2.6.
     expected = plain("gpt2", STEPS)
@@ -305,14 +305,14 @@ def with_other_plans_of_models() -> list[dict[str, Any]]:
     return [train(accelerator_for({"tp_size": 2}), kind, 4) for kind in ("qwen", "phi", "gemma")]
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # trains in four ranks; plans without training have fast tests
 def test_plans_of_the_user_and_the_older_plugin() -> None:
     expected = plain("own", 4)
     for number, found in enumerate(run_world(with_plans, 4, timeout=250)[0]):
         assert_same(found, expected, number)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # trains three models; plans without training have fast tests
 def test_plans_of_models_with_norms_of_heads_fused_layers_and_scaled_embeddings() -> None:
     for kind, found in zip(
         ("qwen", "phi", "gemma"), run_world(with_other_plans_of_models, 2, timeout=250)[0], strict=True

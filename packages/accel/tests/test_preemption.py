@@ -102,7 +102,6 @@ def run(
     return weights
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
 @pytest.mark.parametrize("kill_at", [1, 3, 6, 7, 9, 11, 12, 18, 22])
 def test_one_process_continues_bitwise(tmp_path: Path, kill_at: int, capsys: pytest.CaptureFixture[str]) -> None:
     expected = run(parts(tmp_path / "whole"))
@@ -122,7 +121,7 @@ def test_one_process_continues_bitwise(tmp_path: Path, kill_at: int, capsys: pyt
     assert stepped.count("evaluation") == (5 if kill_at > 11 else 10)
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # a fresh interpreter with loader workers; test_one_process_continues_bitwise is fast
 @pytest.mark.timeout(300)  # a fresh interpreter, which a busy machine keeps waiting
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_outlive_a_signal_to_the_whole_group(tmp_path: Path) -> None:

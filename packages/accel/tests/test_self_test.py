@@ -27,7 +27,7 @@ def accel_test(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow  # many processes or combinations; faster tests cover the feature
+@pytest.mark.slow  # a second self-test in two ranks; test_all_checks_pass is in the fast tier
 def test_the_configuration_decides_what_is_tested(tmp_path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n")

@@ -109,7 +109,8 @@ class FSDP2Strategy(ShardedStrategy):
     def _policies(self, untouched: set[nn.Parameter]) -> dict[str, Any]:
         if self.state.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
             raise ConfigurationError(
-                f"fsdp_version=2 on the CPU needs a newer torch than {torch.__version__}. Upgrade torch, or use version 1."
+                f"fsdp_version=2 on the CPU needs a newer torch than {torch.__version__}. Upgrade torch, or use "
+                "version 1."
             )
         policies: dict[str, Any] = {"offload_policy": self.settings.cpu_offload}
         if self.precision is not None:
