@@ -121,7 +121,8 @@ def test_a_failure_with_an_open_process_group_cannot_abort(shell, args) -> None:
             check=False,
         )
     assert result.returncode == 1, result.stderr
-    assert result.stderr.endswith(f"{args[0]}\n" if args else "KeyError: 'labels.csv'\n")
+    # Not at the end: torch 2.6 may warn of the tensor.
+    assert (f"{args[0]}\n" if args else "KeyError: 'labels.csv'\n") in result.stderr
     assert result.stdout == "atexit\n" and (shell.folder / "log.txt").read_text() == "not closed"
 
 

@@ -73,6 +73,7 @@ class ForkedStoreServer:
                 wait_for_workers=False,
                 timeout=CALL_TIMEOUT,
                 master_listen_fd=listener.detach(),
+                use_libuv=False,  # cannot take a socket before torch 2.7
             )
             os.read(reader, 1)
             del store
