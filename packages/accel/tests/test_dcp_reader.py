@@ -31,7 +31,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def save(directory: Path) -> dict[str, torch.Tensor]:
     content = tensors()
-    dcp.save({"model": content}, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+    dcp.save({"model": content}, storage_writer=dcp.FileSystemWriter(directory))
     return content
 
 
@@ -55,7 +55,7 @@ def test_into_another_dtype(tmp_path: Path) -> None:
 
 def test_a_description_is_unpickled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {f"w{index}": torch.randn(4, 4) for index in range(20)}
-    dcp.save({"model": weights}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    dcp.save({"model": weights}, storage_writer=dcp.FileSystemWriter(tmp_path))
     calls: list[int] = []
     load = torch.load
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: calls.append(1) or load(*args, **kwargs))

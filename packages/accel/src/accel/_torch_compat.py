@@ -6,6 +6,8 @@ Modules of torch that are slow to import are imported where they are needed.
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import ShardingStrategy
+    from torch.distributed.tensor import DTensor, Placement
     from torch.optim import Optimizer
 
 # -- tensors ---------------------------------------------------------------------------------------------------------
@@ -214,6 +218,32 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 def flatten_mesh(mesh: Any, name: str) -> Any:
     """The axes of a mesh as one axis, with a process group of its own; torch has announced a public method."""
     return mesh._flatten(name)
+
+
+# -- what torch 2.6 lacks; all of it is public -----------------------------------------------------------------------
+
+
+def shard_replicated(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """``distribute_tensor`` of a tensor that all ranks have: nothing is sent, except by torch 2.6."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, mesh, placements, **keeps_local(distribute_tensor))
+
+
+def keeps_local(function: Callable[..., Any]) -> dict[str, Any]:
+    """The argument with which ``distribute_tensor`` and ``parallelize_module`` send nothing."""
+    return {"src_data_rank": None} if "src_data_rank" in inspect.signature(function).parameters else {}
+
+
+def load_alone(state: dict[str, Any], reader: Any, planner: Any) -> None:
+    """``torch.distributed.checkpoint.load`` on this rank alone."""
+    import torch.distributed.checkpoint as dcp
+
+    load: Callable[..., Any] = dcp.load
+    if "no_dist" not in inspect.signature(load).parameters:
+        load = dcp.load_state_dict  # its deprecated form
+        warnings.filterwarnings("ignore", message=".*load_state_dict.* is deprecated", category=FutureWarning)
+    load(state, storage_reader=reader, planner=planner, no_dist=True)
 
 
 # -- context parallelism ---------------------------------------------------------------------------------------------

@@ -172,6 +172,9 @@ class PipelineRuntime:
     def _make_schedule(self, templates: list[dict[int, Any]], count: int, loss_fn: Any) -> Any:
         from torch.distributed import pipelining  # takes a second to import
 
+        if "scale_grads" not in inspect.signature(pipelining.ScheduleGPipe).parameters:
+            raise ConfigurationError(f"a pipeline needs a newer torch than {torch.__version__}. Upgrade torch.")
+
         stages = []
         for stage, known in zip(self.stages, templates, strict=True):
             received, sent = (

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from accel_state.collectives.single import Collectives
 
+from .._torch_compat import shard_replicated
 from ..core.unwrap import clean_name
 from .checkpoint.fused_dtensor import full_tensor, pack, packed_shapes
 
@@ -74,9 +75,7 @@ def put_parameters(model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> N
             continue
         value = gradient.to(parameter.device, parameter.dtype, copy=True)
         if isinstance(parameter, DTensor):
-            value = distribute_tensor(
-                value.reshape(parameter.shape), parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
+            value = shard_replicated(value.reshape(parameter.shape), parameter.device_mesh, parameter.placements)
         parameter.grad = value
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import shard_replicated
 from ..core.unwrap import clean_name
 from ..precision.scaler import SharedGradScaler
 from .activation_checkpointing import checkpoint_units
@@ -119,7 +120,7 @@ def _slicer(new: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     if not isinstance(new, DTensor):
         return lambda tensor: tensor
     # Every rank has the full state of an optimizer that has not been sharded, so nothing is sent.
-    return lambda tensor: distribute_tensor(tensor.to(new.device), new.device_mesh, new.placements, src_data_rank=None)
+    return lambda tensor: shard_replicated(tensor.to(new.device), new.device_mesh, new.placements)
 
 
 def fsdp2_load_full_state_dict(

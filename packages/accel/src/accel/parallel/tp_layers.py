@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, parallelize_module
 
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import keeps_local, shard_replicated
 from ..fsdp.checkpoint.fused_dtensor import remember_packed
 from .tp_collectives import SharedInput, joined, part, share_of, shared, summed
 
@@ -92,7 +93,7 @@ class ParameterSharder:
         if old not in self._made:
             # The pieces that are concatenated along `dim` get a dimension of their own.
             view = old.data if pieces == 1 else old.data.unflatten(dim, (pieces, -1))
-            shard = distribute_tensor(view, self.mesh, [Shard(dim if pieces == 1 else dim + 1)], src_data_rank=None)
+            shard = shard_replicated(view, self.mesh, [Shard(dim if pieces == 1 else dim + 1)])
             self._made[old] = nn.Parameter(shard, old.requires_grad), dim
         new, done = self._made[old]
         if done != dim:
@@ -224,4 +225,4 @@ class Heads(Style):
 def apply_torch_style(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
     """Shard a module by a style of torch, without a broadcast: its parameters are the same on all ranks."""
     style.src_data_rank = None
-    parallelize_module(module, mesh, style, src_data_rank=None)
+    parallelize_module(module, mesh, style, **keeps_local(parallelize_module))

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -30,6 +30,7 @@ from accel_state import DistributedType, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import shard_replicated
 from ..fsdp.checkpoint.fused_dtensor import full_tensor
 from ..fsdp.checkpoint.state_dicts import model_state
 from ..fsdp.meta_init import Materialiser
@@ -240,7 +241,7 @@ class MeshStrategy(FSDP2Strategy):
         self.replacements.add(
             old,
             cast(nn.Parameter, new),
-            lambda tensor: distribute_tensor(tensor.to(device).reshape(shape), mesh, placements, src_data_rank=None),
+            lambda tensor: shard_replicated(tensor.to(device).reshape(shape), mesh, placements),
         )
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from ..._torch_compat import load_alone
 from ...checkpoint.names import SHARD_TABLE_NAME, CheckpointError
 
 Like = Callable[[tuple[Any, ...], torch.Size, torch.dtype], "torch.Tensor | None"]
@@ -190,12 +190,8 @@ def read_shards(directory: Path, like: Like, root: str) -> dict[str, Any]:
         with warnings.catch_warnings():
             # Each rank knows what it needs, so the lack of communication is intended.
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
-            dcp.load(
-                state,
-                storage_reader=_Reader(directory, metadata),
-                planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                no_dist=True,
-            )
+            planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            load_alone(state, _Reader(directory, metadata), planner)
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
         raise CheckpointError(
             f"{directory} cannot be read: {_reason(error)}. Copy the checkpoint again, or load another one."

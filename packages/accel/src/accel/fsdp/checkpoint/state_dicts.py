@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accel_state.errors import ConfigurationError
 
+from ..._torch_compat import shard_replicated
 from ...checkpoint.names import CheckpointError
 from ...core.types import Layout
 from ...core.unwrap import clean_name, names_in_order
@@ -34,9 +35,7 @@ def part_of(layout: Layout, name: str, full: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return full
     # Every rank has read the same tensor, so nothing is sent.
-    return distribute_tensor(
-        full.to(like.device).reshape(like.shape), like.device_mesh, like.placements, src_data_rank=None
-    )
+    return shard_replicated(full.to(like.device).reshape(like.shape), like.device_mesh, like.placements)
 
 
 def empty_part(layout: Layout, name: str, dtype: torch.dtype) -> Any:
