@@ -103,19 +103,12 @@ def run_wrap_policy(policy: Any, model: nn.Module, ignored: Iterable[nn.Module])
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """A flat parameter of FSDP 1.
-
-    Attributes:
-        flat: the parameter itself.
-        originals: the parameters that were merged into it; empty with ``use_orig_params=False``.
-        spans: for each original its shape, and where this rank's part begins and ends in its elements.
-        group: the ranks that hold the other parts; None if this rank holds all of it.
-    """
+    """A flat parameter of FSDP 1."""
 
     flat: Any
-    originals: list[nn.Parameter]
-    spans: list[tuple[torch.Size, int, int]]
-    group: dist.ProcessGroup | None
+    originals: list[nn.Parameter]  # those that were merged into it; empty with ``use_orig_params=False``
+    spans: list[tuple[torch.Size, int, int]]  # of each original: its shape, and begin and end of this rank's part
+    group: dist.ProcessGroup | None  # the ranks that hold the other parts; None if this rank holds all of it
 
 
 def flat_parameters(model: nn.Module) -> Iterator[FlatParameter]:

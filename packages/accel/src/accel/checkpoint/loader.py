@@ -57,13 +57,6 @@ _OPTIMIZER_FILE = re.compile(rf"{re.escape(OPTIMIZER_NAME)}(?:_(\d+))?(?:_rank\d
 class StateReader:
     """Reads one checkpoint on one rank.
 
-    Args:
-        folder: the checkpoint.
-        process: rank, world size and device.
-        map_location: where tensors are read to: None or "cpu", "on_device", or as in ``torch.load``.
-        load_kwargs: further arguments of ``torch.load``.
-        rank: the rank whose state to read; by default that of the process.
-
     Attributes:
         manifest: the manifest; None for a checkpoint of another library.
         names: the files of the checkpoint.
@@ -71,9 +64,6 @@ class StateReader:
         windows: the open accumulation windows; None if there were none.
         own: the contents of this rank's file.
         strict: whether a checkpoint with more objects than there are to load is refused.
-
-    Raises:
-        ConfigurationError: there is no such directory.
     """
 
     def __init__(

@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,17 +199,13 @@ def save_model_weights(
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         # The index is written last: a reader that finds it finds all the files it names.
-        write_atomically(folder / index_name, partial(_write_text, text))
+        write_atomically(folder / index_name, lambda path: Path(path).write_text(text, encoding="utf-8"))
         written.append(index_name)
     # A loader would mix files of an earlier save, with another number of shards, with these.
     for path in [*folder.glob(f"{stem}-*-of-*.{suffix}"), folder / f"{stem}.{suffix}", folder / index_name]:
         if path.name not in written:
             path.unlink(missing_ok=True)
     return written
-
-
-def _write_text(text: str, path: str) -> None:
-    Path(path).write_text(text, encoding="utf-8")
 
 
 def refuse_each_node(state: PartialState, each_node: bool) -> None:

@@ -41,14 +41,11 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Wrap the units of ``auto_wrap_policy`` in activation checkpointing, in place, before the model is sharded.
+    """Checkpoint the units of ``auto_wrap_policy`` in place, before the model is sharded, and return the model.
 
     Args:
         accelerator: with an ``fsdp_plugin`` of version 2.
         model: the model.
-
-    Returns:
-        The given model.
 
     Raises:
         ConfigurationError: the Accelerator does not use FSDP version 2, or the policy finds no units.
@@ -60,16 +57,13 @@ def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Shard a model in place as ``prepare`` does, without adding it to the Accelerator's state.
+    """Shard a model in place as ``prepare`` does, without adding it to the Accelerator's state, and return it.
 
     Optimizers that were prepared before are pointed at the new parameters. Every rank must call it.
 
     Args:
         accelerator: with an ``fsdp_plugin`` of version 2.
         model: the model, on the CPU, on the device, or on the meta device; a sharded one is returned as it is.
-
-    Returns:
-        The given model.
 
     Raises:
         ConfigurationError: the Accelerator does not use FSDP version 2.

@@ -65,8 +65,7 @@ def save_fsdp_model(
     if adapter_only and is_peft_model(model):
         names = _adapter_names(model)
         weights = {names[name]: value for name, value in weights.items() if name in names}
-    collectives = accelerator.process_state.collectives
-    gathered = gather_one(kind, FSDP_MODEL_NAME, model_index, weights, collectives, use_dcp)
+    gathered = gather_one(kind, FSDP_MODEL_NAME, model_index, weights, accelerator.process_state.collectives, use_dcp)
     _write(accelerator, Path(output_dir), gathered)
 
 
@@ -143,9 +142,7 @@ def save_fsdp_optimizer(
         ConfigurationError: the model is not sharded, or is not the one that the optimizer updates.
         CheckpointError: it could not be written.
     """
-    _require_sharded(accelerator, model, "save_fsdp_optimizer")
-    inner = getattr(optimizer, "optimizer", optimizer)
-    state_dicts.owner_of(inner, [model], f"optimizer {optimizer_index}")
+    inner = _torch_optimizer(accelerator, optimizer, model, optimizer_index, "save_fsdp_optimizer")
     state = state_dicts.optimizer_state(model, inner)
     kind, collectives = fsdp_plugin.state_dict_type, accelerator.process_state.collectives
     gathered = gather_one(kind, OPTIMIZER_NAME, optimizer_index, state, collectives, use_dcp)
@@ -179,9 +176,7 @@ def load_fsdp_optimizer(
         ConfigurationError: the model is not sharded, or is not the one that the optimizer updates.
         CheckpointError: files are missing or damaged, or do not fit; raised on every rank.
     """
-    _require_sharded(accelerator, model, "load_fsdp_optimizer")
-    inner = getattr(optimizer, "optimizer", optimizer)
-    state_dicts.owner_of(inner, [model], f"optimizer {optimizer_index}")
+    inner = _torch_optimizer(accelerator, optimizer, model, optimizer_index, "load_fsdp_optimizer")
     layout, names = accelerator.strategy.layout(model), accelerator.strategy.parameter_names(model, inner)
     reader = _reader(accelerator, Path(input_dir), use_dcp)
     action = f"loading optimizer {optimizer_index} from {input_dir}"
@@ -196,6 +191,16 @@ def _require_sharded(accelerator: Accelerator, model: nn.Module, function: str) 
             f"{type(strategy).__name__}). Pass what prepare() has returned under FSDP, or use "
             "accelerator.save_model(model, directory)."
         )
+
+
+def _torch_optimizer(
+    accelerator: Accelerator, optimizer: Optimizer, model: nn.Module, index: int, function: str
+) -> Optimizer:
+    """Torch's optimizer inside a prepared one, which updates the sharded model."""
+    _require_sharded(accelerator, model, function)
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    state_dicts.owner_of(inner, [model], f"optimizer {index}")
+    return inner
 
 
 def _adapter_names(model: nn.Module) -> dict[str, str]:

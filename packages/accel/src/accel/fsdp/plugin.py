@@ -139,7 +139,8 @@ class FullyShardedDataParallelPlugin:
         self._set_wrapping(launched)
         self._set_prefetch(launched)
         self._set_switches(launched)
-        self.set_state_dict_type(self.state_dict_type or launched.state_dict_type or self._default_state_dict_type)
+        default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
+        self.set_state_dict_type(self.state_dict_type or launched.state_dict_type or default)
         self.set_cpu_offload()
         self.validate_mixed_precision_policy()
         if self.fsdp_version == 2:
@@ -250,10 +251,6 @@ class FullyShardedDataParallelPlugin:
             if name not in given and getattr(launched, name, None) == unsupported:
                 text = str(unsupported).lower() if isinstance(unsupported, bool) else unsupported
                 warn_once(__name__, f"FSDP_{name.upper()}={text} has no effect with fsdp_version=2: {reason}.")
-
-    @property
-    def _default_state_dict_type(self) -> str:
-        return "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose how ``save_state`` writes.

@@ -28,14 +28,7 @@ class KwargsHandler:
 
 
 class Handlers:
-    """The handlers of one Accelerator, by type.
-
-    Args:
-        handlers: at most one of each type.
-
-    Raises:
-        ConfigurationError: an object that is not a handler, or two of one type.
-    """
+    """The handlers of one Accelerator, at most one of each type."""
 
     def __init__(self, handlers: Iterable[Any] | None = None) -> None:
         self._by_type: dict[type, Any] = {}

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -16,7 +15,7 @@ from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import ring_attention_templates, set_rotate_method
-from .sequence_inputs import SequenceShard, ShardedCall
+from .sequence_inputs import SequenceShard, ShardedCall, gather_shards
 
 logger = get_logger(__name__)
 
@@ -315,11 +314,9 @@ class ContextParallel:
 
     def unshard(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
         """The full sequences, in order, on every rank of the axis, without a gradient."""
-        local, size = tensor.detach().contiguous(), self.mesh.size()
-        shards = [torch.empty_like(local) for _ in range(size)]
-        dist.all_gather(shards, local, group=self.mesh.get_group())
-        order = torch.cat([positions_of(rank, size, local.shape[seq_dim] * size) for rank in range(size)])
-        return torch.cat(shards, dim=seq_dim).index_select(seq_dim, order.argsort().to(tensor.device))
+        full, size = gather_shards(tensor, self.mesh, seq_dim), self.mesh.size()
+        order = torch.cat([positions_of(rank, size, full.shape[seq_dim]) for rank in range(size)])
+        return full.index_select(seq_dim, order.argsort().to(tensor.device))
 
 
 def positions_of(rank: int, size: int, length: int) -> torch.Tensor:

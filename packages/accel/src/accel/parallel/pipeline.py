@@ -167,9 +167,7 @@ class TrainingPipeline:
         return stage
 
     def assemble(self) -> nn.Module:
-        """The model to return to the user, of the user's class: with the modules of this rank, and a forward that runs
-        the pipeline.
-        """
+        """A model of the user's class with the modules of this rank, whose forward runs the pipeline."""
         assert self._model is not None
         model = extract(self._model, self.split, self.numbers, self.device)
         modules = dict(model.named_modules())

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from accel_state.errors import ConfigurationError
 
@@ -24,6 +26,14 @@ def shift_labels(labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Ten
         ignore_index: the label that losses leave out.
     """
     return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], ignore_index)], dim=-1)
+
+
+def gather_shards(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    """The shards of all ranks of an axis, concatenated along a dimension, without a gradient."""
+    local = tensor.detach().contiguous()
+    shards = [torch.empty_like(local) for _ in range(mesh.size())]
+    dist.all_gather(shards, local, group=mesh.get_group())
+    return torch.cat(shards, dim)
 
 
 @dataclass

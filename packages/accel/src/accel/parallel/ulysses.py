@@ -15,7 +15,7 @@ from torch.nn import functional
 from accel_state.errors import ConfigurationError
 
 from .config import DeepSpeedSequenceParallelConfig
-from .sequence_inputs import SequenceShard, ShardedCall, shift_labels
+from .sequence_inputs import SequenceShard, ShardedCall, gather_shards, shift_labels
 
 ATTENTION = "accel_ulysses"
 """The name of this attention in Transformers."""
@@ -160,10 +160,7 @@ class SequenceParallel:
 
     def unshard(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
         """The full sequences on every rank of the axis, without a gradient."""
-        local = tensor.detach().contiguous()
-        shards = [torch.empty_like(local) for _ in range(self.size)]
-        dist.all_gather(shards, local, group=self.mesh.get_group())
-        return torch.cat(shards, seq_dim)
+        return gather_shards(tensor, self.mesh, seq_dim)
 
 
 class SplitLoader:

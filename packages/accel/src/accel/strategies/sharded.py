@@ -146,9 +146,8 @@ class ShardedStrategy(Strategy):
     def gather_state(
         self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> Gathered | None:
-        pairs = [
-            (owner_of(optimizer, models, f"optimizer {index}"), optimizer) for index, optimizer in enumerate(optimizers)
-        ]
+        owners = [owner_of(optimizer, models, f"optimizer {index}") for index, optimizer in enumerate(optimizers)]
+        pairs = list(zip(owners, optimizers, strict=True))
         return gather(self.settings.state_dict_type, weights, pairs, self.state.collectives)
 
     def layout(self, model: nn.Module) -> Layout:
@@ -158,9 +157,7 @@ class ShardedStrategy(Strategy):
         return names_in_order(model, optimizer)
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state on rank 0, in CPU memory, under the names of the user's own model; empty on the other ranks.
-        With ``unwrap`` off, this rank's part.
-        """
+        """The full state on rank 0, in CPU memory, and nothing on other ranks; with ``unwrap`` off this rank's part."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         if not self.is_wrapped(model):

@@ -128,16 +128,16 @@ class ShardedReader:
     # read the files of single ranks even if there is a directory of torch.distributed.checkpoint
     prefers_ranks: bool = False
 
-    def count(self, stems: Sequence[str]) -> int:
+    def count(self, *stems: str) -> int:
         suffix = rf"(?:_(\d+))?(?:_rank\d+)?(?:\.bin|\.safetensors|/{re.escape(SHARD_TABLE_NAME)})"
         matches = [re.fullmatch(f"(?:{'|'.join(stems)}){suffix}", name) for name in self.names]
         return len({int(match[1] or 0) for match in matches if match})
 
     def count_models(self) -> int:
-        return self.count([MODEL_STEM, SAFE_MODEL_NAME, MODEL_NAME])
+        return self.count(MODEL_STEM, SAFE_MODEL_NAME, MODEL_NAME)
 
     def count_optimizers(self) -> int:
-        return self.count([OPTIMIZER_NAME])
+        return self.count(OPTIMIZER_NAME)
 
     def model(self, index: int, layout: Layout) -> State:
         if self._has_shards(MODEL_STEM, index):
