@@ -47,7 +47,7 @@ _SAFETENSORS_TYPES = {
 _ALIGNMENT = 64
 
 
-def write_atomically(path: str | os.PathLike[str], write: Callable[[str], None]) -> None:
+def write_atomically(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
     """Write a file under a temporary name, and rename it when it is complete and on the disk."""
     target = Path(path)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")

@@ -169,7 +169,8 @@ class Rows(Style):
 
         def forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
             out = summed(_product(layer, part(x, mesh) if splits else x, None), mesh)
-            return out if layer.bias is None else out + layer.bias.to(out.dtype)
+            bias: Any = layer.bias
+            return out if bias is None else out + bias.to(out.dtype)
 
         _replace_forward(module, forward)
 
