@@ -48,6 +48,24 @@ def test_options_reach_the_script(show) -> None:
     }
 
 
+def test_a_script_that_creates_a_process_group_itself(shell) -> None:
+    """It works under torchrun with one process, so it does here; two at a time get different ports."""
+    shell.write(
+        "group.py",
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "names = 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR'\n"
+        "print(dist.get_rank(), dist.get_world_size(), *(os.environ[name] for name in names))\n"
+        "from accel_state import PartialState\n"
+        "assert PartialState(cpu=True).num_processes == 1\n"
+        "dist.destroy_process_group()\n",
+    )
+    result = shell.accel("launch", "--quiet", "--cpu", "group.py", RANK="3", WORLD_SIZE="8")
+    assert (result.returncode, result.stdout.split()) == (0, ["0", "1", "0", "1", "127.0.0.1"]), result.stderr
+    shell.write("port.py", "import os; print(os.environ['MASTER_PORT'])")
+    assert shell.accel("launch", "--quiet", "--main_process_port", "29654", "port.py").stdout == "29654\n"
+
+
 def test_the_scripts_arguments_are_untouched(show) -> None:
     words = ["--cpu", "-m", "--", "x y", "--num_processes", "7", "$HOME", "", "--help"]
     assert show("--cpu", "show.py", *words)["argv"] == ["show.py", *words]

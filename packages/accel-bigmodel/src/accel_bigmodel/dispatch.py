@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, check_type
 
 from .device_map.device_map_checks import check_device_map, check_devices
 from .device_map.infer import infer_auto_device_map
@@ -56,6 +56,7 @@ def cpu_offload(
         preload_module_classes: classes that are loaded as a whole, because their modules use weights of submodules
             without calling them.
     """
+    check_type(model, nn.Module, "cpu_offload", "Pass a model: a torch.nn.Module.")
     if state_dict is None:
         state_dict = {name: value.to("cpu") for name, value in model.state_dict().items()}
     is_loader = isinstance(state_dict, OffloadedWeightsLoader)
@@ -78,6 +79,7 @@ def disk_offload(
         execution_device: where the model runs. None: the device of its first parameter.
         offload_buffers: offload buffers too.
     """
+    check_type(model, nn.Module, "disk_offload", "Pass a model: a torch.nn.Module.")
     if not (Path(offload_dir) / OFFLOAD_INDEX_NAME).is_file():
         offload_state_dict(offload_dir, model.state_dict())
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
@@ -136,6 +138,7 @@ def dispatch_model(
         ConfigurationError: a map that is incomplete or names unknown devices; weights for the disk without
             ``offload_dir`` and ``offload_index``; tensors without values.
     """
+    check_type(model, nn.Module, "dispatch_model", "Pass a model: a torch.nn.Module.")
     check_device_map(model, device_map)
     check_devices(device_map)
     _undo_dispatch(model)
@@ -400,6 +403,7 @@ def load_checkpoint_and_dispatch(
         ConfigurationError: an unknown map name; and the errors of :func:`load_checkpoint_in_model` and
             :func:`dispatch_model`.
     """
+    check_type(model, nn.Module, "load_checkpoint_and_dispatch", "Pass a model: a torch.nn.Module.")
     if isinstance(device_map, str):
         device_map = named_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     _undo_dispatch(model)

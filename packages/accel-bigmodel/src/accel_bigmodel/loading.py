@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_state import is_initialized, is_tqdm_available
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, check_type
 
 from ._torch_compat import parameters_of
 from .checkpoint.checkpoint_mapping import ModelTensor, check_match, match_checkpoint, model_tensors, split_by_location
@@ -107,6 +107,7 @@ def load_checkpoint_in_model(
         ConfigurationError: checkpoint not found or damaged; an incomplete device map; weights that must be written to
             the disk, and no ``offload_folder``; a dispatched model with offloaded weights.
     """
+    check_type(model, nn.Module, "load_checkpoint_in_model", "Pass a model: a torch.nn.Module.")
     if has_offloaded_weights(model):
         raise ConfigurationError(
             f"{type(model).__name__} has offloaded weights, and its next forward would restore them: call "

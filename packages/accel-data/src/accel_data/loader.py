@@ -286,12 +286,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         persistent = self.num_workers > 0 and self.persistent_workers and not wants_epoch(self.dataset)
         return persistent and has_live_workers(self.base_dataloader)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], pass_over_finished: bool = False) -> None:
         """Resume in the next iteration where the state was saved: same order, same position, then later epochs.
 
         After a state that was saved between the last batch of an epoch and the end of its loop, the next iteration has
-        no batches, unless :meth:`pass_over_finished_epoch` is called, the next epoch is chosen by :meth:`set_epoch`, or
-        the loader is passed to ``skip_first_batches(loader, 0)``.
+        no batches, unless ``pass_over_finished`` is set, :meth:`pass_over_finished_epoch` is called, the next epoch is
+        chosen by :meth:`set_epoch`, or the loader is passed to ``skip_first_batches(loader, 0)``.
 
         On map-style data, samples that were handed out are not read again. The number of ranks may change, unless the
         position depends on it.
@@ -321,7 +321,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             # These processes draw other random numbers, for samples in the same order.
             begin = {} if self._sharded is not None and "torch" in point.begin else point.begin
             point = replace(point, begin=begin, read_ahead={}, workers={})
-        self._clock.load(point)
+        self._clock.load(point, pass_over_finished)
 
     def _point_after(self, steps: int) -> ResumePoint:
         """The position after that many steps of the next epoch, whose order must be deterministic."""

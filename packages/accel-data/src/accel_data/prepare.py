@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from accel_state.enums import RNGType
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, check_type
 from accel_state.state import PartialState
 
 from ._torch_compat import set_attribute
@@ -85,6 +85,8 @@ def prepare_data_loader(
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
+    if not hasattr(dataloader, "dataset"):
+        check_type(dataloader, DataLoader, "prepare_data_loader", "Pass a DataLoader of torch.")
     warn_about_custom_iter(dataloader)
     num_processes, process_index = data_ranks(num_processes, process_index, torch_device_mesh)
     check_rank(num_processes, process_index)

@@ -152,11 +152,11 @@ class EpochClock:
         if self.pending is not None:
             self.upcoming = self.pending.epoch
 
-    def load(self, point: ResumePoint) -> None:
+    def load(self, point: ResumePoint, pass_over: bool = False) -> None:
         """Begin the next iteration at ``point``."""
         self.upcoming = point.epoch
         self.pending = point
-        self.keeps_finished = True
+        self.keeps_finished = not pass_over
         self.current = None
 
     def begin(self) -> Iteration:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, check_type
 
 from .adapter import loader_settings, stateful_dataloader_class
 from .batch_shard import sampler_arguments
@@ -73,8 +73,12 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     Raises:
         ConfigurationError: ``num_batches`` is negative.
     """
-    if num_batches < 0:
-        raise ConfigurationError(f"num_batches={num_batches} must be at least 0")
+    if isinstance(num_batches, float) and num_batches.is_integer():
+        num_batches = int(num_batches)
+    if not hasattr(num_batches, "__index__") or num_batches < 0:
+        raise ConfigurationError(f"num_batches={num_batches!r} must be an integer of at least 0")
+    if not hasattr(dataloader, "dataset"):
+        check_type(dataloader, DataLoader, "skip_first_batches", "Pass a DataLoader, prepared or not.")
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
     if isinstance(dataloader.dataset, IterableDataset):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import reprlib
 from types import ModuleType
 
 
@@ -24,6 +25,24 @@ class DistributedOperationException(AccelError):
 
 class CollectiveTimeoutError(AccelError, RuntimeError):
     """A collective did not complete; the message lists the ranks that arrived, and where each one waits."""
+
+
+def check_type(value: object, kind: type | tuple[type, ...], call: str, hint: str) -> None:
+    """Raise ConfigurationError if a value is not an instance of a type.
+
+    Args:
+        value: the value.
+        kind: the type, or several.
+        call: the function or argument that got it, for the message.
+        hint: what to pass instead.
+    """
+    if not isinstance(value, kind):
+        text = (
+            f"the class {value.__name__}"
+            if isinstance(value, type)
+            else f"{' '.join(reprlib.repr(value).split())}, a {type(value).__name__}"
+        )
+        raise ConfigurationError(f"{call} got {text}. {hint}")
 
 
 def require(module: str, *, purpose: str, install: str) -> ModuleType:

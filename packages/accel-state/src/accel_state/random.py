@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterable
 
@@ -29,6 +30,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     if not hasattr(seed, "__index__"):
         raise ConfigurationError(f"seed={seed!r} is a {type(seed).__name__}. Pass an integer: set_seed(42).")
+    seed = operator.index(seed)  # Python's generator takes no integers of numpy
     rank = PartialState().process_index if device_specific else 0
     if not 0 <= seed + rank <= _MAX_SEED or seed < 0:
         with_rank = f" plus the rank {rank}" if rank else ""

@@ -24,6 +24,7 @@ from accel_state import (
     get_logger,
     operations,
 )
+from accel_state.errors import check_type
 from accel_state.memory import release_memory
 from accel_track.tracking import Settings as TrackerSettings
 from accel_track.tracking import TrackerRun
@@ -46,6 +47,7 @@ from .training import lomo
 from .training.gather_for_metrics import gather_for_metrics
 from .training.gradient_accumulation import Accumulation, ItemReduction
 from .training.uneven_inputs import join_uneven_inputs
+from .training.unprepared import check_first_backward, warn_about_returned
 
 logger = get_logger(__name__)
 
@@ -161,6 +163,7 @@ class Accelerator(AcceleratorProperties):
         self.preemption = None if settings is None else PreemptionHandler(settings, self)
         self.flag_tensor: torch.Tensor | None = None
         """The flag of :meth:`set_trigger` on this rank; None while it is not set."""
+        self._has_started = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Signal handlers belong to this process.
@@ -186,6 +189,7 @@ class Accelerator(AcceleratorProperties):
             raise ConfigurationError(
                 f"device_placement has {len(placements)} values for {len(args)} objects. Give one for each."
             )
+        warn_about_returned(args)
         result = self.prepared.prepare(args, placements, self)
         return result[0] if len(result) == 1 else tuple(result)
 
@@ -250,6 +254,7 @@ class Accelerator(AcceleratorProperties):
             keep_fp32_wrapper: keep mixed precision's autocast around its forward.
             keep_torch_compile: keep it compiled.
         """
+        check_type(model, nn.Module, "unwrap_model", "Pass a model that prepare() returned.")
         return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: nn.Module) -> bool:
@@ -289,6 +294,12 @@ class Accelerator(AcceleratorProperties):
         Raises:
             ConfigurationError: only some losses of a window have ``num_items``.
         """
+        if not hasattr(loss, "backward"):  # engines and pipelines have losses of their own
+            check_type(loss, torch.Tensor, "backward", "Pass the tensor of the loss, such as outputs.loss.")
+        if not self._has_started:
+            self._has_started = True
+            if self._engine_strategy is None:
+                check_first_backward(self.prepared, loss, self.gradient_accumulation_steps)
         loss = (
             self._accumulation.weigh(loss)
             if num_items is None
@@ -367,16 +378,16 @@ class Accelerator(AcceleratorProperties):
         Returns:
             The norm before clipping, unscaled, equal on all ranks after synchronisation.
         """
+        chosen = _tensors(parameters, "clip_grad_norm_")
         self.unscale_gradients()
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         limit = max_norm if self.sync_gradients else float("inf")
         return self.strategy.clip_grad_norm(chosen, limit, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip every element of the gradients to ``[-clip_value, clip_value]``; does nothing while they accumulate."""
+        chosen = _tensors(parameters, "clip_grad_value_")
         self.unscale_gradients()
         if self.sync_gradients:
-            chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             self.strategy.clip_grad_value(chosen, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
@@ -385,6 +396,8 @@ class Accelerator(AcceleratorProperties):
         Args:
             autocast_handler: settings for this block; by default those of the Accelerator.
         """
+        if autocast_handler is not None:
+            check_type(autocast_handler, AutocastKwargs, "autocast", "Pass AutocastKwargs(...), or nothing.")
         return self.precision.autocast(autocast_handler)
 
     def join_uneven_inputs(
@@ -399,6 +412,7 @@ class Accelerator(AcceleratorProperties):
         Raises:
             ConfigurationError: the precision needs all ranks at every step.
         """
+        check_type(joinables, (list, tuple), "join_uneven_inputs", "Pass a list of prepared models: [model].")
         self.precision.check_uneven_inputs()
         return join_uneven_inputs(self.strategy, self.prepared.dataloaders, joinables, even_batches)
 
@@ -413,6 +427,7 @@ class Accelerator(AcceleratorProperties):
             The profiler; call its ``step()`` after each training step if a schedule is set.
         """
         settings = profile_handler or self.handlers.get(ProfileKwargs)
+        check_type(settings, ProfileKwargs, "profile", "Pass ProfileKwargs(...), or nothing.")
         with settings.build() as profiler:
             yield profiler
         if settings.output_trace_dir is not None:
@@ -559,7 +574,6 @@ class Accelerator(AcceleratorProperties):
         if strict is not None:
             load_model_func_kwargs["strict"] = strict
         self._checkpointer.load_state(input_dir, load_kwargs, load_model_func_kwargs)
-        self._pass_over_finished_epochs(True)
 
     def resume(self) -> bool:
         """Load the newest complete state, if there is one. Call it on every rank, when everything is prepared.
@@ -580,13 +594,10 @@ class Accelerator(AcceleratorProperties):
         if newest is None:
             return False
         self.load_state(newest, strict=True)
-        self._pass_over_finished_epochs(False)
-        return True
-
-    def _pass_over_finished_epochs(self, pass_over: bool) -> None:
         for loader in self.prepared.dataloaders:
             if isinstance(loader, PreparedLoader):
-                loader.pass_over_finished_epoch(pass_over)
+                loader.pass_over_finished_epoch(False)
+        return True
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include objects in saved states.
@@ -636,6 +647,7 @@ class Accelerator(AcceleratorProperties):
             model: a prepared model.
             unwrap: remove from the names what wrapping and compiling have added.
         """
+        check_type(model, nn.Module, "get_state_dict", "Pass a model that prepare() returned.")
         return self.strategy.state_dict(model, unwrap)
 
     def save_model(
@@ -772,6 +784,20 @@ class Accelerator(AcceleratorProperties):
                 self.strategy.close()
                 config_resolution.release_state(self)
                 self.process_state.destroy_process_group()
+
+
+def _tensors(parameters: Any, call: str) -> list[torch.Tensor]:
+    """The parameters given to a function that clips their gradients."""
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    hint = "Pass tensors, such as model.parameters()."
+    if isinstance(parameters, nn.Module):
+        hint = "Pass its parameters: model.parameters()."
+    check_type(parameters, Iterable, call, hint)  # type: ignore[type-abstract]
+    chosen = list(parameters)
+    if chosen and not isinstance(chosen[0], torch.Tensor):
+        check_type(chosen[0], torch.Tensor, call, hint)
+    return chosen
 
 
 def __getattr__(name: str) -> Any:

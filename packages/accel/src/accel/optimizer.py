@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from accel_state import AcceleratorState, GradientState, PartialState
+from accel_state.logging import warn_once
 from accel_state.operations import send_to_device
 
 from .precision.scaler import SharedGradScaler
@@ -128,6 +129,8 @@ class AcceleratedOptimizer(Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
+        if self.steps_taken == 0 and closure is None:
+            warn_without_gradients(self.optimizer)
         if self.scaler is None:
             self.steps_taken += 1
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
@@ -173,6 +176,18 @@ class AcceleratedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def warn_without_gradients(optimizer: Optimizer) -> None:
+    """Warn if none of an optimizer's parameters has a gradient in its first step."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    fused = callable(getattr(optimizer, "fused_backward", None))
+    if parameters and not fused and all(parameter.grad is None for parameter in parameters):
+        warn_once(
+            __name__,
+            f"{type(optimizer).__name__}.step found no gradient in any of its {len(parameters)} parameters, so it "
+            "changes nothing. Create the optimizer from the parameters of the model whose loss is computed.",
+        )
 
 
 def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:

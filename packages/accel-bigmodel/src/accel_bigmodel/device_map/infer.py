@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel_state import convert_bytes, convert_file_size_to_int
+from accel_state.errors import check_type
 
 from .._torch_compat import children_of
 from ..offload.parent_read_params import reads_child_params
@@ -140,6 +141,7 @@ def infer_auto_device_map(
     Raises:
         ConfigurationError: invalid limits (see :func:`get_max_memory`).
     """
+    check_type(model, nn.Module, "infer_auto_device_map", "Pass a model: a torch.nn.Module.")
     tree = PlacementTree(model, as_names(no_split_module_classes), dtype, special_dtypes)
     limits = get_max_memory(max_memory)
     main = next((device for device, limit in limits.items() if limit > 0 and device != "disk"), "disk")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,14 +17,12 @@ from .model import ModelSize
 
 
 def size_of_model(name: str, source: str, model: nn.Module) -> ModelSize:
-    """The sizes of a model. A layer is a block that occurs several times, or a module without submodules."""
+    """The sizes of a model. A layer is a block that must not be split, or a module without submodules."""
     sizes = compute_module_sizes(model)
     declared: set[str] = set()
     for module in model.modules():
         declared.update(getattr(module, "_no_split_modules", None) or ())
-    counts = Counter(type(module).__name__ for module in model.modules())
-    blocks = sorted(block for block in declared if counts[block] > 1)
-    largest, names = get_max_layer_size(list(model.named_children()), sizes, blocks)
+    largest, names = get_max_layer_size(list(model.named_children()), sizes, sorted(declared))
     parameters = sum(item.numel() for item in model.parameters())
     whole = sum(item.numel() for item in model.parameters() if item.ndim < 2)
     return ModelSize(name, source, parameters, sizes.get("", 0), largest, names[0] if names else "", whole)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from accel_state.errors import ConfigurationError
+from accel_state.ports import get_free_port
 
 from ..interpreter import python_command
 from ..launch_context import LaunchMode
@@ -40,10 +41,20 @@ class SingleLauncher(Launcher):
         return plan.mode is LaunchMode.LOCAL and not plan.needs_agent
 
     def run(self, plan: LaunchPlan) -> int:
-        return become(self.commands(plan)[0].command, plan.full_environment())
+        start = self.commands(plan)[0]
+        variables = {"MASTER_PORT": str(get_free_port()), **start.ranks[0]}
+        return become(start.command, {**plan.full_environment(), **variables})
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """The script."""
+        """The script, with torchrun's variables for a script that creates a process group itself."""
+        variables = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+        variables |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
+        variables["MASTER_ADDR"] = plan.rendezvous.main_process_ip or "127.0.0.1"
+        port, notes = plan.rendezvous.main_process_port, []
+        if port:
+            variables["MASTER_PORT"] = str(port)
+        else:
+            notes.append("MASTER_PORT: a port that is free when the process starts")
         # -u: Python would otherwise write to a pipe in blocks of 8 kB, late.
         command = plan.entrypoint.command(python_command("-u"))
-        return [MachineCommand("this machine", command, plan.environment)]
+        return [MachineCommand("this machine", command, plan.environment, [variables], notes)]

@@ -294,7 +294,7 @@ class Checkpointer:
 
     def check_model_directory(self, save_directory: str | os.PathLike[str]) -> None:
         """Raise ConfigurationError if a model cannot be saved in a directory, before its weights are gathered."""
-        if Path(save_directory).is_file():
+        if _as_path("save_directory", save_directory).is_file():
             raise ConfigurationError(
                 f"save_directory={os.fspath(save_directory)!r} is a file. Give a directory to save the weights in."
             )
@@ -316,6 +316,8 @@ class Checkpointer:
     @staticmethod
     def add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
         """Add a hook to ``save_hooks`` or ``load_hooks``; the handle's ``remove()`` removes it."""
+        if not callable(hook):
+            raise ConfigurationError(f"a hook must be a function, not {hook!r}, a {type(hook).__name__}.")
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle

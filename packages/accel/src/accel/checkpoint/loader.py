@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_data import SeedableRandomSampler
+from accel_data import PreparedLoader, SeedableRandomSampler
 from accel_state import PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
@@ -288,11 +288,15 @@ class StateReader:
             )
         for index in resumable:
             loader, name = dataloaders[index], numbered(LOADER_NAME, index, "bin")
+            load = loader.load_state_dict
+            if isinstance(loader, PreparedLoader):
+                # Accelerator.resume, which completes a finished epoch, takes this back.
+                load = partial(load, pass_over_finished=True)
             # Other libraries save positions only for some kinds of loader.
             if index in positions:
-                self.changes.append(partial(loader.load_state_dict, positions[index]))
+                self.changes.append(partial(load, positions[index]))
             elif name in self.names:
-                self.changes.append(partial(loader.load_state_dict, self._read(name)))
+                self.changes.append(partial(load, self._read(name)))
 
     def _read_windows(self, names: list[str], loaders: list[Any], models: list[Any], strategy: Strategy) -> None:
         """Read the open accumulation windows of this rank, or a share of all on another number of ranks."""

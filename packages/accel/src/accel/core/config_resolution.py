@@ -18,6 +18,7 @@ from accel_state import (
     RNGType,
     get_logger,
 )
+from accel_state.errors import check_type
 from accel_state.options import CoreOptions, ParadigmOptions
 
 from ..checkpoint.names import ProjectConfiguration
@@ -165,7 +166,8 @@ def _settings_of(engine: str | None, engines: dict[str, Any]) -> Any:
         return kind() if in_use is None else in_use
     plugins = list(settings.values()) if isinstance(settings, dict) and engine in _ATTRIBUTES else [settings]
     if not plugins or not all(isinstance(plugin, kind) for plugin in plugins):
-        raise ConfigurationError(f"{engine}_plugin={settings!r} must be a {kind.__name__}. Pass one, or leave it out.")
+        argument = {"mesh": "parallelism_config", "megatron": "megatron_lm_plugin"}.get(engine, f"{engine}_plugin")
+        raise ConfigurationError(f"{argument}={settings!r} must be a {kind.__name__}. Pass one, or leave it out.")
     return settings
 
 
@@ -288,6 +290,8 @@ def accumulation_settings(steps: int, plugin: GradientAccumulationPlugin | None)
     launched = CoreOptions.from_environment().gradient_accumulation_steps
     if plugin is None:
         return GradientAccumulationPlugin(num_steps=launched or steps)
+    hint = f"Pass GradientAccumulationPlugin(num_steps={plugin!r})."
+    check_type(plugin, GradientAccumulationPlugin, "gradient_accumulation_plugin", hint)
     if steps != 1:
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given. Put the number "
@@ -317,6 +321,8 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDyna
         raise ConfigurationError(
             "dynamo_backend and dynamo_plugin were both given. Put the back end into TorchDynamoPlugin(backend=...)."
         )
+    if plugin is not None:
+        check_type(plugin, TorchDynamoPlugin, "dynamo_plugin", f"Pass TorchDynamoPlugin(backend={plugin!r}).")
     return plugin or TorchDynamoPlugin(backend=backend)
 
 

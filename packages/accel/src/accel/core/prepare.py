@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from accel_data import DataLoaderConfiguration, SeedableRandomSampler, get_sampler, prepare_data_loader
 from accel_state import RNGType
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, check_type
 
 from ..optimizer import AcceleratedOptimizer
 from ..scheduler import AcceleratedScheduler
@@ -74,6 +74,7 @@ class Preparation:
 
     def model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """Prepare a model: precision, device, wrapping, compilation."""
+        check_type(model, nn.Module, "prepare_model", "Pass a model: a torch.nn.Module.")
         if is_prepared(model):
             return _add(self.models, model)
         strategy, dynamo, process = self.setup.strategy, self.setup.dynamo, self.setup.process
@@ -100,6 +101,8 @@ class Preparation:
         return _add(self.models, _mark(model))
 
     def optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        if not hasattr(optimizer, "param_groups"):
+            check_type(optimizer, torch.optim.Optimizer, "prepare_optimizer", "Pass an optimizer of torch.")
         if isinstance(optimizer, AcceleratedOptimizer) or is_prepared(optimizer):
             return _add(self.optimizers, optimizer)
         place = self.device_placement if device_placement is None else device_placement
@@ -110,6 +113,10 @@ class Preparation:
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare a scheduler, with the prepared optimizer that it drives."""
+        if isinstance(scheduler, nn.Module) or not hasattr(scheduler, "step"):
+            check_type(
+                scheduler, torch.optim.lr_scheduler.LRScheduler, "prepare_scheduler", "Pass a scheduler of torch."
+            )
         if isinstance(scheduler, AcceleratedScheduler) or is_prepared(scheduler):
             return _add(self.schedulers, scheduler)
         optimizer = getattr(scheduler, "optimizer", None)

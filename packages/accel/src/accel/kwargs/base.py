@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, check_type
 
 H = TypeVar("H", bound="KwargsHandler")
 
@@ -32,6 +32,8 @@ class Handlers:
 
     def __init__(self, handlers: Iterable[Any] | None = None) -> None:
         self._by_type: dict[type, Any] = {}
+        if handlers is not None:
+            check_type(handlers, (list, tuple), "kwargs_handlers", "Pass a list: kwargs_handlers=[...].")
         for handler in handlers or ():
             if not isinstance(handler, KwargsHandler):
                 raise ConfigurationError(

@@ -73,6 +73,9 @@ class TorchContextParallelConfig:
         _one_of("cp_comm_strategy", self.cp_comm_strategy, _choices("cp_comm_strategy"))
 
 
+SP_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
+
+
 @dataclass
 class DeepSpeedSequenceParallelConfig:
     """How sequences are exchanged for attention heads (Ulysses).
@@ -85,7 +88,7 @@ class DeepSpeedSequenceParallelConfig:
         sp_attn_implementation: name of the implementation of attention (default "sdpa").
 
     Raises:
-        ConfigurationError: a length below 1.
+        ConfigurationError: a length below 1, or an unknown implementation.
     """
 
     sp_seq_length: int | None = None
@@ -99,6 +102,12 @@ class DeepSpeedSequenceParallelConfig:
                 setattr(self, item.name, getattr(launched, item.name))
         if self.sp_seq_length is not None:
             _positive("sp_seq_length", self.sp_seq_length)
+        name = str(self.sp_attn_implementation)
+        if name not in SP_ATTENTION and "/" not in name:
+            raise ConfigurationError(
+                f"sp_attn_implementation={name!r} is not one of {', '.join(SP_ATTENTION)}, nor a kernel on the Hub "
+                "(owner/name)."
+            )
 
 
 @dataclass

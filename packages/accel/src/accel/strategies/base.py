@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from accel_state import DistributedType, GradientAccumulationPlugin, PartialState
 from accel_state.collectives.single import Collectives
+from accel_state.errors import ConfigurationError
 
 from .._torch_compat import foreach_mul_
 from ..core.types import Gathered, Layout
@@ -137,7 +138,17 @@ class Strategy:
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to this process's device."""
-        return model.to(self.state.device)
+        try:
+            return model.to(self.state.device)
+        except NotImplementedError as error:
+            empty = next((name for name, tensor in model.state_dict().items() if tensor.is_meta), None)
+            if empty is None:
+                raise
+            raise ConfigurationError(
+                f"{type(model).__name__} cannot be prepared: {empty} has no values (it is on the meta device). Load "
+                "the weights first, with load_checkpoint_and_dispatch for example, or create the model outside of "
+                "init_empty_weights()."
+            ) from error
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap a model, which is on its device, for training."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
@@ -18,6 +19,46 @@ from ..kwargs.base import Handlers
 from ..kwargs.ddp import DistributedDataParallelKwargs
 from ..parallel.config import ParallelismConfig
 from .base import Strategy
+from .first_calls import FirstCalls
+
+
+class DistributedDataParallel(TorchDDP):
+    """DDP whose errors name the next step, and whose first calls are checked."""
+
+    first_calls: FirstCalls | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls = self.first_calls
+        if (
+            calls is not None
+            and self.training
+            and torch.is_grad_enabled()
+            and not calls.next((*args, *kwargs.values()))
+        ):
+            self.first_calls = None
+        try:
+            return super().__call__(*args, **kwargs)
+        except RuntimeError as error:
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            raise RuntimeError(
+                "some parameters did not take part in the loss of the last step, and DDP waits for their gradients. If "
+                "that is intended: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+                f"find_unused_parameters=True)]). {error}"
+            ) from error
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is None or not hasattr(inner, name):
+                raise
+        raise AttributeError(
+            f"{type(self).__name__} has no attribute {name!r}, the {type(inner).__name__} in it has: use "
+            f"accelerator.unwrap_model(model).{name}. To train, call the prepared model itself, because gradients are "
+            "synchronised in its forward only."
+        )
 
 
 class DDPStrategy(Strategy):
@@ -47,17 +88,18 @@ class DDPStrategy(Strategy):
         ids = None if device.index is None else [device.index]
         wrapped = DistributedDataParallel(model, device_ids=ids, output_device=device.index, **settings.ddp_arguments())
         settings.register_comm_hook(wrapped)
+        wrapped.first_calls = FirstCalls(self.state.process_index)
         return wrapped
 
     def is_wrapped(self, model: nn.Module) -> bool:
-        return isinstance(model, DistributedDataParallel)
+        return isinstance(model, TorchDDP)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        return model.no_sync() if isinstance(model, TorchDDP) else nullcontext()
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        if not isinstance(model, DistributedDataParallel):
+        if not isinstance(model, TorchDDP):
             yield
             return
         before = model.require_backward_grad_sync, model.require_forward_param_sync

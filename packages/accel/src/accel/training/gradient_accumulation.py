@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from accel_state import GradientAccumulationPlugin, GradientState, PartialState
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, check_type
+from accel_state.logging import warn_once
 
 from ..strategies.base import Strategy
 
@@ -80,6 +81,7 @@ class Accumulation:
         self._latest_loader: Callable[[], Any] = _no_loader
         self._latest_windows: dict[Models, Window] = {}
         self._without_loader: dict[Models, Window] = {}
+        self._checked: set[Models] = set()
         self.current: Window | None = None
         self.has_accumulated = False
         """Whether there may be open windows."""
@@ -96,6 +98,7 @@ class Accumulation:
         self._by_loader.clear()
         self._forget_latest()
         self._without_loader.clear()
+        self._checked.clear()
         self.current = None
 
     def windows_of(self, loader: Any) -> list[Window]:
@@ -129,7 +132,22 @@ class Accumulation:
 
     def step(self, models: Models) -> AccumulationStep:
         """The context of one micro batch, for these models or all prepared ones."""
+        if models and (type(models[0]).__hash__ is None or models not in self._checked):
+            self._check_models(models)
         return AccumulationStep(self, models or tuple(self._prepared_models))
+
+    def _check_models(self, models: Models) -> None:
+        """Check the arguments of ``accumulate``, once for each combination."""
+        for model in models:
+            check_type(model, nn.Module, "accumulate", "Pass prepared models one by one, or nothing for all of them.")
+            is_prepared = any(model is prepared for prepared in self._prepared_models)
+            if not is_prepared and self.state.num_processes > 1 and not hasattr(model, "_is_accelerate_prepared"):
+                warn_once(
+                    __name__,
+                    f"accumulate got a {type(model).__name__} that prepare() did not return: its gradients are not "
+                    "synchronised at the end of the window. Pass what prepare() returned.",
+                )
+        self._checked.add(models)
 
     def begin_step(self, models: Models) -> bool:
         """Count a micro batch, and return whether it ends its window."""

@@ -1,0 +1,142 @@
+"""Warnings about objects that were not prepared, where training with them goes wrong in silence.
+
+They are looked for when objects are prepared and in the first steps, so later steps cost nothing.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, Dataset
+
+from accel_state import GradientState
+from accel_state.logging import warn_once
+
+from ..core.prepare import Preparation
+from ..core.unwrap import extract_model_from_parallel
+
+_PREPARABLE = (nn.Module, nn.Parameter, Optimizer, DataLoader, torch.optim.lr_scheduler.LRScheduler)
+
+
+def warn_about_returned(objects: Iterable[Any]) -> None:
+    """Warn about arguments of ``prepare`` that it returns as they are, although they hold what it prepares."""
+    for obj in objects:
+        held = next(filter(lambda item: isinstance(item, _PREPARABLE), _items(obj)), None)
+        hint = None
+        if held is not None:
+            hint = (
+                f"a {type(obj).__name__} with a {type(held).__name__}. Pass the objects themselves: prepare(*objects)"
+            )
+        elif isinstance(obj, type) and issubclass(obj, _PREPARABLE):
+            hint = f"the class {obj.__name__}. Pass an object of it"
+        elif isinstance(obj, types.GeneratorType):
+            hint = "a generator, such as model.parameters(). Pass the model"
+        elif isinstance(obj, Dataset):
+            hint = f"the data set {type(obj).__name__}. Pass a DataLoader of it"
+        if hint is not None:
+            warn_once(__name__, f"prepare() got {hint}; it was returned unprepared.")
+
+
+def _items(obj: Any) -> Iterable[Any]:
+    if isinstance(obj, dict):
+        return obj.values()
+    return obj if isinstance(obj, (list, tuple, set)) else ()
+
+
+def check_first_backward(prepared: Preparation, loss: torch.Tensor, window_steps: int) -> None:
+    """Warn about what the loss and the prepared objects show in the first backward pass."""
+    setup = prepared.setup
+    _check_schedulers(prepared)
+    ranks = setup.strategy.data_collectives.world_size
+    if ranks > 1 or window_steps > 1 or setup.precision.scaler is not None:
+        _OptimizerCheck(prepared)
+    if ranks == 1 or setup.strategy.shards_parameters or not isinstance(loss, torch.Tensor):
+        return
+    if prepared.dataloaders and GradientState().active_dataloader is None:
+        warn_once(
+            __name__,
+            "the first backward pass was outside of a loop over a prepared DataLoader: each process reads all samples "
+            "of a loader that was not prepared. Pass the training loader to prepare(), and loop over what it returns.",
+        )
+    used = {id(parameter): parameter for parameter in _leaf_parameters(loss)}
+    foreign = dict(used)
+    for model in prepared.models:
+        own = [parameter for parameter in model.parameters() if foreign.pop(id(parameter), None) is not None]
+        calls = getattr(model, "first_calls", None)
+        if own and calls is not None and calls.count == 0:
+            name = type(extract_model_from_parallel(model)).__name__
+            warn_once(
+                __name__,
+                f"the loss was computed with the {name} passed to prepare(), not with what prepare() returned: "
+                f"gradients are not averaged over the {ranks} processes. Write model = accelerator.prepare(model).",
+            )
+    if foreign:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in list(foreign.values())[:3])
+        warn_once(
+            __name__,
+            f"the loss depends on {len(foreign)} parameters of models that were not prepared (shapes {shapes}): their "
+            f"gradients are not averaged over the {ranks} processes. Pass every model to prepare().",
+        )
+
+
+def _leaf_parameters(loss: torch.Tensor) -> list[nn.Parameter]:
+    """The parameters that a loss was computed from."""
+    pending, seen, found = [loss.grad_fn], set(), []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            found.append(variable)
+        pending.extend(function for function, _ in node.next_functions)
+    return found
+
+
+def _check_schedulers(prepared: Preparation) -> None:
+    for scheduler in prepared.schedulers:
+        optimizer = getattr(scheduler, "optimizer", None)
+        if isinstance(optimizer, Optimizer) and not any(own.wraps(optimizer) for own in prepared.optimizers):
+            warn_once(
+                __name__,
+                f"the prepared {type(scheduler.scheduler).__name__} changes the learning rate of an optimizer that was "
+                "not prepared. Create it for the optimizer that is passed to prepare().",
+            )
+
+
+class _OptimizerCheck:
+    """A hook of all optimizers of torch until the prepared ones have stepped; any other that steps was not prepared."""
+
+    def __init__(self, prepared: Preparation) -> None:
+        self._prepared = weakref.ref(prepared)
+        self._stepped: set[int] = set()
+        self._handle = register_optimizer_step_pre_hook(self)
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        prepared = self._prepared()
+        if prepared is None or not prepared.models:
+            self._handle.remove()
+            return
+        own = {id(parameter) for item in prepared.optimizers for parameter in _parameters_of(item)}
+        self._stepped.update(id(item) for item in prepared.optimizers if item.wraps(optimizer))
+        is_foreign = not own.issuperset(map(id, _parameters_of(optimizer)))
+        if is_foreign or len(self._stepped) >= len(prepared.optimizers):
+            self._handle.remove()
+        if is_foreign:
+            warn_once(
+                __name__,
+                f"{type(optimizer).__name__}.step was called on an optimizer that was not prepared: it does not wait "
+                "for gradients to accumulate, does not undo their scaling, and does not follow parameters that "
+                "prepare() replaces. Pass it to prepare(), and use what it returns.",
+            )
+
+
+def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
