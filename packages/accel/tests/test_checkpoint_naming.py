@@ -97,7 +97,6 @@ def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (lambda: accelerator.save_state(tmp_path / "file"), "is a file"),
         (lambda: accelerator.save_state("."), "working directory"),
         (lambda: accelerator.load_state(tmp_path / "none"), "directory not found: .*none"),
-        (lambda: accelerator.save_state(tmp_path / "state", shards=3), "shards, which SingleStrategy"),
     ]
     for call, message in cases:
         with pytest.raises(ConfigurationError, match=message):
@@ -106,8 +105,6 @@ def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError, match="project_dir="):
         accelerator.save_state()
     accelerator.project_configuration.project_dir = str(tmp_path)
-    with pytest.raises(ConfigurationError, match="contradicts automatic"):
-        accelerator.save_state(tmp_path / "state")
     with pytest.raises(ConfigurationError, match="no checkpoint_<number>"):
         accelerator.load_state()
     assert sorted(os.listdir(tmp_path)) == ["file"]
@@ -179,3 +176,14 @@ def test_steps_are_counted_over_runs(tmp_path: Path) -> None:
         other.accelerator.save_state(tmp_path / "later")
     manifests = [Manifest.read(tmp_path / name) for name in ("state", "later")]
     assert [manifest.counters["optimizer_steps"] for manifest in manifests if manifest] == [8, 16]
+
+
+def test_arguments_of_save_state_without_an_effect_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_state.logging._already_warned", set())
+    accelerator = Run(project_config=project(tmp_path)).accelerator
+    saved = accelerator.save_state(tmp_path / "mine", exclude_frozen_parameters=True)
+    assert saved == tmp_path / "checkpoints" / "checkpoint_0" and not (tmp_path / "mine").exists()
+    assert "save_state got exclude_frozen_parameters, which has no effect with SingleStrategy" in caplog.text
+    assert "save_state got output_dir, which has no effect with automatic_checkpoint_naming" in caplog.text

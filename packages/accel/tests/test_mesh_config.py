@@ -130,6 +130,7 @@ def test_the_launchers_sizes_are_taken_where_the_script_gives_none() -> None:
         (lambda: ParallelismConfig(tp_size=2, tp_handler=object()), "must be a TorchTensorParallelConfig"),  # type: ignore[arg-type]
         (lambda: TorchContextParallelConfig("pigeon"), "cp_comm_strategy='pigeon' is not one of allgather, alltoall"),
         (lambda: DeepSpeedSequenceParallelConfig(sp_seq_length=0), "sp_seq_length=0 must be a positive integer"),
+        (lambda: DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager"), "'eager' is not one of sdpa, flash"),
         (lambda: TorchTensorParallelPlugin(tp_size=0), "tp_size=0 must be a positive integer"),
         (lambda: TorchTensorParallelPlugin(tp_size=3).for_world(4), "tp_size=3 does not divide the 4 processes"),
         (
@@ -254,3 +255,9 @@ def test_a_layer_that_is_not_divided_computes_as_before() -> None:
 
     assert Columns().fits(nn.Linear(2, 2)) and not Columns().fits(Doubled(2, 2)) and not Rows().fits(nn.Embedding(2, 2))
     assert VocabularyRows().fits(nn.Embedding(2, 2)) and not VocabularyRows().fits(nn.Embedding(2, 2, max_norm=1.0))
+
+
+def test_asynchronous_tensor_parallelism_is_logged_as_unavailable(caplog: pytest.LogCaptureFixture) -> None:
+    assert TorchTensorParallelConfig(enable_async_tp=True).plan is None
+    assert "enable_async_tp=True has no effect" in caplog.text
+    DeepSpeedSequenceParallelConfig(sp_attn_implementation="kernels-community/flash-attn2")
