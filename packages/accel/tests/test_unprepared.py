@@ -255,7 +255,7 @@ WRONG: list[tuple[Callable[[Accelerator], Any], str]] = [
     (lambda a: a.prepare_optimizer(nn.Linear(1, 1)), "prepare_optimizer got Linear"),
     (lambda a: a.prepare_scheduler(nn.Linear(1, 1)), "prepare_scheduler got Linear"),
     (lambda a: a.prepare_data_loader([1, 2]), "prepare_data_loader got .1, 2., a list"),
-    (lambda a: a.skip_first_batches(DataLoader([1]), "3"), "num_batches='3' must be an integer of at least 0"),
+    (lambda a: a.skip_first_batches(DataLoader([1]), "3"), "num_batches='3' must be an integer"),
     (lambda a: a.skip_first_batches(DataLoader([1]), 0.5), "num_batches=0.5 must be an integer"),
     (lambda a: a.skip_first_batches([1], 1), "skip_first_batches got .1., a list. Pass a DataLoader"),
     (lambda a: a.unwrap_model(None), "unwrap_model got None"),

@@ -75,8 +75,10 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     """
     if isinstance(num_batches, float) and num_batches.is_integer():
         num_batches = int(num_batches)
-    if not hasattr(num_batches, "__index__") or num_batches < 0:
-        raise ConfigurationError(f"num_batches={num_batches!r} must be an integer of at least 0")
+    if not hasattr(num_batches, "__index__"):
+        raise ConfigurationError(f"num_batches={num_batches!r} must be an integer")
+    if num_batches < 0:
+        raise ConfigurationError(f"num_batches={num_batches} must be at least 0")
     if not hasattr(dataloader, "dataset"):
         check_type(dataloader, DataLoader, "skip_first_batches", "Pass a DataLoader, prepared or not.")
     if isinstance(dataloader, PreparedLoader):

@@ -47,7 +47,7 @@ from .training import lomo
 from .training.gather_for_metrics import gather_for_metrics
 from .training.gradient_accumulation import Accumulation, ItemReduction
 from .training.uneven_inputs import join_uneven_inputs
-from .training.unprepared import check_first_backward, warn_about_returned
+from .training.unprepared import StartupChecks, warn_about_returned
 
 logger = get_logger(__name__)
 
@@ -163,11 +163,11 @@ class Accelerator(AcceleratorProperties):
         self.preemption = None if settings is None else PreemptionHandler(settings, self)
         self.flag_tensor: torch.Tensor | None = None
         """The flag of :meth:`set_trigger` on this rank; None while it is not set."""
-        self._has_started = False
+        self._startup_checks = None if setup.strategy.uses_engine else StartupChecks(self.prepared)
 
     def __getstate__(self) -> dict[str, Any]:
         # Signal handlers belong to this process.
-        return {**self.__dict__, "preemption": None}
+        return {**self.__dict__, "preemption": None, "_startup_checks": None}
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 
@@ -296,10 +296,9 @@ class Accelerator(AcceleratorProperties):
         """
         if not hasattr(loss, "backward"):  # engines and pipelines have losses of their own
             check_type(loss, torch.Tensor, "backward", "Pass the tensor of the loss, such as outputs.loss.")
-        if not self._has_started:
-            self._has_started = True
-            if self._engine_strategy is None:
-                check_first_backward(self.prepared, loss, self.gradient_accumulation_steps)
+        checks = self._startup_checks
+        if checks is not None and not checks.next(loss, self.gradient_accumulation_steps):
+            self._startup_checks = None
         loss = (
             self._accumulation.weigh(loss)
             if num_items is None
@@ -750,6 +749,8 @@ class Accelerator(AcceleratorProperties):
         Returns:
             As many Nones: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
         """
+        if self._startup_checks is not None:
+            self._startup_checks.stop()
         self.prepared.forget()
         self._accumulation.forget()
         self.strategy.forget()

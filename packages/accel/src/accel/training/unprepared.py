@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.hooks import RemovableHandle
 
 from accel_state import GradientState
 from accel_state.logging import warn_once
@@ -49,15 +50,52 @@ def _items(obj: Any) -> Iterable[Any]:
     return obj if isinstance(obj, (list, tuple, set)) else ()
 
 
-def check_first_backward(prepared: Preparation, loss: torch.Tensor, window_steps: int) -> None:
-    """Warn about what the loss and the prepared objects show in the first backward pass."""
-    setup = prepared.setup
-    _check_schedulers(prepared)
-    ranks = setup.strategy.data_collectives.world_size
-    if ranks > 1 or window_steps > 1 or setup.precision.scaler is not None:
-        _OptimizerCheck(prepared)
-    if ranks == 1 or setup.strategy.shards_parameters or not isinstance(loss, torch.Tensor):
+class StartupChecks:
+    """What the first backward passes show about the prepared objects."""
+
+    def __init__(self, prepared: Preparation) -> None:
+        self.prepared = prepared
+        self._hook: RemovableHandle | None = None
+
+    def next(self, loss: Any, window_steps: int) -> bool:
+        """Check before a backward pass; False when there is nothing left to do."""
+        if self._hook is not None:
+            self.stop()
+            return False
+        prepared, setup = self.prepared, self.prepared.setup
+        _check_schedulers(prepared)
+        ranks = setup.strategy.data_collectives.world_size
+        if ranks > 1 or window_steps > 1 or setup.precision.scaler is not None:
+            # Until the second backward pass: no optimizer other than the prepared ones should step.
+            this = weakref.ref(self)
+            self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _before_step(this(), optimizer))
+            weakref.finalize(self, self._hook.remove)
+        if ranks > 1 and not setup.strategy.shards_parameters and isinstance(loss, torch.Tensor):
+            _check_parts(prepared, loss, ranks)
+        return self._hook is not None
+
+    def stop(self) -> None:
+        """Remove the hook of optimizers."""
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def _before_step(checks: StartupChecks | None, optimizer: Optimizer) -> None:
+    prepared = None if checks is None else checks.prepared
+    if prepared is None or not prepared.models:
         return
+    own = {id(parameter) for item in prepared.optimizers for parameter in _parameters_of(item)}
+    if not own.issuperset(map(id, _parameters_of(optimizer))):
+        warn_once(
+            __name__,
+            f"{type(optimizer).__name__}.step was called on an optimizer that was not prepared: it does not wait for "
+            "gradients to accumulate, does not undo their scaling, and does not follow parameters that prepare() "
+            "replaces. Pass it to prepare(), and use what it returns.",
+        )
+
+
+def _check_parts(prepared: Preparation, loss: torch.Tensor, ranks: int) -> None:
+    """Check the loader that is iterated and the models that the loss depends on."""
     if prepared.dataloaders and GradientState().active_dataloader is None:
         warn_once(
             __name__,
@@ -108,33 +146,6 @@ def _check_schedulers(prepared: Preparation) -> None:
                 __name__,
                 f"the prepared {type(scheduler.scheduler).__name__} changes the learning rate of an optimizer that was "
                 "not prepared. Create it for the optimizer that is passed to prepare().",
-            )
-
-
-class _OptimizerCheck:
-    """A hook of all optimizers of torch until the prepared ones have stepped; any other that steps was not prepared."""
-
-    def __init__(self, prepared: Preparation) -> None:
-        self._prepared = weakref.ref(prepared)
-        self._stepped: set[int] = set()
-        self._handle = register_optimizer_step_pre_hook(self)
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        prepared = self._prepared()
-        if prepared is None or not prepared.models:
-            self._handle.remove()
-            return
-        own = {id(parameter) for item in prepared.optimizers for parameter in _parameters_of(item)}
-        self._stepped.update(id(item) for item in prepared.optimizers if item.wraps(optimizer))
-        is_foreign = not own.issuperset(map(id, _parameters_of(optimizer)))
-        if is_foreign or len(self._stepped) >= len(prepared.optimizers):
-            self._handle.remove()
-        if is_foreign:
-            warn_once(
-                __name__,
-                f"{type(optimizer).__name__}.step was called on an optimizer that was not prepared: it does not wait "
-                "for gradients to accumulate, does not undo their scaling, and does not follow parameters that "
-                "prepare() replaces. Pass it to prepare(), and use what it returns.",
             )
 
 
