@@ -73,8 +73,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     Raises:
         ConfigurationError: ``num_batches`` is negative.
     """
-    if isinstance(num_batches, float) and num_batches.is_integer():
-        num_batches = int(num_batches)
+    given: Any = num_batches
+    if isinstance(given, float) and given.is_integer():
+        num_batches = int(given)
     if not hasattr(num_batches, "__index__"):
         raise ConfigurationError(f"num_batches={num_batches!r} must be an integer")
     if num_batches < 0:

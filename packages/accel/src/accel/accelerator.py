@@ -794,7 +794,7 @@ def _tensors(parameters: Any, call: str) -> list[torch.Tensor]:
     hint = "Pass tensors, such as model.parameters()."
     if isinstance(parameters, nn.Module):
         hint = "Pass its parameters: model.parameters()."
-    check_type(parameters, Iterable, call, hint)  # type: ignore[type-abstract]
+    check_type(parameters, Iterable, call, hint)
     chosen = list(parameters)
     if chosen and not isinstance(chosen[0], torch.Tensor):
         check_type(chosen[0], torch.Tensor, call, hint)
