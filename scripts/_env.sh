@@ -41,7 +41,7 @@ pip_install() {
     "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --constraint "$CONSTRAINTS" "$@"
 }
 
-pinned() { grep -E "^$1==" "$CONSTRAINTS"; }
+pinned() { grep -hE "^$1==" "$CONSTRAINTS" constraints.txt | head -1; }
 
 make_venv() {
     [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1 && return

@@ -1,6 +1,7 @@
 """Runs cases of client libraries in one process each rank, and writes what they computed as JSON.
 
-Which `accelerate` the libraries get is decided outside: the same file runs on accel (through accel_compat) and on the reference.
+Which `accelerate` the libraries get is decided outside: the same file runs on accel (through accel_compat) and on the
+reference.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def as_json(value: Any) -> Any:
     if isinstance(value, torch.nn.Module):
         return weights(value.state_dict())
     if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value.detach().double().flatten()[:32].tolist() + [digest(value)]
+        return value.item() if value.numel() == 1 else [*value.detach().double().flatten()[:32].tolist(), digest(value)]
     if isinstance(value, dict):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
@@ -134,4 +135,5 @@ def history(trainer: Any) -> list[dict[str, Any]]:
 
 def files(folder: Path) -> list[str]:
     """The files below a folder."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in found if ".tmp" not in path)

@@ -63,7 +63,8 @@ def mixtral() -> MixtralForCausalLM:
     return MixtralForCausalLM(
         MixtralConfig(
             vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+            bos_token_id=1, eos_token_id=2, pad_token_id=0,
         )
     )  # fmt: skip
 
@@ -137,7 +138,7 @@ for _model in MODELS:
     add(
         f"disk_all_{_model}",
         _model,
-        device_map={"": "disk"} if False else "auto",
+        device_map="auto",
         max_memory={"cpu": "120KB"},
         offload_folder=lambda path: str(path.parent / "offload"),
     )
@@ -229,7 +230,8 @@ def _peft(
         with torch.no_grad():
             after = again(input_ids=TOKENS, labels=TOKENS).logits
         return {
-            "losses": losses, "before": before, "after": after, "same": torch.allclose(before.float(), after.float(), atol=1e-5),
+            "losses": losses, "before": before, "after": after,
+            "same": torch.allclose(before.float(), after.float(), atol=1e-5),
             "adapter": weights(adapter), "map": facts(again)["map"], "files": files(folder / "adapter"),
         }  # fmt: skip
 
@@ -335,7 +337,7 @@ def wrong_map(folder: Path) -> Any:
                 warnings.simplefilter("ignore")
                 results[name] = as_json(used(load(path, **options)))
         except Exception as error:
-            results[name] = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"][0]
+            results[name] = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     return results
 
 

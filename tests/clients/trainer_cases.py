@@ -152,7 +152,7 @@ add(
 )
 add("label_smoothing", label_smoothing_factor=0.1)
 add("iterable", train=Stream, max_steps=9)
-add("iterable_epochs", train=Stream, num_train_epochs=2, max_steps=-1 if False else 14)
+add("iterable_epochs", train=Stream, num_train_epochs=2, max_steps=14)
 add("iterable_no_dispatch", train=Stream, max_steps=9, accelerator_config={"dispatch_batches": False})
 add("iterable_split", train=Stream, max_steps=9, accelerator_config={"dispatch_batches": True, "split_batches": True})
 add(
@@ -170,6 +170,7 @@ add("data_seed", data_seed=11)
 add("non_blocking", accelerator_config={"non_blocking": True}, dataloader_pin_memory=False)
 add("group_by_length", train_sampling_strategy="group_by_length", train=lambda: Blocks(lengths=True), data_collator=pad)
 add("sequential", train_sampling_strategy="sequential")
+add("batch_rebalance", train_sampling_strategy="batch_rebalance", train=lambda: Blocks(lengths=True), data_collator=pad)
 add("workers", dataloader_num_workers=2, num_train_epochs=1)
 add("persistent_workers", dataloader_num_workers=1, dataloader_persistent_workers=True)
 add("drop_last", dataloader_drop_last=True)
@@ -286,17 +287,30 @@ def rows_metric(prediction: Any) -> dict[str, float]:
     return {"rows": float(len(labels)), "accuracy": (logits.argmax(-1)[:, :-1] == labels[:, 1:]).double().mean().item()}
 
 
+def _plain_loss(data: Any) -> float:
+    """The mean loss over all samples, without a trainer."""
+    model, rows = causal_model().eval(), list(data)
+    with torch.no_grad():
+        losses = [
+            model(input_ids=ids[None], labels=ids[None]).loss
+            for ids in (torch.as_tensor(row["input_ids"]) for row in rows)
+        ]
+    return torch.stack(losses).double().mean().item()
+
+
 def _evaluated(**options: Any) -> Any:
     def case(folder: Path) -> Any:
         data = options.get("data", Blocks(11, start=3000))
         trainer = make(folder, compute_metrics=rows_metric, **{k: v for k, v in options.items() if k != "data"})
         metrics = trainer.evaluate(data)
         prediction = trainer.predict(data)
+        plain = {} if options.get("bf16_full_eval") else {"plain": _plain_loss(data)}
         return {
             "evaluate": {k: v for k, v in metrics.items() if "time" not in k and "per_second" not in k},
             "predictions": torch.as_tensor(prediction.predictions),
             "rows": len(prediction.predictions),
             "metrics": {k: v for k, v in prediction.metrics.items() if "time" not in k and "per_second" not in k},
+            **plain,
         }
 
     return case
@@ -320,8 +334,8 @@ def configured_state(folder: Path) -> Any:
     """The Accelerator exists before the Trainer."""
     from accelerate import Accelerator, PartialState
 
-    PartialState()
-    Accelerator()
+    PartialState(cpu=True)
+    Accelerator(cpu=True)
     return trained(folder, accelerator_config={"use_configured_state": True})
 
 

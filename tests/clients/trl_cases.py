@@ -11,6 +11,7 @@ import datasets
 import torch
 from harness import RANK, WORLD, Cases, files, history, main, weights
 from peft import LoraConfig
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -44,11 +45,13 @@ def model(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
     made = kind(
         LlamaConfig(
             vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
+            num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            **options,
         )
     )  # fmt: skip
     folder = Path(os.environ["CASES_FOLDER"]) / f"model-{RANK}-{kind.__name__}"
-    made.save_pretrained(folder, is_main_process=True)
+    made.config.save_pretrained(folder)  # save_pretrained of the model writes on rank 0 only
+    save_file(made.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     return kind.from_pretrained(folder)
 
 
@@ -62,8 +65,10 @@ def trained(
     folder: Path, trainer: Any, config: Any, data: list[dict[str, str]], options: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
     given = {
-        "per_device_train_batch_size": 4 // WORLD, "num_train_epochs": 2, "learning_rate": 5e-3, "logging_steps": 1, "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True, "seed": 3, "use_cpu": True, "ddp_timeout": 60, "bf16": False, **options,
+        "per_device_train_batch_size": 4 // WORLD, "num_train_epochs": 2, "learning_rate": 5e-3, "logging_steps": 1,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "seed": 3,
+        "use_cpu": True, "ddp_timeout": 60,
+        "bf16": False, **options,
     }  # fmt: skip
     made = trainer(
         args=config(output_dir=str(folder / "out"), **given),
