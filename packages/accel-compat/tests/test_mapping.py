@@ -15,7 +15,7 @@ import pytest
 
 import accel
 from accel_compat import COVERED_VERSION, install, shim_path
-from accel_compat.modules import Finder
+from accel_compat.modules import Finder, Unavailable
 
 FACTS = Path(__file__).parents[3] / "tests" / "facts" / "reference_api.json"
 
@@ -43,7 +43,10 @@ def installed() -> Iterator[None]:
     sys.path.remove(str(shim_path()))
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     for name in [name for name in sys.modules if name.split(".")[0] == "accelerate"]:
-        del sys.modules[name]
+        module = sys.modules.pop(name)
+        for key, value in list(vars(module).items()):
+            if isinstance(value, type) and issubclass(value, Unavailable):
+                delattr(module, key)
 
 
 def test_the_version_is_that_of_the_interface() -> None:
@@ -75,13 +78,27 @@ def test_modules_are_those_of_accel() -> None:
         accelerate.no_such_name  # noqa: B018
 
 
-def test_every_documented_name_is_under_the_name_that_libraries_import() -> None:
+def test_every_documented_name_is_where_libraries_import_it() -> None:
+    facts = json.loads(FACTS.read_text(encoding="utf-8"))
+    paths = [path for path in (*facts["names"], *facts["not in this version"])]
     missing = []
-    for path in json.loads(FACTS.read_text(encoding="utf-8"))["names"]:
+    for path in paths:
         module, _, name = path.replace("accel", "accelerate", 1).rpartition(".")
         if not hasattr(importlib.import_module(module), name):
             missing.append(path)
     assert not missing
+
+
+def test_a_name_without_a_counterpart_is_refused_when_it_is_used() -> None:
+    from accelerate.utils import MegatronLMPlugin, prepare_deepspeed_cmd_env
+    from accelerate.utils.megatron_lm import MegatronEngine, prepare_optimizer
+
+    assert not isinstance(accel.DistributedType.NO, (MegatronLMPlugin, MegatronEngine))
+    for name in (MegatronLMPlugin, prepare_optimizer):
+        with pytest.raises(NotImplementedError, match="is not available: accel has no Megatron-LM engine"):
+            name(tp_degree=2)
+    with pytest.raises(NotImplementedError, match="Use `accel launch`"):
+        prepare_deepspeed_cmd_env(None)
 
 
 def test_in_a_fresh_process_modules_run_and_the_import_is_light() -> None:

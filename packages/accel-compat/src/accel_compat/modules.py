@@ -16,9 +16,53 @@ PACKAGE = "accelerate"
 _ELSEWHERE = {"accelerate.commands.accelerate_cli": "accel.commands"}
 
 
+# Names without a counterpart. Libraries import them beside others, so that they must exist; using one raises an error.
+_MEGATRON = "accel has no Megatron-LM engine. For tensor and pipeline parallelism use ParallelismConfig."
+_LAUNCHER = "accel builds this for its own launcher only. Use `accel launch`, or accel_launch.api."
+UNAVAILABLE = {
+    "accelerate.utils": {
+        _MEGATRON: """
+            AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronEngine MegatronLMDummyDataLoader
+            MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMPlugin MegatronLMSchedulerWrapper
+            add_model_config_to_megatron_parser avg_losses_across_data_parallel_group
+            gather_across_data_parallel_groups
+            """,
+        _LAUNCHER: "prepare_deepspeed_cmd_env prepare_sagemager_args_inputs",
+        "install torch_xla with pip.": "install_xla",
+    },
+    "accelerate.utils.dataclasses": {_MEGATRON: "MegatronLMPlugin"},
+    "accelerate.utils.megatron_lm": {
+        _MEGATRON: """
+            AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronEngine MegatronLMDummyDataLoader
+            MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper
+            avg_losses_across_data_parallel_group finish_mpu_init gather_across_data_parallel_groups initialize
+            model_provider_func prepare_data_loader prepare_model_optimizer_scheduler prepare_optimizer
+            prepare_scheduler
+            """,
+    },
+}
+
+
 def target_of(name: str) -> str:
     """The module that ``name`` stands for: ``accel.utils.memory`` for ``accelerate.utils.memory``."""
-    return _ELSEWHERE.get(name, "accel" + name.removeprefix(PACKAGE))
+    target = _ELSEWHERE.get(name, "accel" + name.removeprefix(PACKAGE))
+    if name in UNAVAILABLE and importlib.util.find_spec(target) is None:
+        return "accel_compat.absent"
+    return target
+
+
+class Unavailable:
+    """Base of the classes that stand for names without a counterpart: nothing is an instance of them."""
+
+    reason = ""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Unavailable:
+        """Refuse to be used.
+
+        Raises:
+            NotImplementedError: always; the message says what to use instead.
+        """
+        raise NotImplementedError(f"{cls.__name__} of Accelerate is not available: {cls.reason}")
 
 
 class _Loader(InspectLoader):
@@ -32,7 +76,13 @@ class _Loader(InspectLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         # The import system takes what is in sys.modules after this call.
-        sys.modules[module.__name__] = importlib.import_module(self.target)
+        actual = importlib.import_module(self.target)
+        sys.modules[module.__name__] = actual
+        existing = dir(actual)
+        for reason, names in UNAVAILABLE.get(module.__name__, {}).items():
+            for name in names.split():
+                if name not in existing:
+                    setattr(actual, name, type(name, (Unavailable,), {"reason": reason}))
 
     def get_source(self, fullname: str) -> str | None:
         return self._loader().get_source(self.target)
@@ -83,9 +133,11 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
         if name.startswith("__"):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            return getattr(accel, name)
+            value = getattr(accel, name)
         except AttributeError:
             raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+        is_submodule = isinstance(value, ModuleType) and value.__name__ == target_of(f"{package}.{name}")
+        return importlib.import_module(f"{package}.{name}") if is_submodule else value
 
     def __dir__() -> list[str]:
         return sorted({*dir(accel), *vars(sys.modules[package])})
