@@ -1,4 +1,4 @@
-"""Every test starts with states of its own, and a known seed: not with what the tests before it have left."""
+"""Isolates the tests from each other: fresh states and fixed seeds."""
 
 from __future__ import annotations
 

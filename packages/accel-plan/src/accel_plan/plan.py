@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from accel_bigmodel.estimate.training import DIVISIONS, OPTIMIZER_COPIES, TrainingMemory, memory_of_rank
+from accel_state import is_torch_version
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
@@ -79,6 +80,8 @@ def make_plan(request: PlanRequest) -> RankPlan:
             what is allowed.
         MissingDependencyError: transformers is not installed.
     """
+    if is_torch_version("<", "2.7"):
+        raise ConfigurationError("a plan needs torch 2.7 or newer. Upgrade torch.")
     settings = request.settings
     _check_supported(settings)
     task = _trace_task(request)
