@@ -96,7 +96,7 @@ class TrainingPipeline:
         device: torch.device,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.settings, self.device = settings, device
+        self.settings, self.device, self.compute_dtype = settings, device, compute_dtype
         self.rank, self.size, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
         self.count = self.size * (settings.stages_per_rank or 1)
         path, ranges = block_ranges(model, self.count)
@@ -116,8 +116,7 @@ class TrainingPipeline:
         forward = functools.partial(model.eval().forward, **self._options)
         self._signature = inspect.signature(forward)
         self.split = split_model(model, forward, points, [block], example, self.count)
-        # Where sharding changes the dtypes of the recorded outputs, the first micro-batch tells them.
-        self._example_outputs = self.split.outputs if compute_dtype is None else None
+        self._example_outputs = self._outputs_of_example(model, forward, example)
         for module, mode in modes.items():
             module.training = mode
         self.order = [name for name, _ in model.named_parameters()]
@@ -146,6 +145,15 @@ class TrainingPipeline:
         kwargs.pop("labels", None)
         args, kwargs = send_to_device((args, kwargs), device)
         return args, kwargs
+
+    def _outputs_of_example(
+        self, model: nn.Module, forward: Callable[..., Any], example: tuple[Any, Any]
+    ) -> Sequence[Any] | None:
+        """The recorded outputs. None where sharding will change their dtypes: the first micro-batch tells them.
+
+        accel_plan replaces this.
+        """
+        return self.split.outputs if self.compute_dtype is None else None
 
     def _make_stage(self, model: nn.Module, part: nn.Module, number: int) -> Stage:
         original = model.__dict__.get("_original_forward", model.forward)
