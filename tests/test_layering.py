@@ -65,6 +65,7 @@ VENDORS_NAMED = {
     "accel_plan/plan.py": "the name of an option",
     "accel_launch/commands/registry.py": "registers a command of this name",
     "accel_launch/commands/tpu_config.py": "the command of this name",
+    "accel_compat/modules.py": "a name that users import",
     "accel_launch/doctor/": "advice names the variables of collective libraries",
     "accel_launch/elastic/report.py": "words of collective libraries, in messages of theirs",
     "accel_launch/notebook.py": "a notebook whose session holds a CUDA context already is told who took it",

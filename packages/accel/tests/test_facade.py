@@ -30,6 +30,28 @@ class Stream(IterableDataset[Any]):
         yield from (torch.tensor(i) for i in range(self.length))
 
 
+class Sharded(Stream):
+    """A stream that can be read from three shards, as those of datasets."""
+
+    num_shards = 3
+
+    def __init__(self, length: int, part: range = range(3)) -> None:
+        super().__init__(length)
+        self.part = part
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        return Sharded(self.length, range(*divmod_range(3, num_shards, index)))
+
+    def __iter__(self) -> Any:
+        for shard in self.part:
+            yield from (torch.tensor(i) for i in range(*divmod_range(self.length, 3, shard)))
+
+
+def divmod_range(length: int, parts: int, index: int) -> tuple[int, int]:
+    """Begin and end of one of several contiguous parts."""
+    return length * index // parts, length * (index + 1) // parts
+
+
 class Uneven(BatchSampler):
     """Batches of 1, 2, 3, ... samples."""
 
@@ -54,6 +76,7 @@ def loaders(length: int, batch: int) -> dict[str, tuple[Any, DataLoaderConfigura
         "map": (DataLoader(samples, batch_size=batch), DataLoaderConfiguration()),
         "dispatched": (DataLoader(samples, batch_size=batch), DataLoaderConfiguration(dispatch_batches=True)),
         "stream": (DataLoader(Stream(length), batch_size=batch), DataLoaderConfiguration(dispatch_batches=False)),
+        "sharded stream": (DataLoader(Sharded(length), batch_size=batch), DataLoaderConfiguration()),
         "dispatched stream": (DataLoader(Stream(length), batch_size=batch), DataLoaderConfiguration()),
         "dynamic": (DataLoader(samples, batch_sampler=Uneven(length)), DataLoaderConfiguration()),
     }
@@ -66,7 +89,7 @@ def collect(lengths: list[int], batch: int) -> None:
                 continue
             accelerator = Accelerator(cpu=True, dataloader_config=config)
             prepared = accelerator.prepare(loader)
-            numbers, pairs, objects = [], [], []
+            numbers, pairs, objects, losses = [], [], [], []
             for x in prepared:
                 numbers.append(accelerator.gather_for_metrics(x))
                 gathered = accelerator.gather_for_metrics(
@@ -74,14 +97,24 @@ def collect(lengths: list[int], batch: int) -> None:
                 )
                 pairs.append(gathered["two"][0])
                 objects += accelerator.gather_for_metrics([f"s{i}" for i in x.tolist()], use_gather_object=True)
+                # As Transformers' Trainer does: the loss of a batch, as often as a full batch has samples.
+                losses.append(accelerator.gather_for_metrics(x.float().mean().repeat(batch)))
             expected = list(range(length))
+            assert name == "dynamic" or len(torch.cat(losses)) == length, (name, length, losses)
+            if name == "sharded stream":  # ranks read different shards at the same time
+                assert sorted(torch.cat(numbers).tolist()) == expected, (name, length, numbers)
+                continue
             assert torch.cat(numbers).tolist() == expected, (name, length, torch.cat(numbers).tolist())
             assert torch.cat(pairs).tolist() == [[i, i] for i in expected], (name, length)
             assert objects == [f"s{i}" for i in expected], (name, length, objects)
 
 
-@pytest.mark.slow  # goes through all combinations; the test on several ranks is in the fast tier
 def test_gathered_metrics_are_the_data_set_in_one_process() -> None:
+    collect([7, 8], 4)
+
+
+@pytest.mark.slow  # goes through all combinations; the test on several ranks is in the fast tier
+def test_gathered_metrics_are_the_data_set_in_one_process_for_many_lengths() -> None:
     collect([1, 7, 16, 23], 4)
 
 

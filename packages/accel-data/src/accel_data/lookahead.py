@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from accel_state.collectives.single import Collectives
+from accel_state.operations.nested import find_batch_size
 
 from .batch_shard import EpochProgress
 from .iterable_shard import CountedBatch
@@ -119,8 +120,28 @@ class ReadAheadTracker:
         return self._before[-max(1, self._waiting())][1]
 
 
-def lookahead_steps(batches: Iterator[Any], tracker: ReadAheadTracker | None) -> Iterator[Step]:
-    """Steps of iterable data, whose last batch is only known by reading one batch ahead."""
+def _size_if_short(batch: Any, full: int | None) -> int | None:
+    """The number of samples of a batch that is smaller than a full one; None for others.
+
+    Callers gather values that they have repeated for a full batch (Transformers' Trainer does so with the loss), so a
+    gather has to know how many of them are samples.
+    """
+    if full is None:
+        return None
+    try:
+        size = find_batch_size(batch)
+    except (TypeError, ValueError):  # no tensors
+        return None
+    return size if size < full else None
+
+
+def lookahead_steps(
+    batches: Iterator[Any], tracker: ReadAheadTracker | None, full: int | None = None
+) -> Iterator[Step]:
+    """Steps of iterable data, whose last batch is only known by reading one batch ahead.
+
+    ``full`` is the size of a full batch on a single process, whose last batch may be smaller.
+    """
     upcoming = next(batches, _END) if tracker is None else tracker.fetch(batches)
     while upcoming is not _END:
         batch = upcoming
@@ -129,13 +150,18 @@ def lookahead_steps(batches: Iterator[Any], tracker: ReadAheadTracker | None) ->
         if type(batch) is CountedBatch:
             yield batch.batch, last, batch.real, batch.tail
         else:
-            yield batch, last, None, -1
+            yield batch, last, None, (_size_if_short(batch, full) or -1) if last else -1
 
 
-def open_ended_steps(batches: Iterator[Any], tracker: ReadAheadTracker | None) -> Iterator[Step]:
-    """Steps that do not know the last one, for :func:`synchronized_steps`, which reads ahead itself."""
+def open_ended_steps(
+    batches: Iterator[Any], tracker: ReadAheadTracker | None, full: int | None = None
+) -> Iterator[Step]:
+    """Steps that do not know the last one, for :func:`synchronized_steps`, which reads ahead itself.
+
+    ``full`` is the size of this rank's full batches.
+    """
     while (batch := next(batches, _END) if tracker is None else tracker.fetch(batches)) is not _END:
-        yield batch, False, None, -1
+        yield batch, False, _size_if_short(batch, full), -1
 
 
 def synchronized_steps(steps: Iterator[Step], collectives: Collectives, latest: Any = None) -> Iterator[Step]:
