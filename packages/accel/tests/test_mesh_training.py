@@ -191,7 +191,7 @@ def views() -> dict[str, Any]:
         "batches": batches_got,
         "gathered": gathered,
         "streamed": [sample for batch in streamed for sample in batch],
-        "objects": [len(rows) for rows in objects],
+        "objects": [[int(row) for row in rows] for rows in objects],
         "sum": accelerator.reduce(torch.tensor([1.0, accelerator.process_index]), "sum").tolist(),
         "gather": accelerator.gather(torch.tensor([accelerator.process_index])).tolist(),
         "rate": optimizer.param_groups[0]["lr"],
@@ -208,7 +208,7 @@ def test_ranks_that_share_layers_get_the_same_batches_and_random_numbers() -> No
         assert ranks[0][key] == ranks[1][key] and ranks[2][key] == ranks[3][key] and ranks[0][key] != ranks[2][key], key
     for rank in ranks:
         assert sorted(rank["gathered"]) == list(range(13)) and sorted(rank["streamed"]) == list(range(13))
-        assert rank["objects"] == [2] and rank["shared"] == 2
+        assert rank["objects"] == [[0, 1, 2, 3, 4, 5]] and rank["shared"] == 2
         # Two ranks have batches of their own, so the schedule advances by two.
         assert rank["rate"] == 0.25
     assert [rank["sum"] for rank in ranks] == [[2.0, 2.0], [2.0, 4.0], [2.0, 2.0], [2.0, 4.0]]
