@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import random
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accel_data import prepare_data_loader, skip_first_batches
+from accel_data import DataLoaderShard, prepare_data_loader, skip_first_batches
+from accel_data.resume_state import steps_of_torchdata
 from accel_state.errors import ConfigurationError, MissingDependencyError
 
 LENGTH = 11
@@ -408,6 +410,66 @@ def test_a_state_of_torchdata_is_continued(workers: int, world: int) -> None:
     resumed.load_state_dict(state)
     assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in build("sequential", 0, world)][2:]
     assert len(list(resumed)) == len(resumed)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["shared generator", "own generator", "sequential", "iterable"])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_stateful_loader_is_one_of_torchdata(kind: str, workers: int) -> None:
+    """It is an instance of StatefulDataLoader, and its state has torchdata's keys, with the right counts."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    theirs = torchdata.StatefulDataLoader(plain(kind, 0).dataset, batch_size=2, num_workers=workers)
+    iterator = iter(theirs)
+    next(iterator)
+    loader = build(kind, workers, use_stateful_dataloader=True)
+    batches = [batch.tolist() for batch in build(kind, workers, use_stateful_dataloader=True)]
+    for count in (2, 4):  # then resumed in the middle of the epoch
+        assert isinstance(loader, torchdata.StatefulDataLoader) and isinstance(loader, DataLoaderShard)
+        assert isinstance(skip_first_batches(loader, 1), torchdata.StatefulDataLoader)
+        found = iter(loader)
+        while steps_of_torchdata(without_ours(loader.state_dict())) != count:
+            next(found)
+        state = through_file(loader.state_dict())
+        assert set(theirs.state_dict()) <= set(state)
+        copied = pickle.loads(pickle.dumps(loader))
+        found.close()
+        loader = build(kind, workers, use_stateful_dataloader=True)
+        loader.load_state_dict(state)
+        assert loader.state_dict().keys() == state.keys()
+    if kind != "own generator":  # each of which has its own order
+        assert [batch.tolist() for batch in loader] == batches[4:]
+        assert loader.state_dict()["_iterator_finished"]
+    assert isinstance(copied, torchdata.StatefulDataLoader) and copied.state_dict()["epoch"] == 1
+    assert type(copied) is type(loader) and copied.batch_size == loader.batch_size
+    assert not isinstance(build(kind, workers), torchdata.StatefulDataLoader)
+
+
+def without_ours(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "format"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["random", "positioned", "stream"])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_state_of_torchdata_continues_in_its_order(kind: str, workers: int) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader(seed: int) -> Any:
+        options: dict[str, Any] = {"batch_size": 2, "num_workers": workers}
+        if kind == "random":
+            generator = torch.Generator().manual_seed(seed)
+            return torchdata.StatefulDataLoader(Numbers(), shuffle=True, generator=generator, **options)
+        return torchdata.StatefulDataLoader(Positioned() if kind == "positioned" else Stream(), **options)
+
+    theirs = loader(1)
+    iterator = iter(theirs)
+    for _ in range(3):
+        next(iterator)
+    state = theirs.state_dict()
+    rest = [batch.tolist() for batch in iterator]
+    resumed = prepare_data_loader(loader(2), use_stateful_dataloader=True)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == rest
 
 
 @pytest.mark.parametrize("world", [1, 2])

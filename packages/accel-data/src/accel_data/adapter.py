@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -60,6 +61,19 @@ def stateful_dataloader_class() -> type[DataLoader[Any]]:
     return loader_class
 
 
+@functools.cache
+def _stateful_variant(cls: type[DataLoaderAdapter], loader_class: type[DataLoader[Any]]) -> type[DataLoaderAdapter]:
+    """A subclass of an adapter class whose instances are instances of StatefulDataLoader as well."""
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls, loader_class), {**names, "_plain_class": cls})
+
+
+def _new_stateful(cls: type[DataLoaderAdapter]) -> DataLoaderAdapter:
+    """An empty object of the stateful variant, for a pickle to fill."""
+    variant = _stateful_variant(cls, stateful_dataloader_class())
+    return variant.__new__(variant)
+
+
 def loader_settings(dataloader: DataLoader[Any]) -> dict[str, Any]:
     """Keyword arguments that rebuild the loader, except for its data set, batching and order."""
     settings = {name: getattr(dataloader, name) for name in _SETTINGS if hasattr(dataloader, name)}
@@ -87,7 +101,8 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     Args:
         dataset: data set to load.
-        use_stateful_dataloader: build torchdata's StatefulDataLoader instead of torch's DataLoader.
+        use_stateful_dataloader: build torchdata's StatefulDataLoader instead of torch's DataLoader. The wrapper is then
+            an instance of StatefulDataLoader too.
         batch_sampler: yields lists of indices to load.
         **kwargs: other arguments of the torch loader.
 
@@ -100,6 +115,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     base_dataloader: DataLoader[Any]
     use_stateful_dataloader: bool
+    _plain_class: type[DataLoaderAdapter] | None = None
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
@@ -108,6 +124,16 @@ class DataLoaderAdapter(DataLoader[Any]):
         loader_class = stateful_dataloader_class() if use_stateful_dataloader else DataLoader
         self.use_stateful_dataloader = use_stateful_dataloader
         self.base_dataloader = loader_class(dataset, batch_sampler=batch_sampler, **kwargs)
+        if use_stateful_dataloader and self._plain_class is None:
+            self.__class__ = _stateful_variant(type(self), loader_class)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._plain_class is None:
+            return super().__reduce_ex__(protocol)
+        return _new_stateful, (self._plain_class,), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":

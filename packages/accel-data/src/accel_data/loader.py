@@ -27,7 +27,15 @@ from .epoch_rng import broadcast_generator
 from .iterable_shard import IterableDatasetShard, wants_epoch
 from .layout import LoaderLayout
 from .lookahead import ReadAheadTracker, Step, lookahead_steps, map_style_steps, open_ended_steps, synchronized_steps
-from .resume_state import EpochClock, Iteration, ResumePoint, knows_position, steps_of_torchdata
+from .resume_state import (
+    EpochClock,
+    Iteration,
+    ResumePoint,
+    knows_position,
+    sampler_generator,
+    steps_of_torchdata,
+    with_steps,
+)
 from .rng_state import capture_rng, from_plain, preserve_rng, restore_rng, to_plain
 from .samplers import get_sampler, inner_sampler
 from .to_device import batch_mover
@@ -239,6 +247,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
         It is the same on every rank, except for the states of random number generators. A loader that is not being
         iterated is at the start of its next epoch, even if its latest iteration was abandoned.
+
+        With ``use_stateful_dataloader`` it also has the keys of torchdata's own state, once an epoch has begun in this
+        process.
         """
         clock = self._clock
         if clock.pending is not None:
@@ -253,7 +264,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._describe_next_epoch(point)
         else:
             self._describe_iteration(point, clock.current)
+        if self.use_stateful_dataloader and not point.source:
+            point.source = self._state_of_torchdata(clock.current)
         return point.to_state()
+
+    def _state_of_torchdata(self, iteration: Iteration | None) -> dict[str, Any]:
+        """The state of the StatefulDataLoader; empty before it began, because torchdata would begin an epoch then."""
+        if iteration is None or not has_live_workers(self.base_dataloader):
+            return {}
+        state: dict[str, Any] = self.base_dataloader.state_dict()  # type: ignore[attr-defined]
+        if not iteration.open:
+            return state if state.get("_iterator_finished") else {}
+        if self._sharded is None:
+            return state
+        # A resumed epoch begins at its position, which torchdata does not count.
+        scale = self._sharded.step_size * self.layout.position_scale
+        return with_steps(state, -(-self._position(iteration) // scale))
 
     def _describe_iteration(self, point: ResumePoint, iteration: Iteration) -> None:
         point.finished = iteration.finished
@@ -301,7 +327,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 order is deterministic), or its position is meaningless on this number of ranks or workers.
         """
         steps = steps_of_torchdata(state_dict)
-        point = ResumePoint.from_state(state_dict) if steps is None else self._point_after(steps)
+        point = ResumePoint.from_state(state_dict) if steps is None else self._point_after(steps, state_dict)
         point.check_fits(self._unit)
         same_ranks = point.num_processes == self.layout.num_processes
         same_workers = point.num_workers == self.base_dataloader.num_workers
@@ -320,20 +346,26 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if not (same_ranks and same_workers):
             # These processes draw other random numbers, for samples in the same order.
             begin = {} if self._sharded is not None and "torch" in point.begin else point.begin
-            point = replace(point, begin=begin, read_ahead={}, workers={})
+            point = replace(point, begin=begin, read_ahead={}, workers={}, source={})
         self._clock.load(point, pass_over_finished)
 
-    def _point_after(self, steps: int) -> ResumePoint:
-        """The position after that many steps of the next epoch, whose order must be deterministic."""
-        if self._sharded is None or not self._sharded.rng.is_deterministic:
+    def _point_after(self, steps: int, state: dict[str, Any]) -> ResumePoint:
+        """The position after that many steps of the next epoch, for a state of torchdata."""
+        point = ResumePoint(self._clock.epoch, self._unit, 0, self.layout.num_processes, self.num_workers)
+        if self._sharded is None:
+            return replace(point, position=steps * self._units_per_batch, source=state)
+        generator = sampler_generator(state)
+        if generator is not None and self._sharded.rng.owner is not None and not state.get("_iterator_finished"):
+            point.order = {"generator": generator}
+        elif steps and not self._sharded.rng.is_deterministic:
             raise ConfigurationError(
                 f"the state is from torchdata, after {steps} batches, and does not include how the "
                 f"{type(self.sampler).__name__} shuffled. It can be loaded with a deterministic order: a sequential "
                 "sampler, or use_seedable_sampler=True. Otherwise load the rest of the checkpoint, and use "
                 "skip_first_batches."
             )
-        position = steps * self._sharded.step_size * self.layout.position_scale * self._batches_per_step
-        return ResumePoint(self._clock.epoch, self._unit, position, self.layout.num_processes, self.num_workers)
+        point.position = steps * self._sharded.step_size * self.layout.position_scale * self._batches_per_step
+        return point
 
     def skipping(self: Loader, num_batches: int) -> Loader:
         """A copy that shares epochs with this loader and skips ``num_batches`` batches in its first iteration."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from accel_state.errors import ConfigurationError
 
 from .batch_shard import EpochProgress
@@ -16,6 +18,8 @@ STATE_FORMAT = 1
 
 def steps_of_torchdata(state: dict[str, Any]) -> int | None:
     """Batches handed out in the current epoch of a torchdata StatefulDataLoader state; None for any other state."""
+    if "format" in state:
+        return None
     if "_num_yielded" in state:
         steps = int(state["_num_yielded"])
     elif "_snapshot" in state and "_steps_since_snapshot" in state:
@@ -23,6 +27,23 @@ def steps_of_torchdata(state: dict[str, Any]) -> int | None:
     else:
         return None
     return 0 if state.get("_iterator_finished") else steps
+
+
+def with_steps(state: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A torchdata StatefulDataLoader state of map-style data with another number of batches handed out."""
+    if "_snapshot" not in state:
+        return {**state, "_num_yielded": steps, "_sampler_iter_yielded": steps}
+    snapshot = {**state["_snapshot"], "_snapshot_step": steps - state["_steps_since_snapshot"]}
+    return {**state, "_snapshot": snapshot}
+
+
+def sampler_generator(state: dict[str, Any]) -> torch.Tensor | None:
+    """The generator from which torchdata's random sampler drew the epoch's order, in a StatefulDataLoader state."""
+    main = state.get("_snapshot", {}).get("_main_snapshot", state)
+    sampler = main.get("_sampler_iter_state") or {}
+    sampler = sampler.get("sampler_iter_state") or sampler
+    generator = sampler.get("generator")
+    return generator if isinstance(generator, torch.Tensor) else None
 
 
 def knows_position(source: dict[str, Any]) -> bool:
@@ -61,21 +82,24 @@ class ResumePoint:
     finished: bool = False  # whether the last batch of the epoch was handed out
 
     def to_state(self) -> dict[str, Any]:
-        """A dictionary of numbers, strings, tuples and tensors."""
-        return {"format": STATE_FORMAT, **vars(self)}
+        """A dictionary of numbers, strings, tuples and tensors, with the keys of ``source`` beside its own."""
+        own = {name: value for name, value in vars(self).items() if name != "source"}
+        return {**self.source, "format": STATE_FORMAT, **own}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> ResumePoint:
         """The inverse of :meth:`to_state`."""
-        names = list(cls.__dataclass_fields__)
-        state = {"finished": False, **state}  # which states of earlier versions lack
-        if state.get("format") != STATE_FORMAT or not set(names) <= set(state):
+        names = set(cls.__dataclass_fields__) - {"source"}
+        remaining = {"finished": False, **state}  # which states of earlier versions lack
+        if remaining.pop("format", None) != STATE_FORMAT or not names <= set(remaining):
             raise ConfigurationError(
                 f"this is not the state of a prepared loader in format {STATE_FORMAT}: it has "
                 f"format={state.get('format')!r} and the keys {sorted(state)}. Expected the keys format, "
-                f"{', '.join(names)}, as returned by state_dict() of a prepared loader."
+                f"{', '.join(sorted(names))}, as returned by state_dict() of a prepared loader."
             )
-        return cls(**{name: state[name] for name in names})
+        own = {name: remaining.pop(name) for name in names}
+        # Earlier versions saved the state of a StatefulDataLoader under a key of its own.
+        return cls(**own, source=remaining.pop("source", None) or remaining)
 
     def check_fits(self, unit: str) -> None:
         """Raise ConfigurationError if this state's positions have another unit."""
