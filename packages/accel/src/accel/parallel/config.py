@@ -343,11 +343,14 @@ class ParallelismConfig:
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Create the mesh, once; every rank must call it. None where no axis has more than one rank.
 
+        Creates the process group first if there is none, from the variables of the launcher.
+
         Args:
             device_type: a device type of torch, such as "cpu".
 
         Raises:
-            ConfigurationError: the number of processes is not the product of the sizes, or there is no process group.
+            ConfigurationError: the number of processes is not the product of the sizes, or there is no process group
+                and no launcher started several processes.
         """
         from .mesh import build, is_alive
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_state import PartialState
+from accel_state import PartialState, environments
 from accel_state.collectives.single import Collectives
 from accel_state.collectives.torch import TorchCollectives
 from accel_state.errors import ConfigurationError
@@ -32,11 +32,13 @@ _WORLDS: Any = WeakIdKeyDictionary()
 
 def build(sizes: Mapping[str, int], check_world: Callable[[int], Any], device_type: str) -> DeviceMesh:
     """A mesh of the axes with more than one rank; every rank must call it."""
+    if not dist.is_initialized() and environments.detect().world_size > 1:
+        PartialState(cpu=device_type == "cpu")  # creates the process group
     if not dist.is_initialized():
         total = math.prod(sizes.values())
         raise ConfigurationError(
             f"a device mesh of {total} processes needs a process group. Start the script with `accel launch "
-            f"--num_processes {total}`, and create the Accelerator (or PartialState) first."
+            f"--num_processes {total}`."
         )
     check_world(dist.get_world_size())
     names = [axis for axis in AXES if sizes[axis] > 1]
