@@ -1,4 +1,7 @@
-"""Gathering a nested batch of many small tensors on two processes, relative to one all_gather per tensor.
+"""Gathering on two processes, relative to torch.distributed.
+
+A nested batch of many small tensors, relative to one all_gather per tensor; and single tensors of several sizes, with
+and without the header that finds ranks with different inputs, relative to one all_gather or all_reduce.
 
 python benchmarks/bench_gather.py
 """
@@ -7,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +24,10 @@ import torch.distributed as dist
 TARGET = 0.5
 TENSORS = 40
 CALLS = 10
-ROUNDS = 25
+ROUNDS = 40
+# The header takes at most 1% of the time of calls that follow each other without a pause.
+HEADER_TARGET = 1.02
+SIZES = {"4 B": 1, "64 KiB": 1 << 14, "4 MiB": 1 << 20}
 
 
 def nested_batch() -> dict[str, Any]:
@@ -45,6 +53,65 @@ def repeated(gather: Callable[[Any], Any], batch: Any) -> Callable[[], None]:
             gather(batch)
 
     return run
+
+
+def work_on_sizes() -> None:
+    """Measure single tensors in this process, which is one of two ranks."""
+    from accel_state import PartialState
+    from accel_state.operations import gather, reduce
+
+    torch.set_num_threads(1)
+    state = PartialState(cpu=True)
+    schedule = state.collectives.schedule
+    headers = 0
+    plan = schedule.plan
+
+    def counting(*args: Any) -> None:
+        nonlocal headers
+        headers += 1
+        plan(*args)
+
+    schedule.plan = counting  # type: ignore[method-assign]
+
+    def checked(function: Callable[[Any], Any], headers: bool) -> Callable[[Any], Any]:
+        def run(tensor: torch.Tensor) -> None:
+            state.collectives.schedule = schedule if headers else None
+            function(tensor)
+
+        return run
+
+    def raw_gather(tensor: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(state.num_processes * tensor.numel())
+        dist.all_gather_into_tensor(out, tensor)
+        return out
+
+    def raw_reduce(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        dist.all_reduce(tensor)
+        return tensor.div_(state.num_processes)
+
+    figures: dict[str, dict[str, float]] = {}
+    warnings.simplefilter("ignore", FutureWarning)
+    for size, numel in SIZES.items():
+        tensor = torch.randn(numel)
+        for name, function, raw in (("gather", gather, raw_gather), ("reduce", reduce, raw_reduce)):
+            assert torch.allclose(function(tensor), raw(tensor)), f"wrong result for {name}"
+            variants = {
+                "raw": repeated(raw, tensor),
+                "with": repeated(checked(function, True), tensor),
+                "without": repeated(checked(function, False), tensor),
+            }
+            before = schedule.calls, headers
+            times = _measure.in_turns(variants, ROUNDS, warm_up=10, clock=time.perf_counter)
+            figures[f"{name} of {size}"] = {
+                "raw": sorted(times["raw"])[ROUNDS // 2] / CALLS * 1e6,
+                "ratio": _measure.ratio(times, "with"),
+                "headers": 100 * (headers - before[1]) / (schedule.calls - before[0]),
+                "header": _measure.ratio(times, "with", "without"),
+            }
+    if state.is_main_process:
+        _measure.report(figures)
+    state.destroy_process_group()
 
 
 def work(library: str) -> None:
@@ -79,6 +146,12 @@ def main() -> None:
         _measure.row(
             f"{label}, relative to that", f"{found_figures['ratio']:.3f} x", target if label == "accel" else ""
         )
+    _measure.heading("One tensor on two processes, relative to torch.distributed")
+    for label, found_figures in _measure.worker(sys.executable, __file__, "--sizes", processes=2).items():
+        header = found_figures["header"]
+        note = f"{found_figures['raw']:.0f} us; headers: {found_figures['headers']:.1f} in 100 calls, {header:.3f} x"
+        target = f"target: at most {HEADER_TARGET:.2f}: {_measure.verdict(header, HEADER_TARGET)}"
+        _measure.row(label, f"{found_figures['ratio']:.3f} x", f"of {note}, {target}")
 
 
 if __name__ == "__main__":
@@ -86,5 +159,11 @@ if __name__ == "__main__":
     parser.add_argument(
         "--library", help="measure this library in this process (used internally for the worker processes)"
     )
-    chosen = parser.parse_args().library
-    work(chosen) if chosen else main()
+    parser.add_argument("--sizes", action="store_true", help="measure single tensors in this process (likewise)")
+    chosen = parser.parse_args()
+    if chosen.sizes:
+        work_on_sizes()
+    elif chosen.library:
+        work(chosen.library)
+    else:
+        main()

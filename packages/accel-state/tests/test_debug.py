@@ -33,6 +33,8 @@ def mismatches() -> dict[str, str]:
         "dtype": refused(ops.reduce, torch.zeros(2, dtype=torch.float32 if rank == 0 else torch.float64)),
         "structure": refused(ops.broadcast, {"a": torch.zeros(1)} if rank == 0 else [torch.zeros(1)]),
         "operation": refused(ops.gather if rank == 0 else ops.reduce, torch.zeros(2)),
+        "dimensions": refused(ops.pad_across_processes, torch.zeros((3,) if rank == 0 else (3, 1))),
+        "scalar": refused(ops.gather, torch.zeros(()) if rank == 0 else torch.zeros(1)),
     }
     agreeing = ops.gather({"a": torch.ones(2), "b": [torch.tensor(rank)]})
     assert agreeing["b"][0].tolist() == list(range(PartialState().num_processes))
@@ -43,12 +45,14 @@ def mismatches() -> dict[str, str]:
 def test_mismatches_raise_on_every_rank_with_every_shape() -> None:
     results = run_world(mismatches, 2, env=DEBUG, timeout=60)  # a collective that is not refused waits for half an hour
     for found in results:
-        assert "Operation: `accel_state.operations.distributed.gather`" in found["shape"]
+        assert "Operation: `accel_state.operations.gather`" in found["shape"]
         assert "- Process 0: [1, 5]" in found["shape"] and "- Process 1: [1, 6]" in found["shape"]
         assert "float32[2]" in found["dtype"] and "float64[2]" in found["dtype"]
         assert "Process 0: {'a': [1]}" in found["structure"] and "Process 1: [[1]]" in found["structure"]
-        assert "Process 0: `accel_state.operations.distributed.gather`" in found["operation"]
-        assert "Process 1: `accel_state.operations.distributed.reduce`" in found["operation"]
+        assert "pad_across_processes" in found["dimensions"] and "- Process 1: [3, 1]" in found["dimensions"]
+        assert "Process 0: []" in found["scalar"]
+        assert "Process 0: `accel_state.operations.gather`" in found["operation"]
+        assert "Process 1: `accel_state.operations.reduce`" in found["operation"]
 
 
 def with_short_timeout() -> PartialState:
@@ -77,10 +81,10 @@ def test_a_timeout_names_who_arrived_and_who_did_not() -> None:
     assert messages[1] == "late"
     for rank in (0, 2):
         text = messages[rank]
-        assert f"all_gather did not complete on rank {rank} of 3" in text
+        assert f"accel_state.operations.gather did not complete on rank {rank} of 3" in text
         assert "rank 1 did not arrive" in text and "why rank 1 did not reach this line" in text
         for arrived in (0, 2):
-            assert f"rank {arrived} waits in all_gather at" in text
+            assert f"rank {arrived} waits in accel_state.operations.gather at" in text
         assert "test_debug.py:" in text and "in arrive_alone" in text
 
 

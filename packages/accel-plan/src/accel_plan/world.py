@@ -78,7 +78,7 @@ class LocalCollectives(Collectives):
         self.world_size = world_size
         self.device = torch.device("cpu")
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, operation: str = "all_gather") -> torch.Tensor:
         return tensor.detach().unsqueeze(0).expand(self.world_size, *tensor.shape)
 
     def all_gather_object(self, obj: T) -> list[T]:

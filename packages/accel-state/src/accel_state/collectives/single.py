@@ -7,6 +7,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from ..errors import DistributedOperationException
+from .header import WIDTH, Call, Schedule, explain_mismatch
+
 T = TypeVar("T")
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -19,12 +22,17 @@ class Collectives:
 
     rank: int = 0
     world_size: int = 1
+    schedule: Schedule | None = None
+    """Which calls exchange a header; None if they only do in debug mode."""
 
     def barrier(self) -> None:
         """Wait until every rank has reached this call."""
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather the tensors of all ranks into one of shape ``(world_size, *tensor.shape)``, without gradient."""
+    def all_gather(self, tensor: torch.Tensor, operation: str = "all_gather") -> torch.Tensor:
+        """Gather the tensors of all ranks into one of shape ``(world_size, *tensor.shape)``, without gradient.
+
+        ``operation`` is the name in the error of a gather that does not complete.
+        """
         return tensor.detach().unsqueeze(0)
 
     def all_gather_many(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -61,6 +69,30 @@ class Collectives:
             raise ValueError(f"scatter_object needs one object per rank ({self.world_size}), not {objects!r}")
         # A broadcast of which each rank keeps its part, because not every backend implements scatter.
         return self.broadcast_object(objects or (), source)[self.rank]
+
+    def exchange_header(self, call: Call, values: Sequence[int] = ()) -> list[list[int]]:
+        """Check that all ranks make the same call; returns the integers that each rank sent along.
+
+        Args:
+            call: the operation, and what of its inputs must be equal.
+            values: integers; as many on every rank that makes the same call.
+
+        Raises:
+            DistributedOperationException: the calls differ; the message has each rank's.
+        """
+        fits = len(values) < WIDTH
+        header = torch.zeros(WIDTH, dtype=torch.int64)
+        header[: 1 + len(values) * fits] = torch.tensor([call.digest, *(values if fits else ())])
+        rows = self.all_gather(header, call.operation).tolist()
+        if any(row[0] != call.digest for row in rows):
+            raise DistributedOperationException(explain_mismatch(self._gather_reports(call.report())))
+        if fits:
+            return [row[1 : 1 + len(values)] for row in rows]
+        remaining: list[list[int]] = self.all_gather(torch.tensor(values, dtype=torch.int64)).tolist()
+        return remaining
+
+    def _gather_reports(self, report: T) -> list[T]:
+        return self.all_gather_object(report)
 
     def shutdown(self) -> None:
         """Leave the process group. No method may be called afterwards."""

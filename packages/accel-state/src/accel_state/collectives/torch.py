@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from . import packing
 from .diagnosis import explain
+from .header import OBJECT_CALL, schedule_of
 from .single import Collectives, ReduceOp
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class TorchCollectives(Collectives):
         self.world_size = dist.get_world_size(group)
         self.device = device
         self._group: dict[str, Any] = {} if group is None else {"group": group}
+        self.schedule = schedule_of(cast("dist.ProcessGroup", group or dist.group.WORLD), device.type == "cpu")
 
     def _call(self, operation: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         try:
@@ -47,11 +49,11 @@ class TorchCollectives(Collectives):
         on_device = {} if self.device.index is None else {"device_ids": [self.device.index]}
         self._call("barrier", dist.barrier, **on_device, **self._group)
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, operation: str = "all_gather") -> torch.Tensor:
         local = self._usable(tensor)
         out = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype, device=local.device)
         if local.numel():
-            self._call("all_gather", _all_gather_flat, packing.as_bytes(out), packing.as_bytes(local), **self._group)
+            self._call(operation, _all_gather_flat, packing.as_bytes(out), packing.as_bytes(local), **self._group)
         return out.to(tensor.device)
 
     def all_gather_many(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -108,7 +110,13 @@ class TorchCollectives(Collectives):
 
     def all_gather_object(self, obj: T) -> list[T]:
         payload = _to_bytes(obj)
-        sizes = self.all_gather(torch.tensor(payload.numel())).tolist()
+        return self._gather_payloads(payload, [row[0] for row in self.exchange_header(OBJECT_CALL, [payload.numel()])])
+
+    def _gather_reports(self, report: T) -> list[T]:
+        payload = _to_bytes(report)
+        return self._gather_payloads(payload, self.all_gather(torch.tensor(payload.numel())).tolist())
+
+    def _gather_payloads(self, payload: torch.Tensor, sizes: list[int]) -> list[Any]:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: payload.numel()] = payload
         rows = self.all_gather(padded)

@@ -26,7 +26,7 @@ class XlaCollectives(Collectives):
     def barrier(self) -> None:
         self._xm.rendezvous("accel.barrier")
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, operation: str = "all_gather") -> torch.Tensor:
         local = tensor.detach().to(self.device).unsqueeze(0)
         gathered: torch.Tensor = self._xm.all_gather(local, dim=0, pin_layout=False)
         return gathered.to(tensor.device)

@@ -106,6 +106,10 @@ class Device:
         """Additional arguments of ``torch.distributed.init_process_group`` for this device."""
         return {}
 
+    def is_capturing(self) -> bool:
+        """Whether operations are being recorded into a graph, so that their results cannot be read."""
+        return False
+
     def synchronize(self) -> None:
         """Wait for all work queued on the current device."""
         self.module.synchronize()

@@ -40,6 +40,9 @@ class CudaDevice(Device):
         """Bind the group to the GPU, so that NCCL connects eagerly and uses the right GPU."""
         return {"device_id": device}
 
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
     def is_out_of_memory(self, exception: BaseException) -> bool:
         return isinstance(exception, torch.cuda.OutOfMemoryError) or super().is_out_of_memory(exception)
 

@@ -1,7 +1,5 @@
 from ..containers import honor_type as honor_type
 from ..containers import is_namedtuple as is_namedtuple
-from .debug import chained_operation as chained_operation
-from .debug import verify_operation as verify_operation
 from .distributed import broadcast as broadcast
 from .distributed import broadcast_object_list as broadcast_object_list
 from .distributed import copy_tensor_to_devices as copy_tensor_to_devices
@@ -9,6 +7,8 @@ from .distributed import gather as gather
 from .distributed import gather_object as gather_object
 from .distributed import gather_tensor_shape as gather_tensor_shape
 from .distributed import reduce as reduce
+from .input_checks import chained_operation as chained_operation
+from .input_checks import verify_operation as verify_operation
 from .nested import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from .nested import TensorInformation as TensorInformation
 from .nested import concatenate as concatenate

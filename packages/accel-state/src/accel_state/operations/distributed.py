@@ -8,13 +8,12 @@ import torch
 
 from ..collectives.single import Collectives
 from ..state import PartialState
-from .debug import verify_operation
+from .input_checks import check_inputs
 from .nested import check_only_tensors, get_data_structure, initialize_tensors, leaves, replace_leaves
 
 Reduction = Literal["mean", "sum", "max", "min", "none"]
 
 
-@verify_operation
 def gather(tensor: Any, *, collectives: Collectives | None = None) -> Any:
     """Concatenate the tensors of all ranks along the first dimension.
 
@@ -28,13 +27,15 @@ def gather(tensor: Any, *, collectives: Collectives | None = None) -> Any:
 
     Raises:
         TypeError: the data contains leaves other than tensors.
-        DistributedOperationException: in debug mode, the ranks do not agree.
+        DistributedOperationException: the inputs of the ranks differ (in debug mode checked in every call).
     """
     state = PartialState()
     if not state.use_distributed:
         return tensor
     check_only_tensors(tensor, "gather")
-    gathered = (collectives or state.collectives).all_gather_many(leaves(tensor))
+    collectives = collectives or state.collectives
+    check_inputs("accel_state.operations.gather", tensor, collectives)
+    gathered = collectives.all_gather_many(leaves(tensor))
     return replace_leaves(tensor, (value if value.ndim == 1 else value.flatten(0, 1) for value in gathered))
 
 
@@ -60,7 +61,6 @@ def gather_object(object: Any, *, collectives: Collectives | None = None) -> lis
     return gathered
 
 
-@verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Copy the tensors of one rank to all ranks.
 
@@ -73,10 +73,11 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
     Raises:
         ValueError: the rank does not exist.
-        DistributedOperationException: in debug mode, the ranks do not agree.
+        DistributedOperationException: the inputs of the ranks differ (in debug mode checked in every call).
     """
     state = PartialState()
     _check_rank(from_process, state.num_processes)
+    check_inputs("accel_state.operations.broadcast", tensor, state.collectives, f"from_process={from_process}")
     state.collectives.broadcast_many(leaves(tensor), from_process)
     return tensor
 
@@ -111,7 +112,6 @@ def _check_rank(rank: int, world_size: int) -> None:
         raise ValueError(f"from_process={rank} is not a rank of this run. Allowed: 0 to {world_size - 1}.")
 
 
-@verify_operation
 def reduce(
     tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, collectives: Collectives | None = None
 ) -> Any:
@@ -128,11 +128,13 @@ def reduce(
 
     Raises:
         ValueError: the reduction is unknown.
-        DistributedOperationException: in debug mode, the ranks do not agree.
+        DistributedOperationException: the inputs of the ranks differ (in debug mode checked in every call).
     """
     if reduction not in ("mean", "sum", "max", "min", "none"):
         raise ValueError(f"reduction={reduction!r} is not one of mean, sum, max, min, none.")
     collectives = collectives or PartialState().collectives
+    if reduction != "none":
+        check_inputs("accel_state.operations.reduce", tensor, collectives, f"reduction={reduction!r}")
     values = [_reducible(leaf, reduction) for leaf in leaves(tensor)]
     if reduction != "none":
         collectives.all_reduce_many(values, "sum" if reduction == "mean" else reduction)

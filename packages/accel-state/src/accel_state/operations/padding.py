@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..state import PartialState
-from .debug import chained_operation
+from .input_checks import chained_operation, exchange_lengths
 from .nested import is_container, is_torch_tensor, leaves, recursively_apply, replace_leaves
 
 
@@ -29,6 +29,9 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     Returns:
         Data of the same structure, with tensors of equal shapes on all ranks. Other leaves are returned unchanged, with
         a warning.
+
+    Raises:
+        DistributedOperationException: the ranks pass other structures or numbers of dimensions.
     """
     state = PartialState()
     other_types = {type(leaf).__name__ for leaf in leaves(tensor, _is_other_leaf)}
@@ -39,12 +42,10 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     if not state.use_distributed:
         return tensor
     tensors = leaves(tensor)
-    lengths = torch.tensor([_length(leaf, dim) for leaf in tensors], dtype=torch.int64)
-    # One collective for the lengths of all tensors.
-    longest = state.collectives.all_gather(lengths).amax(0).tolist() if tensors else []
-    return replace_leaves(
-        tensor, (_pad(leaf, dim, size, pad_index, pad_first) for leaf, size in zip(tensors, longest, strict=True))
-    )
+    lengths = [_length(leaf, dim) for leaf in tensors]
+    table = exchange_lengths("accel_state.operations.pad_across_processes", tensor, lengths, state.collectives)
+    padded = (_pad(leaf, dim, max(sizes), pad_index, pad_first) for leaf, *sizes in zip(tensors, *table, strict=True))
+    return replace_leaves(tensor, padded)
 
 
 def _is_other_leaf(item: Any) -> bool:

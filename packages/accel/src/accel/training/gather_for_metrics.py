@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from accel_state import GradientState, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.operations import gather, gather_object, recursively_apply
+from accel_state.operations.input_checks import exchange_lengths
 from accel_state.operations.nested import is_container, leaves, replace_leaves
 
 
@@ -52,12 +54,12 @@ def _gather_ragged(data: Any, real_samples: int | None, collectives: Collectives
         return gather_object(data if whole else list(data)[:real_samples], collectives=collectives)
     tensors = [leaf.detach() for leaf in leaves(data)]
     kept = [leaf if leaf.ndim == 0 or real_samples is None else leaf[:real_samples] for leaf in tensors]
-    lengths = torch.tensor([leaf.shape[0] if leaf.ndim else 0 for leaf in kept], dtype=torch.int64)
-    table = collectives.all_gather(lengths)
-    longest = table.amax(0).tolist()
-    padded = [_padded(leaf, size) for leaf, size in zip(kept, longest, strict=True)]
-    gathered = collectives.all_gather_many(padded)
-    return replace_leaves(data, (_join(value, table[:, i].tolist(), kept[i].ndim) for i, value in enumerate(gathered)))
+    lengths = [leaf.shape[0] if leaf.ndim else 0 for leaf in kept]
+    table = exchange_lengths("Accelerator.gather_for_metrics", data, lengths, collectives, ignored_dim=0)
+    sizes = list(zip(*table, strict=True))
+    gathered = collectives.all_gather_many([_padded(leaf, max(size)) for leaf, size in zip(kept, sizes, strict=True)])
+    joined = (_join(rows, size, leaf.ndim) for rows, size, leaf in zip(gathered, sizes, kept, strict=True))
+    return replace_leaves(data, joined)
 
 
 def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -68,7 +70,7 @@ def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
     return padded
 
 
-def _join(gathered: torch.Tensor, lengths: list[int], ndim: int) -> torch.Tensor:
+def _join(gathered: torch.Tensor, lengths: Sequence[int], ndim: int) -> torch.Tensor:
     if ndim == 0:
         return gathered
     return torch.cat([rows[:length] for rows, length in zip(gathered, lengths, strict=True)])
