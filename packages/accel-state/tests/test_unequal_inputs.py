@@ -141,6 +141,19 @@ def refused(function: Any, *args: Any, **kwargs: Any) -> str:
     return str(caught.value)
 
 
+def left_early() -> str:
+    """Rank 1 leaves the loop after two steps, and calls the next collective of the program."""
+    for step in range(3):
+        if PartialState().process_index == 1 and step == 2:
+            return refused(ops.gather_object, ["end"])
+        if step == 2:
+            with pytest.raises(DistributedOperationException) as caught:
+                ops.gather(torch.ones(2))
+            return str(caught.value)
+        ops.gather(torch.ones(2))
+    raise AssertionError("the ranks did the same")
+
+
 def named_cases() -> dict[str, str]:
     rank = PartialState().process_index
     found = {
@@ -170,7 +183,7 @@ def named_cases() -> dict[str, str]:
     assert ops.pad_across_processes(torch.ones(3 - rank, 1 + rank), dim=1).shape == (3 - rank, 2)
     if rank:  # without communication, so one rank may call it alone
         assert ops.reduce(torch.ones(2, 2), "none").shape == (2, 2)
-    return found
+    return {**found, "early": left_early()}
 
 
 def test_errors_name_what_differs() -> None:
@@ -187,6 +200,7 @@ def test_errors_name_what_differs() -> None:
         assert "same number of tensors" in found["number to pad"]
         assert "Operation: `metrics`" in found["ragged"] and "float32[*, 4]" in found["ragged"]
         assert "Process 1: from_process=1" in found["source"] and "Process 1: reduction='max'" in found["reduction"]
+        assert "leaves a loop early" in found["early"] and "in left_early" in found["early"]
         assert "Process 1: [37]: float32[3] at" in found["many"] and "[36]" not in found["many"]
 
 

@@ -59,8 +59,9 @@ def _advice(arrived: dict[int, str], missing: list[int]) -> str:
     if missing:
         ranks = ", ".join(str(r) for r in missing)
         return (
-            f"Find out why rank {ranks} did not reach this line: an exception, a branch that only some ranks take, or "
-            "work that takes longer than the timeout (InitProcessGroupKwargs(timeout=...))."
+            f"Find out why rank {ranks} did not reach this line: an exception, a loop that it left early, a branch "
+            "that only some ranks take, or work that takes longer than the timeout "
+            "(InitProcessGroupKwargs(timeout=...))."
         )
     if len(set(arrived.values())) > 1:
         return "The ranks wait at different lines: every rank must call the same collectives in the same order."

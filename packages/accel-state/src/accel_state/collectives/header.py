@@ -150,6 +150,8 @@ def explain_mismatch(reports: Sequence[Report]) -> str:
     elif not differ(lambda report: [text.partition("[")[2] or text for _, text in report.inputs]):
         title = "Cannot apply desired operation: the dtypes of the ranks differ."
         advice = "Convert the tensors to the same dtype on every rank."
+    if differ(lambda report: report.location):
+        advice += " The ranks are at different lines: check that none leaves a loop early."
     lines = [title, "", *subject, "Input shapes:", *each(lambda report: report.shapes), "Called with:"]
     lines += each(lambda report: f"{_differences(report, reports)} at {report.location}")
     return "\n".join([*lines, advice, "To check every call, run with --debug or ACCELERATE_DEBUG_MODE=1."])
