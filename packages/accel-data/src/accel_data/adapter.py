@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
@@ -61,11 +60,17 @@ def stateful_dataloader_class() -> type[DataLoader[Any]]:
     return loader_class
 
 
-@functools.cache
+_stateful_variants: dict[Any, type[DataLoaderAdapter]] = {}
+
+
 def _stateful_variant(cls: type[DataLoaderAdapter], loader_class: type[DataLoader[Any]]) -> type[DataLoaderAdapter]:
-    """A subclass of an adapter class whose instances are instances of StatefulDataLoader as well."""
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (cls, loader_class), {**names, "_plain_class": cls})
+    """The subclass of an adapter class whose instances are instances of StatefulDataLoader as well."""
+    variant = _stateful_variants.get((cls, loader_class))
+    if variant is None:
+        names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        variant = type(cls.__name__, (cls, loader_class), {**names, "_plain_class": cls})
+        _stateful_variants[cls, loader_class] = variant
+    return variant
 
 
 def _new_stateful(cls: type[DataLoaderAdapter]) -> DataLoaderAdapter:
