@@ -43,11 +43,10 @@ class Expected:
 
 
 DIFFERENCES = (
-    Expected("evaluate*iterable*", (1, 2), "every sample counts once; checked against plain PyTorch"),
+    Expected("evaluate_iterable_no_dispatch", (2,), "every sample counts once (the reference: padding, too)"),
     Expected("*datasets_iterable*", (2,), "ranks read different shards of the stream"),
     Expected("*no_seedable*", (2,), "the shuffled order is that of plain PyTorch"),
     Expected("resume_dispatch", (2,), "resumed = uninterrupted; the reference's is not"),
-    Expected("eval_gather_object", (2,), "predictions of several ranks as objects"),
     Expected("fsdp2_bf16", (2,), "gradients are reduced in fp32"),
     # The reference does not shard on CPUs: its FSDP 2 runs are DDP, which has the same numbers, and it refuses FSDP 1.
     Expected("*fsdp2*", (2,), "numbers equal; the reference runs DDP on CPUs", ("files", "final")),
@@ -55,6 +54,8 @@ DIFFERENCES = (
     Expected("disk_alternate_*", (1,), "numbers equal; hooks of tied modules", ("hooks",)),
     Expected("sequential_memory_t5", (1,), "numbers equal; hooks of tied modules", ("hooks",)),
     Expected("peft_load_alternate_*", (1,), "the reference cannot load this"),
+    Expected("peft_merge_disk", (1,), "equal to the model in memory; the reference cannot load this"),
+    Expected("resize_and_move", (1,), "exceptions of moving an offloaded model", ("to", "half")),
 )  # fmt: skip
 # What cannot be done with either: each must fail with the same exception.
 FAILURES = ("peft_on_alternate_*", "peft_train_alternate_*")
@@ -115,7 +116,7 @@ def judge(
         ], f"not possible, as in the reference: {kinds[0]}" if kinds else "no error"
     if "error" in ours:
         return False, ours["error"][:200]
-    wrong = inconsistent(name, ours["value"])
+    wrong = inconsistent(name, processes, ours["value"])
     if wrong:
         return False, wrong
     if not compare:
@@ -139,7 +140,7 @@ def judge(
     return False, f"{len(near)} differences: {near[0][:150]}"
 
 
-def inconsistent(name: str, value: Any) -> str:
+def inconsistent(name: str, processes: int, value: Any) -> str:
     """How a result contradicts itself: a resumed run and the uninterrupted one, an evaluation and plain PyTorch."""
     if not isinstance(value, dict):
         return ""
@@ -148,7 +149,13 @@ def inconsistent(name: str, value: Any) -> str:
     unordered = ("resume_no_skip", "resume_no_seedable_second_epoch")
     if whole and resumed and name not in unordered and differences(whole["sum"], resumed["sum"], TOLERANCE):
         return f"resumed {resumed['sum']}, uninterrupted {whole['sum']}"
-    if "plain" in value and differences(value["evaluate"]["eval_loss"], value["plain"], TOLERANCE):
+    if not all(value.get("equal to the model in memory", ())):
+        return "differs from the model in memory"
+    rows = value.get("evaluate", {}).get("eval_rows", 11)
+    if rows != 11:
+        return f"{rows} rows of 11 were evaluated"
+    # On several processes the trainer itself weighs the batches of all ranks alike.
+    if processes == 1 and "plain" in value and differences(value["evaluate"]["eval_loss"], value["plain"], TOLERANCE):
         return f"eval_loss {value['evaluate']['eval_loss']}, plain PyTorch {value['plain']}"
     return ""
 

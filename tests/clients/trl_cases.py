@@ -50,6 +50,7 @@ def model(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
         )
     )  # fmt: skip
     folder = Path(os.environ["CASES_FOLDER"]) / f"model-{RANK}-{kind.__name__}"
+    made.config.architectures = [kind.__name__]
     made.config.save_pretrained(folder)  # save_pretrained of the model writes on rank 0 only
     save_file(made.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     return kind.from_pretrained(folder)

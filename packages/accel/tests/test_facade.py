@@ -100,7 +100,10 @@ def collect(lengths: list[int], batch: int) -> None:
                 # As Transformers' Trainer does: the loss of a batch, as often as a full batch has samples.
                 losses.append(accelerator.gather_for_metrics(x.float().mean().repeat(batch)))
             expected = list(range(length))
-            assert name == "dynamic" or len(torch.cat(losses)) == length, (name, length, losses)
+            # Batches of a dynamic loader have no full size, and ranks that read different shards no common one.
+            irregular = name == "dynamic" or (name == "sharded stream" and accelerator.num_processes > 1)
+            if not irregular:
+                assert len(torch.cat(losses)) == length, (name, length, losses)
             if name == "sharded stream":  # ranks read different shards at the same time
                 assert sorted(torch.cat(numbers).tolist()) == expected, (name, length, numbers)
                 continue

@@ -537,7 +537,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 elif not skip:
                     tracker.read_again(batches, resume.read_ahead)
         if self.layout.synchronize_steps:
-            yield from self._synchronized(open_ended_steps(batches, tracker, self.batch_size), iteration.dropped)
+            yield from self._synchronized(open_ended_steps(batches, tracker), iteration.dropped)
         else:
             full = self.batch_size if self.layout.num_processes == 1 else None
             yield from lookahead_steps(batches, tracker, full)

@@ -153,15 +153,10 @@ def lookahead_steps(
             yield batch, last, None, (_size_if_short(batch, full) or -1) if last else -1
 
 
-def open_ended_steps(
-    batches: Iterator[Any], tracker: ReadAheadTracker | None, full: int | None = None
-) -> Iterator[Step]:
-    """Steps that do not know the last one, for :func:`synchronized_steps`, which reads ahead itself.
-
-    ``full`` is the size of this rank's full batches.
-    """
+def open_ended_steps(batches: Iterator[Any], tracker: ReadAheadTracker | None) -> Iterator[Step]:
+    """Steps that do not know the last one, for :func:`synchronized_steps`, which reads ahead itself."""
     while (batch := next(batches, _END) if tracker is None else tracker.fetch(batches)) is not _END:
-        yield batch, False, _size_if_short(batch, full), -1
+        yield batch, False, None, -1
 
 
 def synchronized_steps(steps: Iterator[Step], collectives: Collectives, latest: Any = None) -> Iterator[Step]:
