@@ -250,7 +250,9 @@ class TrackerRun:
         self.flush()
         chosen = list(trackers)
         kept = {id(queue.tracker): queue for queue in self._queues}
-        queues = [kept.pop(id(tracker), None) or DeliveryQueue(tracker, self._delivery) for tracker in chosen]
+        queues = []
+        for tracker in chosen:
+            queues.append(kept.pop(id(tracker)) if id(tracker) in kept else DeliveryQueue(tracker, self._delivery))
         for queue in kept.values():
             queue.close(_no_op)
         self._queues = queues
