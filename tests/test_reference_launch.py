@@ -47,7 +47,6 @@ NO_OPTION = {
     "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "set by the SageMaker launcher",
     "ACCELERATE_TORCH_DEVICE": "read by the Accelerator",
     "ACCELERATE_USE_SAGEMAKER": "set by the SageMaker launcher",
-    "FSDP_IGNORED_MODULES": "no flag in the reference either; read by the FSDP plugin",
 }
 
 

@@ -6,9 +6,11 @@ import contextlib
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -261,6 +263,33 @@ def test_a_hub_that_cannot_be_reached_is_one_line_with_the_next_step(tmp_path) -
     assert len(done.stderr.splitlines()) == 1
     assert "'nobody/nothing' is not in the local cache, and the Hub cannot be reached" in done.stderr
     assert "give a local directory or a .safetensors file" in done.stderr
+
+
+def test_without_a_connection_it_neither_retries_nor_warns(tmp_path) -> None:
+    snapshot = tmp_path / "models--me--tiny" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("0123")
+    save_file({"w": torch.zeros(5, 2)}, snapshot / "model.safetensors")
+    (snapshot / "config.json").write_text("{}")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # without a listener
+        port = closed.getsockname()[1]
+        env = {**_environment(), "HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
+        code = "import sys; from accel_bigmodel.estimate.__main__ import main; codes = []\nfor name in sys.argv[1:]:\n"
+        code += "    sys.argv[1:] = [name]\n    codes.append(main())\nprint(codes)"
+        begin = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code, "nobody/nothing", "me/tiny"],
+            env={name: value for name, value in env.items() if "proxy" not in name.lower()},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert done.stdout.endswith("[2, 0]\n"), done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "refused" in done.stderr
+    assert time.monotonic() - begin < 60
 
 
 def test_help_imports_no_torch() -> None:

@@ -346,7 +346,7 @@ def test_states_of_other_loaders_are_refused() -> None:
         ConfigurationError, match="num_workers=2 in the middle of an epoch, and this one has num_workers=1"
     ):
         build("iterable", 1).load_state_dict(state)
-    with pytest.raises(ConfigurationError, match="the state is from 1 processes in the middle of an epoch"):
+    with pytest.raises(ConfigurationError, match="the state is from 1 process in the middle of an epoch"):
         build("iterable", 2, 2).load_state_dict(state)
 
 

@@ -69,8 +69,14 @@ def test_a_command_of_a_package_that_is_not_installed(shell, monkeypatch) -> Non
     result = shell.call("checkpoint", "list", ".")
     assert (result.returncode, result.stderr) == (
         2,
-        "accel: error: `accel checkpoint` comes with `pip install accel`.\n",
+        "accel: error: `accel checkpoint` is a command of the package accel, which is not installed here. Run: pip "
+        "install accel\n",
     )
+
+
+def test_a_command_in_the_place_of_a_script(shell) -> None:
+    result = shell.call("launch", "config", "show")
+    assert result.returncode == 2 and result.stderr.endswith("For the command: accel config.\n"), result.stderr
 
 
 def install_command(

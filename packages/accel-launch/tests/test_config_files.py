@@ -395,6 +395,56 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"mixed_precision": "fp16"},
         {"ACCELERATE_MIXED_PRECISION": "fp16"},
     ),
+    "1.6 with FSDP 1 and the strategy under the key of FSDP 2": (
+        LOCAL + "distributed_type: FSDP\nfsdp_config:\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  "
+        "fsdp_reshard_after_forward: SHARD_GRAD_OP\n  fsdp_version: 1\nnum_processes: 2\n",
+        {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_version": 1, "fsdp_reshard_after_forward": True},
+        {"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"},
+    ),
+    "1.6 with FSDP 2": (
+        LOCAL
+        + "distributed_type: FSDP\nenable_cpu_affinity: false\nfsdp_config:\n  fsdp_activation_checkpointing: true\n"
+        "  fsdp_cpu_ram_efficient_loading: true\n  fsdp_ignored_modules: lm_head|.*router\n"
+        "  fsdp_offload_params: false\n  fsdp_reshard_after_forward: false\n"
+        "  fsdp_state_dict_type: SHARDED_STATE_DICT\n  fsdp_transformer_layer_cls_to_wrap: null\n"
+        "  fsdp_version: 2\nnum_processes: 2\n",
+        {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_ignored_modules": "lm_head|.*router"},
+        {"FSDP_RESHARD_AFTER_FORWARD": "false", "FSDP_IGNORED_MODULES": "lm_head|.*router"},
+    ),
+    "0.12 with all of DeepSpeed": (
+        LOCAL + "distributed_type: DEEPSPEED\ndeepspeed_config:\n  "
+        "deepspeed_multinode_launcher: standard\n  gradient_accumulation_steps: 2\n"
+        "  offload_optimizer_device: nvme\n  offload_optimizer_nvme_path: /nvme\n  offload_param_device: nvme\n"
+        "  offload_param_nvme_path: /nvme\n  zero3_init_flag: true\n  zero_stage: 3\nnum_processes: 2\n",
+        {
+            "deepspeed_multinode_launcher": "standard",
+            "offload_param_nvme_path": "/nvme",
+            "gradient_accumulation_steps": 2,
+        },
+        {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme"},
+    ),
+    "0.16 with sections that are empty": (
+        LOCAL + "command_file: null\ncommands: null\ndeepspeed_config: {}\ndistributed_type: MULTI_GPU\n"
+        "downcast_bf16: 'no'\ndynamo_config: {}\nfp8_config: {}\nfsdp_config: {}\ngpu_ids: 0\nipex_config: {}\n"
+        "megatron_lm_config: {}\nmpirun_config: {}\nparallelism_config: {}\ntpu_env: []\ntpu_vm: null\nuse_cpu: 'no'\n",
+        {"gpu_ids": "0", "use_fsdp": False, "use_parallelism_config": False, "use_megatron_lm": False, "cpu": False},
+        {},
+    ),
+    "1.12 with sequence parallelism": (
+        LOCAL + "deepspeed_config:\n  zero_stage: 3\ndistributed_type: DEEPSPEED\nnum_processes: 4\n"
+        "parallelism_config:\n  parallelism_config_dp_shard_size: 2\n  parallelism_config_sp_backend: deepspeed\n"
+        "  parallelism_config_sp_seq_length: null\n  parallelism_config_sp_seq_length_is_variable: true\n"
+        "  parallelism_config_sp_size: 2\nuse_parallelism_config: true\n",
+        {"use_deepspeed": True, "parallelism_config_sp_size": 2, "use_parallelism_config": True},
+        {"PARALLELISM_CONFIG_SP_SIZE": "2"},
+    ),
+    "1.15 on Neuron": (
+        LOCAL + "distributed_type: MULTI_NEURON\ndynamo_config:\n  dynamo_backend: NEURON\n  dynamo_mode: default\n  "
+        "dynamo_use_dynamic: false\n  dynamo_use_fullgraph: false\n  dynamo_use_regional_compilation: true\n"
+        "mixed_precision: bf16\nnum_processes: 8\n",
+        {"distributed_type": "MULTI_NEURON", "dynamo_backend": "NEURON", "dynamo_use_regional_compilation": True},
+        {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"},
+    ),
     "0.20": (
         LOCAL + "command_file: null\ncommands: null\ndistributed_type: MULTI_GPU\ndowncast_bf16: 'no'\n"
         "dynamo_config:\n  dynamo_backend: INDUCTOR\n  dynamo_mode: reduce-overhead\n  dynamo_use_dynamic: false\n"

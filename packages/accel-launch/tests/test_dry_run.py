@@ -165,6 +165,15 @@ class TestMpirun:
         position = start["command"].index(words[0])
         assert any(start["command"][i : i + len(words)] == words for i in range(position, len(start["command"])))
 
+    def test_a_hostfile_that_does_not_exist_yet(self, shell, dry) -> None:
+        """It is needed where mpirun starts, which may be another machine than the one that reads the settings."""
+        words = ["--cpu", "--num_processes=4", "--num_machines=2", "--mpirun_hostfile=none", "s.py"]
+        (start,) = dry(*words, PATH="")
+        assert start["command"][:7] == ["mpirun", "-f", "none", "-n", "4", "-ppn", "2"]
+        assert any("none does not exist yet" in note for note in start["notes"])
+        result = shell.accel("launch", *words)
+        assert result.returncode == 2 and "--mpirun_hostfile none" in result.stderr
+
     def test_the_hostfile_lists_too_few(self, shell) -> None:
         shell.write("s.py", "")
         shell.write("hosts", "node0\nnode1\n")

@@ -265,6 +265,27 @@ def test_a_requested_port_is_used(shell, free_port) -> None:
         assert result.stdout.splitlines() == [f"127.0.0.1 {port}"] * 2
 
 
+def test_the_launcher_says_what_ranks_cannot_know(shell) -> None:
+    """A rank that ended before another one's collective failed; and that gloo aborts on tensors of other sizes."""
+    shell.write(
+        "s.py",
+        """
+        import sys, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        if sys.argv[1] == "sizes":
+            dist.all_reduce(torch.ones(3 + 100 * dist.get_rank()))
+        for step in range(3 + dist.get_rank()):
+            dist.all_reduce(torch.ones(3))
+        dist.destroy_process_group()
+    """,
+    )
+    early = shell.accel("launch", "--cpu", "--num_processes", "2", "s.py", "steps")
+    assert early.returncode == 1
+    assert early.stderr.splitlines()[-1].startswith("accel launch: rank 0 had already ended, without an error")
+    sizes = shell.accel("launch", "--cpu", "--num_processes", "2", "s.py", "sizes")
+    assert sizes.returncode and "pad_across_processes" in sizes.stderr.splitlines()[-1], sizes.stderr
+
+
 def test_debug_shows_the_agents_log(shell) -> None:
     shell.write("s.py", "import os, sys; sys.exit(3 * int(os.environ['RANK']))")
     result = shell.accel("launch", "--cpu", "--num_processes", "2", "--debug", "s.py")

@@ -48,6 +48,8 @@ def test_bad_num_processes(shell, script, value) -> None:
         ),
         (["--num_proc", "2", "s.py"], ["--num_proc is not an option"]),
         (["--fp16", "s.py"], ["--fp16 is not an option. Did you mean --mixed_precision fp16?"]),
+        (["--num_processes", "1000000", "s.py"], ["--num_processes 1000000", "or give --oversubscribe"]),
+        (["--num_processes=1000000", "--oversubscribe", "--dry_run", "s.py"], ["shows every process, up to 100000"]),
         (["--nnodes", "2", "s.py"], ["--nnodes is not an option. Did you mean --num_machines?"]),
         (["--fsdp_offload_params"], ["--fsdp_offload_params needs a value: true or false"]),
         (["--fsdp_offload_params", "s.py"], ["no script is given"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from accel_launch.accelerators.amd import Amd
 from accel_launch.accelerators.base import count_entries
 from accel_launch.accelerators.nvidia import Nvidia
 from accel_launch.accelerators.registry import ACCELERATORS, VisibleDevices
-from accel_launch.cpus import usable_cores
-from accel_launch.elastic.report import RankFailure, first_failure, shell_exit_code
+from accel_launch.cpus import default_cpu_processes, usable_cores
+from accel_launch.elastic.report import RankFailure, describe, first_failure, shell_exit_code, with_hint
 from accel_launch.launch_plan import make_plan
 from accel_launch.ports import is_free
 from accel_state.errors import ConfigurationError
@@ -198,6 +199,31 @@ class TestContradictions:
             plan(tmp_path, config="use_cpu: true\nmulti_gpu: true\n")
 
 
+def test_several_processes_on_the_cpu_by_default(tmp_path: Path, no_gpu: None) -> None:
+    made = plan(tmp_path, config="distributed_type: MULTI_CPU\n")
+    assert made.num_processes >= 2 and f"starting {made.num_processes} processes (one per NUMA node" in made.notes[0]
+    words = {"num_machines": "3", "machine_rank": "0", "main_process_ip": "a"}
+    assert plan(tmp_path, config="distributed_type: MULTI_CPU\n", **words).num_processes == 3
+    for node, cpu in enumerate(sorted(os.sched_getaffinity(0))[:1] * 3):
+        (tmp_path / f"node{node}" / f"cpu{cpu}").mkdir(parents=True)
+    (tmp_path / "node9" / "cpu99999").mkdir(parents=True)
+    assert default_cpu_processes(tmp_path) == 3
+
+
+def test_far_more_processes_than_cores_are_refused(tmp_path: Path, no_gpu: None, monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    assert plan(tmp_path, num_processes="128").local_processes == 128
+    assert plan(tmp_path, num_processes="64000", num_machines="500", machine_rank="0", main_process_ip="a")
+    with pytest.raises(ConfigurationError, match=r"129: 129 processes on this machine, which has 16 CPU"):
+        plan(tmp_path, num_processes="129")
+    for options in ({"oversubscribe": "true"}, {"environ": {"ACCELERATE_OVERSUBSCRIBE": "1"}}):
+        assert plan(tmp_path, num_processes="100000", **options).local_processes == 100000
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert plan(tmp_path, num_processes="64").local_processes == 64
+    with pytest.raises(ConfigurationError, match="more than 64"):
+        plan(tmp_path, num_processes="65")
+
+
 def test_the_first_failure_is_the_cause() -> None:
     late, early = RankFailure(0, 0, 1, 1, time_ns=20), RankFailure(2, 2, 3, 1, time_ns=10)
     ended = RankFailure(1, 1, 2, 143, "SIGTERM")
@@ -216,4 +242,31 @@ def test_the_first_failure_is_the_cause() -> None:
     own = RankFailure(4, 4, 5, 1, time_ns=15, traceback="Traceback ...\nValueError: boom\n")
     assert first_failure([lost, crashed]) is crashed and first_failure([lost, own]) is own
     assert first_failure([own, crashed]) is own, "an error on one rank may crash another in its collective"
+    explained = RankFailure(
+        1,
+        1,
+        2,
+        1,
+        time_ns=3,
+        traceback='Traceback ...\n  File "s.py", line 3, in <module>\n    gather()\n'
+        "accel_state.errors.CollectiveTimeoutError: all_gather did not complete\n  rank 1 waits\nFind out why.\n",
+    )
+    assert first_failure([explained, crashed]) is crashed and first_failure([explained, own]) is own
+    socket_code = replace(own, traceback='Traceback ...\n  File "s.py", line 3, in f\n    socket()\nValueError: boom\n')
+    assert first_failure([socket_code, crashed]) is socket_code, "a line of the program is not the error"
     assert [shell_exit_code(code) for code in (0, 7, -9)] == [0, 7, 137]
+
+
+def test_what_the_launcher_knows_of_a_failure() -> None:
+    lost = RankFailure(1, 1, 2, 1, time_ns=5, traceback="Traceback ...\nRuntimeError: Connection closed by peer\n")
+    aborted = RankFailure(1, 1, 2, 134, "SIGABRT")
+    early = "rank 0 had already ended, without an error, when rank 1 failed in a collective that needs it"
+    assert early in describe(with_hint(lost, [0], 2), 2).splitlines()[-1]
+    assert early in describe(with_hint(aborted, [0], 2), 2)
+    assert "ranks 0, 2, 3, 4, 5, 6, 7, 8, ... had" in describe(with_hint(lost, [0, *range(2, 16)], 16), 16)
+    mismatch = describe(with_hint(aborted, [], 2), 2)
+    assert "--debug" in mismatch and "pad_across_processes" in mismatch and "PYTHONFAULTHANDLER" in mismatch
+    assert "pad_across_processes" not in describe(with_hint(aborted, [], 1), 1)
+    assert with_hint(lost, [], 2) is lost
+    own = replace(lost, traceback="Traceback ...\nValueError: boom\n")
+    assert with_hint(own, [0], 2) is own

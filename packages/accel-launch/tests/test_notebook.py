@@ -256,6 +256,7 @@ def test_options_that_function_launchers_refuse(session) -> None:
 
         refused(debug_launcher, num_processes=0)
         refused(notebook_launcher, num_processes="2")
+        refused(debug_launcher, num_processes=1000000)
         refused(notebook_launcher, num_processes=2, mixed_precision="fp61")
         refused(notebook_launcher, num_processes=2, node_rank=1)
         refused(notebook_launcher, num_processes=2, use_port="many")
@@ -283,6 +284,7 @@ def test_options_that_function_launchers_refuse(session) -> None:
     starts = [
         "num_processes=0 is not",
         "num_processes='2' is not",
+        "num_processes=1000000: 1000000 processes on this machine",
         "mixed_precision: 'fp61' is not one of",
         "node_rank=1 with num_nodes=1",
         "use_port: 'many'",

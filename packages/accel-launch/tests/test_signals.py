@@ -19,8 +19,11 @@ for number in (signal.SIGINT, signal.SIGTERM):
 def test_a_signal_ends_everything(sleepers, ended) -> None:
     launcher, pids = sleepers()
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(60) == 130
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130
     ended(pids)
+    assert said.count("KeyboardInterrupt") == 1 and "worker.py" not in said, "one traceback, of the script only"
+    assert said.endswith("accel launch: ended by SIGINT\n")
 
 
 @pytest.mark.slow  # one more start of two ranks; test_a_signal_ends_everything is fast
@@ -62,7 +65,41 @@ def test_a_signal_without_running_ranks(shell, when) -> None:
         setattr(module, {when!r}, interrupted)
         sys.exit(main(["launch", "--cpu", "--num_processes", "2", "s.py"]))
     """)
-    assert (result.returncode, result.stdout, result.stderr) == (143, "", "")
+    assert (result.returncode, result.stdout) == (143, "") and result.stderr == "accel launch: ended by SIGTERM\n"
+
+
+def test_a_signal_between_the_starts_of_two_ranks(shell) -> None:
+    """No further rank is started, and those that were are ended."""
+    shell.write("s.py", "import time; time.sleep(300)")
+    result = shell.python("""
+        import os, signal, subprocess, sys
+        import accel_launch.elastic.run
+        from accel_launch.cli import main
+        started, former = [], subprocess.Popen.__init__
+        def start(self, *args, **options):
+            former(self, *args, **options)
+            started.append(self)
+            if len(started) in (2, 3):
+                os.kill(os.getpid(), signal.SIGUSR1 if len(started) == 2 else signal.SIGTERM)
+        subprocess.Popen.__init__ = start
+        code = main(["launch", "--cpu", "--num_processes", "9", "s.py"])
+        print(code, [process.poll() for process in started])
+    """)
+    assert (result.stdout, result.stderr) == ("143 [-15, -15, -15]\n", "accel launch: ended by SIGTERM\n")
+
+
+def test_processes_that_cannot_be_started(shell) -> None:
+    shell.write("s.py", "import time; time.sleep(300)")
+    result = shell.python("""
+        import resource, psutil
+        from accel_launch.cli import main
+        import accel_launch.elastic.run
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+        print(main(["launch", "--cpu", "--num_processes", "50", "--tee", "3", "s.py"]), psutil.Process().children())
+    """)
+    assert result.stdout == "2 []\n"
+    assert "the 50 processes of this machine cannot be started: Too many open files" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.slow  # one more start of two ranks; test_a_signal_ends_everything is fast

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as processes
@@ -29,6 +30,9 @@ def test_the_agent_calls_its_hooks(name: str) -> None:
         *((f"self.{name}", inspect.getsource(processes.MultiprocessContext)) for name in ("_pc", "_ret_vals")),
         ("self._return_values", inspect.getsource(processes.MultiprocessContext)),
         ("_terminate_process_handler", inspect.getsource(processes)),
+        ("get_subprocess_handler(", inspect.getsource(processes.SubprocessContext._start)),
+        ("self.subprocess_handlers", inspect.getsource(processes.SubprocessContext._close)),
+        ("= SubprocessContext(", inspect.getsource(multiprocessing.start_processes)),
         ("TailLog(", inspect.getsource(processes)),
         ("self._finished_events", inspect.getsource(tail_log.TailLog)),
         ("_shared_tcp_store_server", inspect.getsource(dynamic_rendezvous)),

@@ -344,6 +344,7 @@ def test_deepspeed_stages(tmp_path, stage) -> None:
             {},
             "num_processes=9 is not divisible by num_machines=2",
         ),
+        ({"num_processes": 10**9}, {}, "num_processes 1000000000: a plan is for up to 1000000 processes"),
         (FSDP2, {}, "does not set the number of processes. Set --num_processes"),
         ({**FSDP2, "num_processes": 8, "mixed_precision": "fp8"}, {}, "Plan with --mixed_precision bf16"),
         (
@@ -405,6 +406,10 @@ def test_the_command_reads_the_file_and_prints_json(tmp_path, capsys) -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             COMMAND.run([str(file), "--model", "llama-3-8b", *wrong])
+    with pytest.raises(ConfigurationError, match=r"CONFIG nope.yaml: no such file \(looked in"):
+        COMMAND.run(["nope.yaml"])
+    with pytest.raises(ConfigurationError, match="--model is missing. Give llama-3-8b"):
+        COMMAND.run([str(file)])
     with pytest.raises(ConfigurationError, match="--modle is not an option. Did you mean --model"):
         COMMAND.run([str(file), "--modle", "llama-3-8b"])
 

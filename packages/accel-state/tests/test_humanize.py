@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from accel_state import CustomDtype
 from accel_state.dtypes import dtype_byte_size
-from accel_state.humanize import convert_bytes, convert_file_size_to_int
+from accel_state.humanize import convert_bytes, convert_file_size_to_int, counted
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,8 @@ def test_element_sizes() -> None:
     assert [dtype_byte_size(d) for d in (CustomDtype.INT2, CustomDtype.INT4, CustomDtype.FP8)] == [0.25, 0.5, 1]
     with pytest.raises(TypeError, match="'fp32' is not a dtype"):
         dtype_byte_size("fp32")  # type: ignore[arg-type]
+
+
+def test_counts() -> None:
+    texts = [counted(1, "optimizer"), counted(2, "optimizer"), counted(1, "process"), counted(0, "process")]
+    assert texts == ["1 optimizer", "2 optimizers", "1 process", "0 processes"]

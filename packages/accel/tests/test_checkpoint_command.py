@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import pytest
 from checkpoint_runs import Run, as_of_another_library, project
 
+from accel import Accelerator
 from accel.checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel.checkpoint.names import CheckpointError
 from accel_launch.cli import main
 
 TORCH_FREE = (
@@ -122,10 +124,24 @@ def test_no_torch_is_loaded(folder: Path) -> None:
     assert "verify" in result.stdout and result.stdout.endswith("False\n")
 
 
-def test_missing_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for action in ("list", "verify"):
-        assert main(["checkpoint", action, str(tmp_path / "none")]) == 2
-        assert "is not a directory" in capsys.readouterr().err
-    assert main(["checkpoint", "list", str(tmp_path)]) == 2
-    assert "has no checkpoint" in capsys.readouterr().err
-    assert main(["checkpoint", "list", "--json", str(tmp_path)]) == 0 and json.loads(capsys.readouterr().out) == []
+def test_paths_that_are_no_checkpoint(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(empty)
+    for words, text in [
+        (["list", "none"], f"none does not exist (looked in {empty})"),
+        (["verify", "none"], "none does not exist"),
+        (["list", "../file"], "../file is a file"),
+        (["list", "."], f"{empty} contains no checkpoint. Give"),
+        (["verify", "."], f"{empty} is not a checkpoint: it has no {MANIFEST_NAME}"),
+        (["verify", str(folder)], "is not a checkpoint but contains some: checkpoint_0"),
+        (["list", str(folder / "checkpoint_0")], "is a checkpoint itself"),
+    ]:
+        assert main(["checkpoint", *words]) == 2
+        assert text in capsys.readouterr().err
+    assert main(["checkpoint", "list", "--json", "."]) == 0 and json.loads(capsys.readouterr().out) == []
+    with pytest.raises(CheckpointError, match=f"{empty} is not a checkpoint"):
+        Accelerator(cpu=True).load_state(".")

@@ -163,7 +163,7 @@ def test_hooks_see_and_change_what_is_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(first.weight, kept[0]) and torch.equal(second.weight, kept[1]) and calls == ["save", "load"]
     for handle in handles:
         handle.remove()
-    with pytest.raises(CheckpointError, match="has 1 models and there are 2"):
+    with pytest.raises(CheckpointError, match="has 1 model and there are 2"):
         accelerator.load_state(tmp_path / "state")
     accelerator.save_state(tmp_path / "state")
     assert calls == ["save", "load"] and not (tmp_path / "state" / "extra").exists()

@@ -96,7 +96,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (lambda: accelerator.load_state(), "needs input_dir"),
         (lambda: accelerator.save_state(tmp_path / "file"), "is a file"),
         (lambda: accelerator.save_state("."), "working directory"),
-        (lambda: accelerator.load_state(tmp_path / "none"), "directory not found: .*none"),
+        (lambda: accelerator.load_state(tmp_path / "none"), "none does not exist"),
     ]
     for call, message in cases:
         with pytest.raises(ConfigurationError, match=message):

@@ -89,7 +89,7 @@ def test_loading_leaves_a_replacement_alone_that_another_process_is_in_the_middl
     folder = CheckpointDirectory(run.accelerator.save_state(tmp_path / "state"))
     folder.begin()
     os.rename(folder.target, folder.replaced)
-    with pytest.raises(Exception, match="checkpoint directory not found"):
+    with pytest.raises(Exception, match="is a file|does not exist"):
         run.accelerator.load_state(tmp_path / "state")
     assert folder.replaced.exists() and not folder.target.exists()
     folder.abandon()

@@ -145,7 +145,7 @@ def test_the_launchers_sizes_are_taken_where_the_script_gives_none() -> None:
         ),
         (
             lambda: Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2)),
-            "tp_size=2 = 2, but there are 1 processes",
+            "tp_size=2 = 2, but there is 1 process",
         ),
         (lambda: Accelerator(cpu=True, parallelism_config={"tp_size": 2}), "must be a ParallelismConfig"),
     ],
@@ -164,7 +164,7 @@ def test_the_launcher_asks_for_a_mesh() -> None:
     }
     with (
         patch_environment(**launched),
-        pytest.raises(ConfigurationError, match="tp_size=2 = 2, but there are 1 processes"),
+        pytest.raises(ConfigurationError, match="tp_size=2 = 2, but there is 1 process"),
     ):
         Accelerator(cpu=True)
     assert PLUGINS.load("mesh") is ParallelismConfig and PLUGINS.load("torch_tp") is TorchTensorParallelPlugin

@@ -390,8 +390,10 @@ def test_a_rank_that_stood_still_looks_once_more(monkeypatch: pytest.MonkeyPatch
 class Gone:
     """The store of a process that has ended."""
 
-    def compare_set(self, *_: str) -> bytes:
+    def compare_set(self, *_: object) -> bytes:
         raise RuntimeError("connection reset")
+
+    set = check = compare_set
 
 
 def test_a_store_that_is_gone_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
@@ -400,6 +402,9 @@ def test_a_store_that_is_gone_ends_no_training(caplog: pytest.LogCaptureFixture)
     assert not any(agreement.passes(1, begins=step == 0, wants_to_stop=False) for step in range(200))
     assert caplog.text.count("no longer saves the training") == 1
     assert agreement.passes(2, begins=True, wants_to_stop=True) and agreement.meet(0.1) == [0]
+    while_stopping = StopAgreement(Gone(), 1, 2)
+    assert while_stopping.meet(60.0) == [0, 1] and while_stopping.lost
+    assert not StopAgreement(Gone(), 1, 2).answers() and StopAgreement(HashStore(), 1, 2).answers()
 
 
 SCRIPT = """
@@ -484,6 +489,17 @@ class Job:
 
 def weights_of(output: str) -> str:
     return next(line for line in output.splitlines() if line.startswith("weights"))
+
+
+def test_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """The ranks end with one line that says so, without waiting for each other and without torch's C++ frames."""
+    job = Job(tmp_path / "job", 2, loop="training")
+    job.wait_for("training")
+    job.process.kill()
+    _, output = job.end()
+    lines = [line for line in output.splitlines() if line not in ("fresh", "")]
+    assert len(lines) == 1 and "the launcher is gone" in lines[0] and "without saving" in lines[0], output
+    assert not (job.folder / "preempted").exists()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 
 from accel import Accelerator
 from accel.self_test import checks
+from accel_launch.cli import main
 from accel_state.testing import run_world
 
 pytestmark = pytest.mark.timeout(300)  # a launch of two ranks, which a busy machine keeps waiting
@@ -122,3 +123,9 @@ def test_all_checks_pass() -> None:
 
     assert check() == [[]] * len(checks.CHECKS)
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_script_is_not_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["extra.py"], ["--cpu", "extra.py"], ["-m", "extra.py"]):
+        assert main(["test", *words]) == 2
+        assert "'extra.py' is not an option: accel test runs a script of its own" in capsys.readouterr().err

@@ -89,6 +89,16 @@ def test_a_file_is_converted_with_its_comments(tmp_path, capsys) -> None:
     )
 
 
+def test_keys_that_are_not_known_are_kept(tmp_path, capsys) -> None:
+    source, target = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    source.write_text(DOCUMENTED.replace("fsdp_offload_params", "fsdp_offload_param") + "my_tool: {x: 1}\n")
+    assert convert(source, "--output_file", target) == 0
+    said = capsys.readouterr().out
+    hint = "fsdp_offload_param is not a known key and is kept. Did you mean fsdp_config.fsdp_offload_params?"
+    assert hint in said and "my_tool is not a known key and is kept." in said
+    assert "fsdp_offload_param: false" in target.read_text() and "my_tool: {x: 1}" in target.read_text()
+
+
 def test_the_file_itself_is_replaced_only_when_asked_to(tmp_path) -> None:
     source = tmp_path / "one.yaml"
     source.write_text(DOCUMENTED)
@@ -135,7 +145,6 @@ def test_a_file_of_version_2_is_left_alone(tmp_path, capsys) -> None:
         ),
         ("SHARD_GRAD_OP", "HYBRID_SHARD", "num_machines is 1, num_processes is 2. Set both"),
         ("SHARD_GRAD_OP", "HALF_SHARD", "'HALF_SHARD'"),
-        ("fsdp_offload_params", "fsdp_offload", "fsdp_config.fsdp_offload is not a known key"),
         ("# blocks", "blocks: [", "not valid YAML"),
     ],
 )

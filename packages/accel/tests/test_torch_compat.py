@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -160,3 +161,18 @@ def flattened_size() -> int:
 
 def test_flattened_mesh() -> None:
     assert run_world(flattened_size, 2) == [2, 2]
+
+
+def test_a_lost_store_logs_no_cpp_frames(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
+    code += "; print(s.port, flush=True); sys.stdin.read()"
+    server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()))
+    server.kill()
+    server.wait()
+    with pytest.raises(RuntimeError), compat.quiet_cpp_logs():
+        store.check(["key"])
+    assert compat.cpp_log_level() is not None and "frame #" not in capfd.readouterr().err
+    with pytest.raises(RuntimeError):
+        store.check(["key"])
+    assert "frame #" in capfd.readouterr().err, "torch writes no frames any more: quiet_cpp_logs can go"

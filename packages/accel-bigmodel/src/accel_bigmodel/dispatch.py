@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_state.errors import ConfigurationError, check_type
+from accel_state.humanize import counted
 
 from .device_map.device_map_checks import check_device_map, check_devices
 from .device_map.infer import infer_auto_device_map
@@ -276,9 +277,9 @@ class _Dispatcher:
         empty = on_meta(self.model, offloaded)
         if empty:
             raise ConfigurationError(
-                f"{len(empty)} tensors of {type(self.model).__name__} have no values: {', '.join(empty[:8])}. Load the "
-                "model's weights first; buffers that no checkpoint holds keep their values in "
-                "init_empty_weights(include_buffers=False)."
+                f"{type(self.model).__name__} has {counted(len(empty), 'tensor')} without values: "
+                f"{', '.join(empty[:8])}. Load the model's weights first; buffers that no checkpoint holds keep their "
+                "values in init_empty_weights(include_buffers=False)."
             )
 
     def attach_hooks(self, skip_keys: str | Sequence[str] | None, preload_module_classes: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from accel_state import get_logger
 from accel_state.enums import RNGType
 from accel_state.errors import ConfigurationError
+from accel_state.humanize import counted
 from accel_state.random import synchronize_rng_states
 from accel_state.state import GradientState, PartialState
 
@@ -333,9 +334,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         same_workers = point.num_workers == self.base_dataloader.num_workers
         if point.position and not same_ranks and (point.unit == "steps" or not self.layout.elastic):
             raise ConfigurationError(
-                f"the state is from {point.num_processes} processes in the middle of an epoch, and cannot be continued "
-                f"on {self.layout.num_processes}: each rank of this loader reads its own data, in steps. Continue on "
-                f"{point.num_processes} processes, or save at the end of an epoch."
+                f"the state is from {counted(point.num_processes, 'process')} in the middle of an epoch, and cannot be "
+                f"continued on {self.layout.num_processes}: each rank of this loader reads its own data, in steps. "
+                f"Continue on {counted(point.num_processes, 'process')}, or save at the end of an epoch."
             )
         if point.position and not same_workers and point.unit == "steps":
             raise ConfigurationError(

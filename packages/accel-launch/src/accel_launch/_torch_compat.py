@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from torch.distributed.elastic import multiprocessing as torch_multiprocessing
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import Event, EventSource
-from torch.distributed.elastic.multiprocessing import MultiprocessContext
+from torch.distributed.elastic.multiprocessing import MultiprocessContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing import api as torch_processes
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -84,6 +85,13 @@ class AgentHooks(LocalElasticAgent):
             if process.exitcode == 0 and rank not in context._return_values and context._ret_vals[rank].empty():
                 context._return_values[rank] = None
 
+    def succeeded_ranks(self) -> list[int]:
+        """Local ranks whose command or function has ended without an error."""
+        context = self._pcontext
+        if isinstance(context, SubprocessContext):
+            return [rank for rank, handler in context.subprocess_handlers.items() if handler.proc.poll() == 0]
+        return list(context._return_values) if isinstance(context, MultiprocessContext) else []
+
 
 def detach_stores(handler: RendezvousHandler) -> list[object]:
     """Make one of torch's rendezvous handlers forget the store of the ranks, and return what must stay alive of it.
@@ -107,6 +115,45 @@ def signal_handler(handler: Callable[[int, FrameType | None], None]) -> Iterator
         yield
     finally:
         setattr(torch_processes, name, original)
+
+
+@contextlib.contextmanager
+def separate_starts(
+    before: Callable[[], None], one_start: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Let an exception between the starts of two ranks that run a command end the ranks that have been started.
+
+    Args:
+        before: called before the first start.
+        one_start: makes a context for each start.
+    """
+    original = torch_processes.get_subprocess_handler
+
+    class Context(SubprocessContext):
+        def _start(self) -> None:
+            started: dict[int, Any] = {}
+
+            def start(*args: Any, **kwargs: Any) -> Any:
+                with one_start():
+                    handler = original(*args, **kwargs)
+                    started[handler.local_rank_id] = handler
+                return handler
+
+            before()
+            torch_processes.get_subprocess_handler = start
+            try:
+                super()._start()
+            except BaseException:
+                self.subprocess_handlers = started  # torch closes these
+                raise
+            finally:
+                torch_processes.get_subprocess_handler = original
+
+    torch_multiprocessing.SubprocessContext = Context  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        torch_multiprocessing.SubprocessContext = SubprocessContext  # type: ignore[misc]
 
 
 class _FinishedEvent(threading.Event):

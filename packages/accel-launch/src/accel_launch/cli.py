@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         if name in _DISTRIBUTIONS:
-            return fail(PROGRAM, f"`accel {name}` comes with `pip install {_DISTRIBUTIONS[name]}`.")
+            text = f"`accel {name}` is a command of the package {_DISTRIBUTIONS[name]}, which is not installed here."
+            return fail(PROGRAM, f"{text} Run: pip install {_DISTRIBUTIONS[name]}")
         return fail(PROGRAM, f"{name!r} is not a command.{suggest(name, COMMANDS.names())} `accel --help` lists them.")
     code = run_command(name, arguments)
     return _exit(code) if name == "launch" and argv is None else code
@@ -98,7 +99,8 @@ def _run_guarded(program: str, action: Callable[[], int]) -> int:
         return code
     except (ConfigurationError, MissingDependencyError) as error:
         return fail(program, str(error))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        print(f"\n{program}: interrupted{f': {error}' if str(error) else ''}.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         _discard_output()

@@ -1,17 +1,49 @@
-"""The number of physical cores that this process may use."""
+"""The cores that this process may use, and how many processes a machine is asked to run on them."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from accel_state.errors import ConfigurationError
+
 _CPUS = Path("/sys/devices/system/cpu")
+_NODES = Path("/sys/devices/system/node")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+_PROCESSES_PER_CPU = 8
+_ALWAYS_ALLOWED = 64
 
 
 def usable_cores(cpus: Path = _CPUS, quota: Path = _QUOTA) -> int:
     """Physical cores within the CPU affinity of this process and the CPU quota of its container; at least 1."""
     return max(1, min(_cores_in_affinity(cpus), _cores_in_quota(quota)))
+
+
+def check_process_count(processes: int, devices: int, where: str, override: str) -> None:
+    """Raise ConfigurationError for far more processes on this machine than it has CPUs and devices.
+
+    Args:
+        processes: processes to start here.
+        devices: visible accelerators.
+        where: the setting that asks for them, for the message.
+        override: what allows any number, for the message.
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = max(_PROCESSES_PER_CPU * cpus, _ALWAYS_ALLOWED, devices)
+    if processes > limit:
+        machine = f"{cpus} CPU(s)" + (f" and {devices} accelerator(s)" if devices else "")
+        raise ConfigurationError(
+            f"{where}: {processes} processes on this machine, which has {machine}, are more than {limit}. Start fewer, "
+            f"or {override} to start them anyway."
+        )
+
+
+def default_cpu_processes(nodes: Path = _NODES) -> int:
+    """How many processes share the CPUs of this machine by default: one for each of its NUMA nodes, at least two."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    usable = [node for node in nodes.glob("node[0-9]*") if any((node / f"cpu{cpu}").exists() for cpu in cpus)]
+    return max(2, len(usable))
 
 
 def _cores_in_affinity(cpus: Path) -> int:

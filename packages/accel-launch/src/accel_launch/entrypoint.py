@@ -15,6 +15,8 @@ from pathlib import Path
 from accel_state.errors import ConfigurationError
 from accel_state.options import ScriptOptions
 
+from .commands.registry import COMMANDS
+
 _BINARY_MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe", b"MZ")
 
 
@@ -50,7 +52,9 @@ def _check_script(name: str) -> None:
     path = Path(name)
     if not path.exists():
         hint = ""
-        if not name.endswith(".py") and _is_module(name):
+        if name in COMMANDS:
+            hint = f" For the command: accel {name}."
+        elif not name.endswith(".py") and _is_module(name):
             hint = f" For a module: accel launch -m {name}."
         elif shutil.which(name):
             hint = f" For a program: accel launch --no_python {name}."

@@ -6,9 +6,11 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from accel_state.errors import ConfigurationError, require
+from accel_state.humanize import counted
 from accel_state.options import (
     HardwareOptions,
     RendezvousOptions,
@@ -21,7 +23,7 @@ from accel_state.options import (
 
 from .accelerators.registry import VisibleDevices, find_visible
 from .config.read import load_settings
-from .cpus import usable_cores
+from .cpus import check_process_count, default_cpu_processes, usable_cores
 from .entrypoint import Entrypoint, find_entrypoint
 from .hostfile import read_hostfile, read_pool
 from .launch_context import (
@@ -114,6 +116,8 @@ def make_plan(
     if not mode.starts_every_machine:
         _check_devices(settings, on_cpu, local, visible)
         _check_rendezvous(settings, local)
+    if mode is LaunchMode.LOCAL and not settings["oversubscribe"]:
+        check_process_count(local, visible.count, settings.where("num_processes"), "give --oversubscribe")
     if total > 1 and not settings.is_set("num_cpu_threads_per_process"):
         environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // local))
     return LaunchPlan(
@@ -181,10 +185,12 @@ def _count(
     machines = _count_machines(settings, context)
     total, notes = settings["num_processes"], []
     if total is None:
+        on_cores = machines == 1 and settings["distributed_type"] == "MULTI_CPU" and not context.tasks_per_node
         total = (visible.count or context.tasks_per_node or 1) * machines
-        plural = "process" if total == 1 else "processes"
         reason = _count_reason(context, on_cpu, visible)
-        notes = [f"starting {total} {plural} ({reason}); set --num_processes to change it"]
+        if on_cores and not visible.count:
+            total, reason = default_cpu_processes(), "one per NUMA node, at least two; distributed_type is MULTI_CPU"
+        notes = [f"starting {counted(total, 'process')} ({reason}); set --num_processes to change it"]
     if total % machines:
         matches = settings["num_machines"] == machines
         machines_text = settings.where("num_machines") if matches else f"the {machines} available machines"
@@ -207,6 +213,8 @@ def _count_machines(settings: Resolution, context: LaunchContext) -> int:
     hostfile = option_value(settings, "mpirun_hostfile")
     machines = int(settings["num_machines"])
     if hostfile and context.role in (Role.ALONE, Role.BATCH):
+        if not Path(hostfile).expanduser().exists():
+            return machines  # the launcher that starts mpirun refuses it
         hosts = read_hostfile(hostfile, settings.where("mpirun_hostfile"))
         if machines == 1:
             return len(hosts)

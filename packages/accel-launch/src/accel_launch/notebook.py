@@ -18,9 +18,10 @@ from typing import Any
 
 from accel_state.env import are_libraries_initialized, patch_environment
 from accel_state.errors import ConfigurationError
-from accel_state.options import CoreOptions, RendezvousOptions, resolve
+from accel_state.options import CoreOptions, RendezvousOptions, ResourceOptions, resolve
 
 from .accelerators.registry import find_visible
+from .cpus import check_process_count
 from .errors import LaunchError
 from .tpu_function import is_on_tpu, run_on_tpu
 
@@ -34,6 +35,7 @@ _ARGUMENTS = {
     "--main_process_port": "use_port",
     "--machine_rank": "node_rank",
     "--num_machines": "num_nodes",
+    "--num_processes": "num_processes",
     "--rdzv_": "rdzv_",
     "--max_restarts": "max_restarts",
     "--monitor_interval": "monitor_interval",
@@ -175,7 +177,7 @@ class FunctionRank:
 
         from accel_state.context import isolated
 
-        from .elastic.worker import print_by_line, write_report
+        from .elastic.worker import note_end, print_by_line, write_report
 
         print_by_line()
         if self.forked:
@@ -187,6 +189,7 @@ class FunctionRank:
             with isolated():
                 _FORKED_RANKS.begin_function()
                 self.function(*args)
+            note_end()
             _destroy_process_group()
             if _FORKED_RANKS.was_interrupted:
                 # The function handled the interrupt: torch would keep this rank until the others end.
@@ -316,9 +319,13 @@ def _run(
 
 
 def _process_count(num_processes: int | None) -> int:
+    devices = find_visible(os.environ).count
     if num_processes is None:
-        return max(1, find_visible(os.environ).count)
+        return max(1, devices)
     _check_integers(num_processes=(num_processes, 1))
+    if not ResourceOptions.read("oversubscribe"):
+        variable = ResourceOptions.declaration("oversubscribe").env
+        check_process_count(num_processes, devices, f"num_processes={num_processes}", f"set {variable}=true")
     return num_processes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from accel_launch.commands.base import Command
@@ -12,6 +13,8 @@ from accel_launch.config.read import load_settings
 from accel_launch.parser import ConfigParser, parse_options
 from accel_state.errors import ConfigurationError
 from accel_state.options import load_groups
+
+from .models import SHAPES
 
 # Options of accel launch that have no effect on a plan, or have another meaning here.
 _LEFT_OUT = ("config_file", "json", "module", "no_python", "quiet", "dry_run")
@@ -52,9 +55,20 @@ def run(argv: list[str]) -> int:
     options = parse_options(argv, _parser())
     names = ("config", "model", "optimizer", *_VALUES, *_SWITCHES)
     given = {name: options.pop(name) for name in names if name in options}
-    settings = load_settings({**options, "config_file": given.pop("config")})
+    config = Path(given.pop("config"))
+    if not config.expanduser().is_file():
+        raise ConfigurationError(
+            f"CONFIG {config}: no such file (looked in {Path.cwd()}). Give a configuration file of accel launch; "
+            "`accel config` writes one."
+        )
+    settings = load_settings({**options, "config_file": str(config)})
     for note in settings.notes():
         print(f"accel plan: {note}", file=sys.stderr)
+    if "model" not in given:
+        raise ConfigurationError(
+            f"--model is missing. Give {', '.join(SHAPES)}, a config.json, a directory that contains one, or a "
+            "repository on the Hub (owner/name)."
+        )
     from .plan import PlanRequest, make_plan
     from .report import as_text
 
@@ -90,7 +104,7 @@ def _parser() -> ConfigParser:
     parser.add_argument("config", metavar="CONFIG", help="configuration file of accel launch (.yaml, .yml or .json)")
     parser.add_argument(
         "--model",
-        required=True,
+        default=argparse.SUPPRESS,
         help="llama-3-8b, llama-3-70b, a config.json, a directory that contains one, or a repository on the Hub",
     )
     optimizers = ["adamw", "adam", "sgd", "sgd_momentum"]

@@ -20,6 +20,7 @@ from .trace import RankBatch, RankTrace, TraceTask, data_ranks, trace_blocks
 from .zero import HALF_PRECISION, stage_of, without_deepspeed, zero_memory_and_traffic
 
 DEFAULT_SEQ_LENGTH = 2048
+MAX_PROCESSES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,8 @@ def _process_count(settings: Resolution, rank: int) -> int:
     processes, machines = settings["num_processes"], settings["num_machines"]
     if processes is None:
         raise ConfigurationError("the configuration does not set the number of processes. Set --num_processes.")
+    if processes > MAX_PROCESSES:
+        raise ConfigurationError(f"{settings.where('num_processes')}: a plan is for up to {MAX_PROCESSES} processes.")
     if processes % machines:
         raise ConfigurationError(
             f"num_processes={processes} is not divisible by num_machines={machines}. Set --num_processes to a "

@@ -1,8 +1,15 @@
-"""Formats and parses sizes in bytes."""
+"""Formats counts, and formats and parses sizes in bytes."""
 
 from __future__ import annotations
 
 import re
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun: ``"1 process"``, ``"2 processes"``, ``"0 files"``."""
+    if count != 1:
+        noun += "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}"
 
 
 def convert_bytes(size: float) -> str:

@@ -6,7 +6,11 @@ Modules of torch that are slow to import are imported where they are needed.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,6 +63,32 @@ def default_store() -> dist.Store:
     """The store of the default process group; ``dist`` has no public accessor."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+@functools.cache
+def cpp_log_level() -> ctypes.c_int | None:
+    """The level of torch's C++ log (2: errors only), which no Python function sets; None in a build without it."""
+    name = {"win32": "c10.dll", "darwin": "libc10.dylib"}.get(sys.platform, "libc10.so")
+    try:
+        return ctypes.c_int.in_dll(
+            ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)), "FLAGS_caffe2_log_level"
+        )
+    except (OSError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def quiet_cpp_logs() -> Iterator[None]:
+    """Silence the C++ warnings of torch: a store that is gone logs its C++ frames before it raises an error."""
+    level = cpp_log_level()
+    if level is None:
+        yield
+        return
+    former, level.value = level.value, max(level.value, 2)
+    try:
+        yield
+    finally:
+        level.value = former
 
 
 # -- loss scaling ----------------------------------------------------------------------------------------------------

@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from accel_state.errors import ConfigurationError
 
 from .model import ModelSize, TensorHeaders, files_of, read_headers, size_of_tensors
+
+_CONNECT_SECONDS = 5.0
 
 
 def config_of(repository: str) -> Path | None:
@@ -19,9 +25,9 @@ def config_of(repository: str) -> Path | None:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    with _hub_errors(repository):
+    with _hub_errors(repository) as unreachable:
         try:
-            return Path(hf_hub_download(repository, "config.json"))
+            return Path(hf_hub_download(repository, "config.json", local_files_only=unreachable is not None))
         except LocalEntryNotFoundError:  # a subclass of EntryNotFoundError that means the Hub did not answer
             raise
         except EntryNotFoundError:
@@ -36,7 +42,9 @@ def tensors_of(repository: str) -> TensorHeaders:
         cached = try_to_load_from_cache(repository, name)
         if isinstance(cached, str):
             return read_headers(files_of(Path(cached)))
-    with _hub_errors(repository):
+    with _hub_errors(repository) as unreachable:
+        if unreachable is not None:
+            raise unreachable
         metadata = get_safetensors_metadata(repository)
     tensors = {}
     for file in metadata.files_metadata.values():
@@ -49,7 +57,9 @@ def library_of(repository: str) -> str | None:
     from huggingface_hub import model_info
 
     try:
-        with _hub_errors(repository):
+        with _hub_errors(repository) as unreachable:
+            if unreachable is not None:
+                raise unreachable
             name = model_info(repository).library_name
     except ConfigurationError:
         return None
@@ -67,14 +77,36 @@ def read_config(path: Path) -> dict[str, Any]:
     return content
 
 
-@contextlib.contextmanager
-def _hub_errors(repository: str) -> Iterator[None]:
-    """Map the errors of huggingface_hub to ours."""
-    from huggingface_hub import errors
+def _connection_error() -> OSError | None:
+    """Why no connection to the Hub can be opened; None if one can, or if that is for the Hub's client to find out.
 
-    unreachable = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError)
+    The client tries for half a minute.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return None
+    address = urlsplit(constants.ENDPOINT)
+    port = address.port or (80 if address.scheme == "http" else 443)
     try:
-        yield
+        socket.create_connection((address.hostname or "", port), _CONNECT_SECONDS).close()
+    except OSError as error:
+        return error
+    return None
+
+
+@contextlib.contextmanager
+def _hub_errors(repository: str) -> Iterator[OSError | None]:
+    """Map the errors of huggingface_hub to ours; yields why the Hub cannot be reached, if that is known already."""
+    from huggingface_hub import constants, errors
+
+    offline = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError)
+    unreachable = _connection_error()
+    logger = logging.getLogger("huggingface_hub.utils._http")  # warns of every retry
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield unreachable
     except errors.HFValidationError as error:
         raise ConfigurationError(
             f"{repository!r} is neither a local file or directory nor the name of a Hub repository (owner/name)."
@@ -96,13 +128,18 @@ def _hub_errors(repository: str) -> Iterator[None]:
     except Exception as error:
         # Connection errors come from the HTTP library that this version of huggingface_hub uses.
         library = type(error).__module__.split(".")[0]
-        if not isinstance(error, unreachable) and library not in {"httpx", "httpcore", "requests", "urllib3"}:
+        if not isinstance(error, offline) and library not in {"httpx", "httpcore", "requests", "urllib3"}:
             raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = str(unreachable or error).strip().partition("\n")[0] or type(error).__name__
+        if constants.HF_HUB_OFFLINE:
+            reason = "HF_HUB_OFFLINE is set"
         raise ConfigurationError(
             f"{repository!r} is not in the local cache, and the Hub cannot be reached ({reason}). Connect to the "
-            "network, set HF_HUB_OFFLINE=0 if it is 1, or give a local directory or a .safetensors file."
+            f"network{', unset HF_HUB_OFFLINE,' if constants.HF_HUB_OFFLINE else ''} or give a local directory or a "
+            ".safetensors file."
         ) from error
+    finally:
+        logger.setLevel(level)
 
 
 LIBRARIES = ("transformers", "timm", "safetensors")

@@ -69,7 +69,10 @@ def _ask(argv: list[str]) -> int:
     prompts = MenuPrompts() if is_terminal() else TextPrompts()
     known = _known(path, prompts.confirm)
     while True:
-        answers = ask_all(prompts.ask, known)
+        try:
+            answers = ask_all(prompts.ask, known)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"{path} was not written") from None
         try:
             content = nest(complete(answers, known))
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from accel_state.env import read_str
+from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, check_deepspeed_file
 
 from ..config.read import load_settings
@@ -14,6 +15,8 @@ from ..launch_plan import LaunchPlan, make_plan
 from ..launchers.registry import choose_launcher
 from ..parser import parse
 from .base import Command
+
+_MAX_SHOWN = 100_000
 
 
 def run(argv: list[str]) -> int:
@@ -29,6 +32,11 @@ def run(argv: list[str]) -> int:
     show_notes(plan, settings)
     launcher = choose_launcher(plan)
     if settings["dry_run"]:
+        if plan.num_processes > _MAX_SHOWN:
+            raise ConfigurationError(
+                f"{settings.where('num_processes')}: --dry_run shows every process, up to {_MAX_SHOWN}. Give a smaller "
+                "number."
+            )
         print(render(launcher.commands(plan), as_json=settings["json"]))
         return 0
     return launcher.run(plan)

@@ -48,7 +48,7 @@ def convert_file(source: Path, target: Path) -> list[str]:
     """Convert a configuration file from FSDP 1 to FSDP 2."""
     import yaml
 
-    config = read_config(source)
+    config = read_config(source, keep_unknown=True)
     if config is None:
         raise ConfigurationError(f"{source} does not exist.")
     settings = check(resolve(load_groups(), {}, environ={}, config=config))
@@ -62,6 +62,7 @@ def convert_file(source: Path, target: Path) -> list[str]:
     text = source.read_text(encoding="utf-8-sig")
     content = yaml.safe_load(text.replace("\t", " ") if source.suffix == ".json" else text) or {}
     conversion = _convert(source, settings, content.get(_SECTION) or {})
+    conversion.notes += [note for note in config.notes if "not a known key" in note]
     converted = {**content, _SECTION: conversion.section}
     if conversion.mesh:
         converted[_MESH] = {**(content.get(_MESH) or {}), **conversion.mesh}
@@ -73,7 +74,7 @@ def convert_file(source: Path, target: Path) -> list[str]:
         edited = None
     if edited is None and source.suffix != ".json" and has_comments(text):
         conversion.notes.append("comments are not kept")
-    write_text(target, new_text)
+    write_text(target, new_text, keep_unknown=True)
     return conversion.notes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,24 @@ def load_settings(options: Mapping[str, Any] | None = None, environ: Mapping[str
     return check(resolve(groups, given, environ, read_config(path, environ)))
 
 
-def read_config(path: str | Path | None, environ: Mapping[str, str] | None = None) -> ConfigFile | None:
-    """Read a file (None: the default one, if it exists), translate keys of other versions, and check it."""
+def read_config(
+    path: str | Path | None, environ: Mapping[str, str] | None = None, keep_unknown: bool = False
+) -> ConfigFile | None:
+    """Read a file (None: the default one, if it exists), translate keys of other versions, and check it.
+
+    With ``keep_unknown``, unknown keys get a note instead of an error.
+    """
     file = path if path is not None else find_default(environ)
     if file is None:
         return None
     config = migrate(ConfigFile.read(file), load_groups())
-    check_keys(config)
-    return config
+    unknown = check_keys(config, keep_unknown)
+    return replace(config, notes=(*config.notes, *unknown))
 
 
-def check_keys(config: ConfigFile) -> None:
-    """Refuse unknown keys, and values that are not allowed."""
+def check_keys(config: ConfigFile, keep_unknown: bool = False) -> list[str]:
+    """Refuse values that are not allowed, and unknown keys; return notes on the latter instead if they are kept."""
+    unknown = []
     known = {key: opt for group in load_groups() for opt in group.options() for key in opt.keys}
     sections = {key.split(".")[0] for key in known if "." in key}
     for entry in config.entries.values():
@@ -58,15 +65,23 @@ def check_keys(config: ConfigFile) -> None:
                     f"{entry.location}: {entry.key} must be a mapping of keys to values, not {entry.value!r}."
                 )
         elif not (top in known and known[top].kind is dict):
-            raise _unknown_key(entry, known, sections)
+            if not keep_unknown:
+                raise _unknown_key(entry, known, sections)
+            hint = _suggest_key(entry.key, _candidates(entry, known, sections), known)
+            unknown.append(f"{entry.location}: {entry.key} is not a known key and is kept.{hint}")
+    return unknown
+
+
+def _candidates(entry: Entry, known: Mapping[str, Option], sections: set[str]) -> list[str]:
+    """The keys of the entry's section, or those outside sections."""
+    top, _, inner = entry.key.partition(".")
+    if inner and top in sections:
+        return sorted(key for key in known if key.startswith(f"{top}."))
+    return sorted({*sections, *(key for key in known if "." not in key)})
 
 
 def _unknown_key(entry: Entry, known: Mapping[str, Option], sections: set[str]) -> ConfigurationError:
-    top, _, inner = entry.key.partition(".")
-    if inner and top in sections:
-        candidates = sorted(key for key in known if key.startswith(f"{top}."))
-    else:
-        candidates = sorted({*sections, *(key for key in known if "." not in key)})
+    candidates = _candidates(entry, known, sections)
     value = repr(entry.value)
     shown = value if len(value) < _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}..."
     return ConfigurationError(

@@ -93,7 +93,7 @@ def write_file(path: Path, content: Mapping[str, Any]) -> None:
     write_text(path, to_text(path, content))
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, keep_unknown: bool = False) -> None:
     """Write the text of a configuration file atomically."""
     path = Path(os.path.realpath(path))  # a link stays a link
     temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
@@ -105,7 +105,7 @@ def write_text(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        read_config(temporary)
+        read_config(temporary, keep_unknown=keep_unknown)
         os.replace(temporary, path)
         _sync_directory(path.parent)
     except OSError as error:

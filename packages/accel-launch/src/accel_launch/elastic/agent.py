@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
+from accel_state.errors import ConfigurationError
 from accel_state.preemption import Note
 
 from .._torch_compat import AgentHooks, complete_tail_log, detach_stores
@@ -62,13 +63,24 @@ class Agent(AgentHooks):
         """Ranks of machines that failed while the processes of this one did not."""
         self.last_failure: RunResult | None = None
         """The latest failure of this machine's processes."""
+        self.succeeded: list[int] = []
+        """Ranks of this machine that had ended without an error when the processes were last checked."""
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks; signals are held back until all of them are known."""
-        with self._watch.starting_ranks(forks=self._forks), complete_tail_log():
-            pids = super().start_workers(worker_group)
-            for worker in worker_group.workers:
-                worker.id = pids[worker.local_rank]
+        """Start the ranks."""
+        commands = isinstance(worker_group.spec.entrypoint, str)
+        try:
+            with self._watch.starting_ranks(commands, self._forks), complete_tail_log():
+                pids = super().start_workers(worker_group)
+                for worker in worker_group.workers:
+                    worker.id = pids[worker.local_rank]
+        except OSError as error:
+            file = f" ({error.filename})" if error.filename else ""
+            raise ConfigurationError(
+                f"the {worker_group.spec.local_world_size} processes of this machine cannot be started: "
+                f"{error.strerror}{file}. Those that were started have been ended. Start fewer with --num_processes, "
+                "or raise the limits of this shell (ulimit -n, ulimit -u)."
+            ) from None
         return pids
 
     def pids(self) -> list[int]:
@@ -97,6 +109,8 @@ class Agent(AgentHooks):
     def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Check the ranks of this machine, and whether another machine has failed."""
         self.accept_silent_exits()
+        # Looked at before torch, which ends the other ranks as soon as it sees that one has failed.
+        self.succeeded = [worker_group.workers[rank].global_rank for rank in self.succeeded_ranks()]
         result = super().monitor_workers(worker_group)
         if self._watch.forwarded is not None and saved_by_all(self._logs.by_rank) is not None:
             # The launcher was signalled, not a single rank: this machine is about to go away.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from accel_state.env import parse_flag_from_env
@@ -16,11 +17,16 @@ from accel_state.env import parse_flag_from_env
 from .worker import RELAY_VARIABLE, write_line
 
 FILE_NAME = "failure.json"
+END_NAME = "ended.json"
 
 # Errors of collectives after another rank has ended.
 _LOST_CONNECTION = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|DistBackendError|DistNetworkError|gloo|nccl|socket", re.IGNORECASE
+    r"Connection (closed|reset|refused)|Broken pipe|DistBackendError|DistNetworkError|CollectiveTimeoutError|gloo|nccl"
+    r"|socket",
+    re.IGNORECASE,
 )
+_SIZE_MISMATCH = "match expected size"
+_SHOWN_RANKS = 8
 
 _HINTS = {
     "SIGKILL": "Usually the system ran out of memory (see `dmesg`), or a user or scheduler killed it.",
@@ -28,6 +34,10 @@ _HINTS = {
     "SIGBUS": "Often /dev/shm is full, which data loader workers use for batches: enlarge it, or use fewer workers.",
     "SIGABRT": "Native code aborted; see its output above, or set PYTHONFAULTHANDLER=1 to see where.",
 }
+_MISMATCH_HINT = (
+    "gloo aborts if the tensors of a collective have different sizes on different ranks: `accel launch --debug` names "
+    "the call, and pad_across_processes makes the sizes equal."
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class RankFailure:
     time_ns: int | None = None  # when, by the rank's own report; None if it left none (killed, or not Python)
     traceback: str = ""  # text, or empty
     host: str = ""  # where it ran; empty for this machine
+    hint: str = ""  # what may have caused it, or empty
 
 
 def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, directory: Path) -> RankFailure:
@@ -59,6 +70,11 @@ def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, directory
         time_ns=int(str(report["time_ns"])),
         traceback=str(report["traceback"]),
     )
+
+
+def has_ended(pid: int, directory: Path) -> bool:
+    """Whether a rank's script has ended without an error."""
+    return _read_report(directory / END_NAME, pid) is not None
 
 
 def without_shutdown_crashes(failures: Iterable[RankFailure]) -> list[RankFailure]:
@@ -83,23 +99,54 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
     def order(failure: RankFailure) -> tuple[int, int]:
         if failure.time_ns is None:
             return (3 if failure.signal == "SIGTERM" else 1), failure.rank
-        last_line = failure.traceback.rstrip().rpartition("\n")[2]
-        is_cause = failure.traceback and not _LOST_CONNECTION.search(last_line)
+        is_cause = failure.traceback and not _LOST_CONNECTION.search(_message(failure.traceback))
         return (0 if is_cause else 2), failure.time_ns
 
     return min(failures, key=order)
 
 
+def _message(traceback: str) -> str:
+    """The last exception of a traceback and its message, without the lines of the program."""
+    lines = traceback.rstrip().rpartition('\n  File "')[2].splitlines()
+    return "\n".join(itertools.dropwhile(lambda line: line.startswith("    "), lines[1:])) or lines[-1]
+
+
+def with_hint(failure: RankFailure, succeeded: Sequence[int], world_size: int) -> RankFailure:
+    """Add what the launcher knows about the cause of a failure.
+
+    Args:
+        failure: the first failure.
+        succeeded: ranks that had ended without an error before.
+        world_size: ranks over all machines.
+    """
+    aborted, message = failure.signal == "SIGABRT", _message(failure.traceback) if failure.traceback else ""
+    if succeeded and (aborted or _LOST_CONNECTION.search(message)):
+        several = len(succeeded) > 1
+        ranks = ", ".join(map(str, succeeded[:_SHOWN_RANKS])) + (", ..." if len(succeeded) > _SHOWN_RANKS else "")
+        hint = (
+            f"rank{'s' if several else ''} {ranks} had already ended, without an error, when rank {failure.rank} "
+            f"failed in a collective that needs {'them' if several else 'it'}: a loop was left early or had fewer "
+            "batches, or the collective is in a branch that only some ranks take. Every rank must take the same "
+            "number of steps and reach the same collectives: prepare the data loaders, or use join_uneven_inputs."
+        )
+    elif world_size > 1 and (aborted or _SIZE_MISMATCH in message):
+        hint = _MISMATCH_HINT
+    else:
+        return failure
+    return replace(failure, hint=hint)
+
+
 def describe(failure: RankFailure, world_size: int) -> str:
-    """Rank, host and exit code; a traceback, if there is one, ends the text."""
+    """Rank, host and exit code, the traceback if there is one, and the hint."""
     where = f"local rank {failure.local_rank} on {failure.host or socket.gethostname()}, pid {failure.pid}"
     subject = f"accel launch: rank {failure.rank} of {world_size}"
     if failure.traceback:
-        return f"{subject} failed first ({where}), exit code {failure.exit_code}:\n{failure.traceback.rstrip()}"
+        text = f"{subject} failed first ({where}), exit code {failure.exit_code}:\n{failure.traceback.rstrip()}"
+        return f"{text}\naccel launch: {failure.hint}" if failure.hint else text
     if failure.signal:
-        hint = _HINTS.get(failure.signal, "")
-        return f"{subject} was ended by {failure.signal} ({where}), exit code {failure.exit_code}. {hint}".rstrip()
-    return f"{subject} ended first with exit code {failure.exit_code} ({where})."
+        text = f"{subject} was ended by {failure.signal} ({where}), exit code {failure.exit_code}."
+        return " ".join(filter(None, (text, _HINTS.get(failure.signal), failure.hint)))
+    return f"{subject} ended first with exit code {failure.exit_code} ({where}). {failure.hint}".rstrip()
 
 
 def announce(failure: RankFailure, world_size: int) -> None:

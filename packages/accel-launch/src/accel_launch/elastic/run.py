@@ -24,7 +24,7 @@ from accel_state.preemption import Note
 from .agent import Agent, LogDirectories, parse_tee, quiet_torch_logs
 from .preemption import report_saved, saved_by_all
 from .rendezvous import make_handler, make_parameters, not_met, wait_for_main_machine
-from .report import RankFailure, first_failure, read_failure
+from .report import RankFailure, first_failure, has_ended, read_failure, with_hint
 from .signals import SignalWatch, end_groups
 from .static_rendezvous import StaticRendezvous
 
@@ -52,6 +52,7 @@ class Outcome:
     exit_code: int  # as a shell shows it
     world_size: int = 0  # ranks over all machines
     failure: RankFailure | None = None  # the rank that failed first, or None
+    signal: int = 0  # the signal that ended the job, or 0
 
 
 def run_job(job: ElasticJob) -> Outcome:
@@ -60,7 +61,7 @@ def run_job(job: ElasticJob) -> Outcome:
         return _run_watched(job)
     except SignalException as error:
         # Received before any rank was started, or after all had ended.
-        return Outcome(128 + error.sigval)
+        return Outcome(128 + error.sigval, signal=error.sigval)
 
 
 def _run_watched(job: ElasticJob) -> Outcome:
@@ -88,7 +89,7 @@ def _run_watched(job: ElasticJob) -> Outcome:
             )
             return _run_agent(Agent(spec, logs, watch, job.start_method, job.line_prefix), logs)
         except SignalException as error:
-            return _preempted(logs) or Outcome(128 + error.sigval)
+            return _preempted(logs) or Outcome(128 + error.sigval, signal=error.sigval)
         except (RendezvousError, DistError, TimeoutError) as error:
             raise ConfigurationError(_rendezvous_message(parameters, bool(logs.by_rank), error)) from None
 
@@ -140,7 +141,7 @@ def _outcome(agent: Agent, result: RunResult, logs: LogDirectories) -> Outcome:
         return Outcome(1, world_size)
     if result.is_failed():
         first = first_failure(_failures(agent, result, logs))
-        return Outcome(first.exit_code, world_size, first)
+        return Outcome(first.exit_code, world_size, with_hint(first, _ended_ranks(agent, logs), world_size))
     return Outcome(0, world_size)
 
 
@@ -151,6 +152,13 @@ def _preempted(logs: LogDirectories, world_size: int = 0) -> Outcome | None:
         return None
     report_saved(note)
     return Outcome(note.exit_code, world_size)
+
+
+def _ended_ranks(agent: Agent, logs: LogDirectories) -> list[int]:
+    """Ranks of this machine that had ended without an error before another one failed."""
+    workers = agent.get_worker_group().workers
+    noted = {worker.global_rank for worker in workers if has_ended(worker.id, logs.by_rank[worker.local_rank])}
+    return sorted(noted | set(agent.succeeded))
 
 
 def _failures(agent: Agent, result: RunResult, logs: LogDirectories) -> Iterator[RankFailure]:

@@ -17,7 +17,7 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from .._torch_compat import signal_handler
+from .._torch_compat import separate_starts, signal_handler
 from .preemption import FORWARDED, send
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
@@ -54,7 +54,7 @@ class SignalWatch:
         """Returns how many seconds ranks may take to end after a signal, if more than usual."""
         self.farewell: Callable[[], float] = lambda: 0.0
         """Returns how many seconds the launcher may take to tell other machines that its ranks have ended."""
-        self._postponed = False
+        self._starting = self._postponed = False
         self._waiting: list[int] = []
         self._ended = threading.Event()
 
@@ -80,7 +80,9 @@ class SignalWatch:
             signal.set_wakeup_fd(self._former_fd)
             os.close(self._writer)
         while self._waiting:
-            signal.raise_signal(self._waiting.pop(0))  # for the former handlers
+            number = self._waiting.pop(0)
+            if number in SIGNALS or self.received is None:  # others were meant for ranks that have been ended
+                signal.raise_signal(number)  # for the former handlers
 
     def install(self) -> None:
         """Set the handlers; repeated after torch's agent has started processes, which sets its own."""
@@ -93,27 +95,43 @@ class SignalWatch:
         return self._forward if number in FORWARDED else self._handle
 
     @contextlib.contextmanager
-    def starting_ranks(self, forks: bool = False) -> Iterator[None]:
-        """Postpone signals until all ranks are known: an exception in between would leave behind the first ranks.
+    def starting_ranks(self, commands: bool, forks: bool = False) -> Iterator[None]:
+        """Let signals end the launcher and the ranks while these are being started.
 
         Args:
+            commands: whether ranks run a command: a signal then takes effect between the starts of two of them.
+                Signals are postponed until all ranks of a function are known: an exception in between would leave
+                behind the first ones.
             forks: whether ranks are forks of this process. Signals are then blocked in them too, until they have
                 handlers of their own: this process's would swallow them.
         """
-        self._postponed = True
+        self._starting, self._postponed = True, not commands
+        separate = separate_starts(self.install, self._postpone) if commands else contextlib.nullcontext()
         try:
-            with signal_handler(self._handle), _blocked_signals() if forks else contextlib.nullcontext():
+            with signal_handler(self._handle), separate, _blocked_signals() if forks else contextlib.nullcontext():
                 yield
         finally:
-            self._postponed = False
+            self._starting = self._postponed = False
             self.install()
-        while self._waiting:
-            number = self._waiting.pop(0)
+        self._handle_waiting((*SIGNALS, *FORWARDED))
+
+    @contextlib.contextmanager
+    def _postpone(self) -> Iterator[None]:
+        self._postponed = True
+        try:
+            yield
+        finally:
+            self._postponed = False
+        self._handle_waiting(SIGNALS)
+
+    def _handle_waiting(self, numbers: Iterable[int]) -> None:
+        for number in [number for number in self._waiting if number in numbers]:
+            self._waiting.remove(number)
             if self._former[number] is not signal.SIG_IGN:  # torch's agent also handles ignored signals
                 self._handler_of(number)(number, None)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        if self._postponed:
+        if self._starting:  # the ranks are not known yet
             self._waiting.append(number)
         elif send(self.ranks(), number):
             self.forwarded = signal.Signals(number)

@@ -50,6 +50,8 @@ def main() -> None:
                 if not isinstance(error.code, int):
                     print(error.code, file=sys.stderr)
                 exit_without_teardown(exit_code)
+        else:
+            note_end()
         raise
     except KeyboardInterrupt:
         raise
@@ -61,6 +63,8 @@ def main() -> None:
         if has_process_group():
             exit_without_teardown(1)
         sys.exit(1)
+    else:
+        note_end()
 
 
 def decode(word: str) -> list[str]:
@@ -151,6 +155,16 @@ def run_module(name: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
+def show_interrupt(interrupt: KeyboardInterrupt) -> None:
+    """Print where the first rank of this machine was interrupted; the other ranks were interrupted with it."""
+    # A collective may have failed because another rank was interrupted first.
+    interrupt.__context__ = None
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        interrupt.__traceback__ = strip_own_frames(interrupt.__traceback__)
+        sys.excepthook(type(interrupt), interrupt, interrupt.__traceback__)
+    sys.excepthook = lambda *_: None
+
+
 def has_process_group() -> bool:
     """Whether the script has left its process group open."""
     distributed = sys.modules.get("torch.distributed")
@@ -187,6 +201,15 @@ def strip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename.endswith(own):
         traceback = traceback.tb_next
     return traceback
+
+
+def note_end() -> None:
+    """Tell the launcher that the script has ended without an error: Python's teardown may take longer than others do
+    to fail in a collective with this rank.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        write_file(os.path.join(os.path.dirname(error_file), "ended.json"), {"pid": os.getpid()})
 
 
 def write_report(error: BaseException, exit_code: int, *, with_traceback: bool) -> None:
@@ -256,4 +279,8 @@ RELAYED = bool(__name__ == "__main__" and os.environ.pop(RELAY_VARIABLE, ""))
 OWN_FILE = os.path.abspath(__file__)
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt as interrupt:
+        show_interrupt(interrupt)
+        raise

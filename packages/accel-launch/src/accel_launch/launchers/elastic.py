@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 
-from accel_state.env import patch_environment
+from accel_state.env import patch_environment, read_str
 from accel_state.errors import require
 
 from ..elastic.checks import DEFAULT_PORT, LOOPBACK, check_rendezvous
@@ -26,9 +27,12 @@ class ElasticLauncher(Launcher):
 
     def run(self, plan: LaunchPlan) -> int:
         check_rendezvous(plan.rendezvous, plan.num_machines)
-        require("torch", purpose="starting more than one process", install="torch")
-        from ..elastic.report import announce
-        from ..elastic.run import ElasticJob, run_job
+        # When the store of another machine is gone, this launcher says so; torch would log C++ frames before.
+        level = read_str("TORCH_CPP_LOG_LEVEL") or ("WARNING" if plan.debug else "ERROR")
+        with patch_environment(TORCH_CPP_LOG_LEVEL=level):
+            require("torch", purpose="starting more than one process", install="torch")
+            from ..elastic.report import announce, signal_name
+            from ..elastic.run import ElasticJob, run_job
 
         # The agent substitutes $-names (torchrun's ${local_rank}); doubling them passes the user's text unchanged.
         command = [word.replace("$", "$$") for word in worker_command(plan.entrypoint, os.getpid())]
@@ -45,6 +49,8 @@ class ElasticLauncher(Launcher):
             outcome = run_job(job)
         if outcome.failure is not None:
             announce(outcome.failure, outcome.world_size)
+        elif outcome.signal and not plan.quiet:
+            print(f"accel launch: ended by {signal_name(outcome.signal)}", file=sys.stderr)
         return outcome.exit_code
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:

@@ -13,7 +13,7 @@ from ..cpus import usable_cores
 from ..elastic.checks import DEFAULT_PORT
 from ..elastic.worker import RELAY_VARIABLE
 from ..external_launcher import run_external
-from ..hostfile import read_hostfile
+from ..hostfile import Host, read_hostfile
 from ..interpreter import python_command
 from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
@@ -39,22 +39,23 @@ class MpirunLauncher(Launcher):
                 "out."
             )
         with reserved_port() as port:
-            start = _command(plan, mpi, port)
+            start = _command(plan, mpi, port, must_exist=True)
             return run_external(start.command, {**plan.full_environment(), **start.environment})
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
         """The call of mpirun."""
         mpi = find_mpi(plan.full_environment())
-        start = _command(plan, mpi or Hydra(), get_free_port())
+        start = _command(plan, mpi or Hydra(), get_free_port(), must_exist=False)
         if mpi is None:
             note = "no mpirun is on PATH: the command is that of Intel MPI and MPICH; other families differ"
             start = replace(start, notes=[*start.notes, note])
         return [start]
 
 
-def _command(plan: LaunchPlan, mpi: Mpi, free_port: int) -> MachineCommand:
+def _command(plan: LaunchPlan, mpi: Mpi, free_port: int, must_exist: bool) -> MachineCommand:
     path = plan.settings["mpirun_hostfile"]
-    hosts = read_hostfile(path, plan.settings.where("mpirun_hostfile"))
+    exists = must_exist or Path(path).expanduser().exists()
+    hosts = read_hostfile(path, plan.settings.where("mpirun_hostfile")) if exists else (Host("localhost"),)
     inherited = plan.full_environment()
     is_local = hosts[0].is_here
     address = "127.0.0.1" if len(hosts) == 1 and is_local else hosts[0].name
@@ -76,14 +77,18 @@ def _command(plan: LaunchPlan, mpi: Mpi, free_port: int) -> MachineCommand:
         local_processes=plan.local_processes,
         environment={**forwarded, **environment, RELAY_VARIABLE: "1"},
     )
+    notes = [f"{plan.local_processes} process(es) on each machine, {plan.num_processes} in total"]
+    if not exists:
+        notes.append(f"{path} does not exist yet: the first machine it lists becomes MASTER_ADDR")
+    names = ", ".join(host.name for host in hosts)
     entrypoint = plan.entrypoint
     module = "accel_launch.launchers.rank"
     rank = python_command("-m", module, entrypoint.kind, entrypoint.name, *entrypoint.args)
     return MachineCommand(
-        f"the machines of {path} ({', '.join(host.name for host in hosts)}), by one call of mpirun",
+        f"the machines of {path}{f' ({names})' if exists else ''}, by one call of mpirun",
         [*mpi.command(job), *rank],
         environment,
-        notes=[f"{plan.local_processes} process(es) on each machine, {plan.num_processes} in total"],
+        notes=notes,
     )
 
 

@@ -18,6 +18,7 @@ from accel_state.options.registry import OPTION_GROUPS
 
 from ..accelerators.registry import find_visible
 from ..config.write import BASE, declared
+from ..cpus import default_cpu_processes
 
 # How choices are shown, if not by their value in the file.
 LABELS = {
@@ -228,10 +229,11 @@ def propose(opt: Option, known: Mapping[str, Any], answers: Mapping[str, Any]) -
     """The value to propose: that of the file, else one for this machine, else the suggested one, else the default."""
     if known.get(opt.name) is not None:
         return known[opt.name]
-    count = find_visible(all_variables()).count
+    count, machines = find_visible(all_variables()).count, _value("num_machines", answers) or 1
+    on_cores = machines == 1 and answers.get("distributed_type") == "MULTI_CPU"
     machine = {
         "distributed_type": "MULTI_GPU" if count > 1 else "NO",
-        "num_processes": max(1, count) * (_value("num_machines", answers) or 1),
+        "num_processes": default_cpu_processes() if on_cores else max(1, count) * machines,
         "cpu": count == 0,
         "main_process_port": 29500,
     }

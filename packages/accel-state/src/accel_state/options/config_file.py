@@ -11,6 +11,7 @@ from typing import Any
 from ..env import read_str
 from ..errors import ConfigurationError, require
 from .declaration import Option, OptionGroup
+from .fsdp import SHARDING_STRATEGIES
 
 DIRECTORY = "accel"
 REFERENCE_DIRECTORY = "accelerate"
@@ -168,7 +169,7 @@ def migrate(config: ConfigFile, groups: Iterable[type[OptionGroup]]) -> ConfigFi
     options = [opt for group in groups for opt in group.options()]
     renamed = {other: opt for opt in options for other in opt.other_keys if other not in _CURRENT}
     entries = dict(config.entries)
-    notes = [*_half_precision(entries), *_unknown_count(entries), *_tensor_parallel(entries)]
+    notes = [*_half_precision(entries), *_unknown_count(entries), *_tensor_parallel(entries), *_reshard(entries)]
     for old in [key for key in entries if key in renamed]:
         notes += _rename(entries, old, renamed[old])
     return replace(config, entries=entries, notes=(*config.notes, *notes))
@@ -232,6 +233,19 @@ def _tensor_parallel(entries: dict[str, Entry]) -> list[str]:
         f"{run_type.location}: distributed_type TP is read as MULTI_GPU with a parallelism_config; `accel config "
         "update` rewrites the file"
     ]
+
+
+def _reshard(entries: dict[str, Entry]) -> list[str]:
+    """Translate a sharding strategy that is given as ``fsdp_reshard_after_forward``."""
+    old, key = "fsdp_config.fsdp_reshard_after_forward", "fsdp_config.fsdp_sharding_strategy"
+    entry = entries.get(old)
+    if entry is None or str(entry.value).upper() not in SHARDING_STRATEGIES:
+        return []
+    del entries[old]
+    if key in entries:
+        return [f"{entry.location}: {old}={entry.value!r} has no effect beside {key}"]
+    entries[key] = Entry(key, entry.value, entry.location)
+    return [f"{entry.location}: {old}={entry.value!r} is read as {key}; `accel config update` rewrites the file"]
 
 
 def _unknown_count(entries: dict[str, Entry]) -> list[str]:

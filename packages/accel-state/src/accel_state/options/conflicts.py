@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..errors import ConfigurationError
+from ..humanize import counted
 from .launch import CLOUD_TYPES
 from .resolution import Resolution, Source
 
@@ -200,7 +201,8 @@ def _check_mesh(settings: Resolution) -> None:
     if processes is not None and math.prod(sizes.values()) != processes:
         factors = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigurationError(
-            f"{factors} = {math.prod(sizes.values())}, but there are {processes} processes "
+            f"{factors} = {math.prod(sizes.values())}, but there {'is' if processes == 1 else 'are'} "
+            f"{counted(processes, 'process')} "
             f"({settings.where('num_processes')})."
         )
 

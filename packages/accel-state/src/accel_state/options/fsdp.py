@@ -133,3 +133,7 @@ class FsdpOptions(OptionGroup):
         question="Should the tensors that activation checkpointing saves be offloaded to CPU memory?",
         asked_when={"fsdp_activation_checkpointing": (True,)},
     )
+    ignored_modules: str | None = _fsdp(
+        metavar="REGEX",
+        help="Regular expression for the full names of modules that are not sharded, such as 'lm_head|.*router'.",
+    )

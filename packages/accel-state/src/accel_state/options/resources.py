@@ -17,7 +17,7 @@ class ResourceOptions(OptionGroup):
     num_processes: int | None = option(
         minimum=1,
         help="Total number of processes on all machines. Left out: one per visible GPU, or one per machine if there is "
-        "no GPU or --cpu is given.",
+        "no GPU or --cpu is given; with distributed_type MULTI_CPU one per NUMA node, at least two.",
         question="How many processes in total will you use?",
         asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA")},
     )
@@ -34,4 +34,9 @@ class ResourceOptions(OptionGroup):
         exported=True,
         help="Number of CPU threads per process. Left out, several processes share the physical cores evenly, and a "
         "single process uses torch's default.",
+    )
+    oversubscribe: bool = option(
+        False,
+        help="Start any number of processes. Otherwise, more than 64, than 8 per CPU and than one per accelerator of "
+        "this machine are refused.",
     )

@@ -12,7 +12,7 @@ from accel_state.errors import ConfigurationError
 
 from .atomic_dir import DELETED, PARTIAL, aside, delete, name_of, recover_all, remove_leftovers
 from .manifest import Manifest
-from .names import NUMBERED, CheckpointError, is_checkpoint_file, rng_file
+from .names import MANIFEST_NAME, NUMBERED, CheckpointError, is_checkpoint_file, rng_file
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,23 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
             if entry.is_dir() and _looks_like_checkpoint(entry):
                 infos.append(CheckpointInfo.of(entry))
     return sorted(infos, key=_age_order)
+
+
+def why_no_checkpoint(directory: Path) -> str | None:
+    """Why a path is not a checkpoint, with the next step; None if it looks like one."""
+    if directory.is_dir():
+        if (directory / MANIFEST_NAME).exists() or _looks_like_checkpoint(directory):
+            return None
+        names = [info.path.name for info in list_checkpoints(directory)]
+        if names:
+            return f"{directory.resolve()} is not a checkpoint but contains some: {', '.join(names)}. Give one of them."
+        return (
+            f"{directory.resolve()} is not a checkpoint: it has no {MANIFEST_NAME}, and no file that save_state writes."
+            " Give the path that save_state returned."
+        )
+    if directory.exists():
+        return f"{directory} is a file. Give the directory that save_state returned."
+    return f"{directory} does not exist (looked in {Path.cwd()}). Give the path that save_state returned."
 
 
 def _age_order(info: CheckpointInfo) -> tuple[float, int]:

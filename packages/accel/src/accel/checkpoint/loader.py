@@ -14,11 +14,13 @@ from torch import nn
 from accel_data import PreparedLoader, SeedableRandomSampler
 from accel_state import PartialState, get_logger
 from accel_state.errors import ConfigurationError
+from accel_state.humanize import counted
 
 from ..core.types import Layout
 from ..core.unwrap import clean_name, extract_model_from_parallel, id_tensor_storage
 from ..strategies.base import Strategy
 from . import accumulation_state, contents
+from .catalog import why_no_checkpoint
 from .contents import TrainingObjects
 from .manifest import Manifest, Verification, Workers
 from .names import (
@@ -75,9 +77,7 @@ class StateReader:
         rank: int | None = None,
     ) -> None:
         if not folder.is_dir():
-            raise ConfigurationError(
-                f"checkpoint directory not found: {folder}. Give the path that save_state returned."
-            )
+            raise ConfigurationError(str(why_no_checkpoint(folder)))
         self.folder = folder
         self.load_kwargs = load_kwargs
         self.manifest = Manifest.read(folder)
@@ -85,6 +85,9 @@ class StateReader:
             # Other files in the directory are not verified, so they are not read.
             self.names = list(self.manifest.files)
         else:
+            reason = why_no_checkpoint(folder)
+            if reason is not None:
+                raise CheckpointError(reason)
             self.names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
         self.changes: list[Callable[[], Any]] = []
         self.windows: dict[str, Any] | None = None
@@ -145,18 +148,18 @@ class StateReader:
         self._read_objects(SCHEDULER_NAME, objects.schedulers)
         if trains_less and objects.dataloaders:
             # Without its optimizers this is no continued training, so its loaders begin at their start.
-            self._left["dataloaders"] = "the optimizers, so that dataloaders begin at their start"
+            self._left["dataloader"] = "the optimizers, so that dataloaders begin at their start"
         else:
             self._read_loaders(objects.dataloaders, objects.seeded_samplers)
         if objects.scaler is not None and (objects.optimizers or SCALER_NAME in self.names):
             self.changes.append(partial(objects.scaler.load_state_dict, self._read(SCALER_NAME)))
         if strategy is not None:  # otherwise registered objects and windows are loaded on their own
             saved = list(filter(CUSTOM_FILE.fullmatch, self.names))
-            self.check_count("registered objects", len(saved), len(objects.registered))
+            self.check_count("registered object", len(saved), len(objects.registered))
             for index, obj in enumerate(objects.registered):
                 self.changes.append(partial(obj.load_state_dict, self._read(custom_file(index))))
             windows = sorted(filter(GRADIENTS_FILE.fullmatch, self.names), key=_number_of)
-            if windows and self._left.keys() & {"models", "optimizers", "dataloaders"}:
+            if windows and self._left.keys() & {"model", "optimizer", "dataloader"}:
                 self._left["windows"] = "open accumulation windows"
                 self._read_names.update(windows)
             elif windows and self.manifest is not None:
@@ -179,7 +182,7 @@ class StateReader:
         """Note how many objects of a kind are left; raise CheckpointError if there are too few of them to load."""
         require_count(kind, saved, present, self.folder, self.strict)
         if present < saved:
-            self._left[kind] = f"{saved - present} of {saved} {kind}"
+            self._left[kind] = f"{saved - present} of {counted(saved, kind)}"
 
     def restore_rng(self) -> None:
         """Restore the random number generators."""
@@ -207,7 +210,7 @@ class StateReader:
                 f"{self.folder} was saved by DeepSpeed. Load it with DeepSpeed, or consolidate its weights with the "
                 "zero_to_fp32.py in it, and load these into the model before prepare()."
             )
-        self.check_count("models", len(saved), len(models))
+        self.check_count("model", len(saved), len(models))
         for index, model in enumerate(models):
             name = numbered(stem, index, suffix)
             require_files(self.folder, [name], self.names)
@@ -248,13 +251,13 @@ class StateReader:
             model = owner_of(optimizer, models, f"optimizer {index}")
             owned.append((layouts[id(model)], optimizer, strategy.parameter_names(model, optimizer)))
         strict = bool(options.get("strict", True))
-        self.check_count("models", reader.count_models(), len(models))
-        self.check_count("optimizers", reader.count_optimizers(), len(owned))
+        self.check_count("model", reader.count_models(), len(models))
+        self.check_count("optimizer", reader.count_optimizers(), len(owned))
         self.changes += plan(reader, [layouts[id(model)] for model in models], owned, strict)
         self._read_names |= reader.used
 
     def _read_objects(self, stem: str, objects: list[Any]) -> None:
-        self.check_count(f"{stem}s", len(numbered_files(self.names, stem, "bin")), len(objects))
+        self.check_count(stem, len(numbered_files(self.names, stem, "bin")), len(objects))
         for index, obj in enumerate(objects):
             self.changes.append(partial(obj.load_state_dict, self._read(numbered(stem, index, "bin"))))
 
@@ -278,7 +281,7 @@ class StateReader:
                 resumable.append(index)
         saved = len(numbered_files(self.names, LOADER_NAME, "bin"))
         if self.manifest is not None and (self.strict or saved >= len(resumable)):
-            self.check_count("dataloaders", saved, len(resumable))
+            self.check_count("dataloader", saved, len(resumable))
         elif self.manifest is not None:
             logger.warning(
                 "%s has %d dataloaders and there are %d to load: the last ones begin at their start.",

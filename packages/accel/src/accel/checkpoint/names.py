@@ -9,6 +9,7 @@ from operator import index
 from pathlib import Path
 
 from accel_state.errors import AccelError, ConfigurationError
+from accel_state.humanize import counted
 
 OPTIMIZER_NAME = "optimizer"
 SCHEDULER_NAME = "scheduler"
@@ -153,6 +154,6 @@ def require_count(kind: str, saved: int, present: int, directory: Path, strict: 
     """Raise CheckpointError if more objects of some kind are to be loaded than were saved; if strict, also if fewer."""
     if present > saved or (strict and present < saved):
         raise CheckpointError(
-            f"{directory} has {saved} {kind} and there are {present} to load. Prepare and register the same objects "
-            "as when it was saved."
+            f"{directory} has {counted(saved, kind)} and there {'is' if present == 1 else 'are'} {present} to load. "
+            "Prepare and register the same objects as when it was saved."
         )

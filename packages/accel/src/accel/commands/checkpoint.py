@@ -13,7 +13,7 @@ from accel_launch.commands.base import Command
 from accel_state.errors import ConfigurationError
 from accel_state.humanize import convert_bytes
 
-from ..checkpoint.catalog import CheckpointInfo, list_checkpoints
+from ..checkpoint.catalog import CheckpointInfo, list_checkpoints, why_no_checkpoint
 from ..checkpoint.manifest import Manifest, damaged_files
 from ..checkpoint.names import MANIFEST_NAME, CheckpointError
 
@@ -25,11 +25,9 @@ def run(argv: list[str]) -> int:
     """Run ``accel checkpoint list`` or ``accel checkpoint verify``."""
     options = _parser().parse_args(argv)
     directory = Path(options.path)
-    if not directory.is_dir():
-        raise ConfigurationError(
-            f"{directory} is not a directory. Give a checkpoint written by save_state (verify), or a directory of "
-            "checkpoints (list)."
-        )
+    reason = why_no_checkpoint(directory)
+    if reason is not None and (options.action is _verify or not directory.is_dir()):
+        raise ConfigurationError(reason)
     code: int = options.action(directory, options.json)
     return code
 
@@ -59,8 +57,14 @@ def _list(directory: Path, as_json: bool) -> int:
         print(json.dumps(entries, indent=2))
         return 0
     if not checkpoints:
+        if why_no_checkpoint(directory) is None:
+            raise ConfigurationError(
+                f"{directory.resolve()} is a checkpoint itself. Give the directory that contains it, or check its "
+                "files with `accel checkpoint verify`."
+            )
         raise ConfigurationError(
-            f"{directory} has no checkpoint. Give the directory that save_state writes to, or the project directory."
+            f"{directory.resolve()} contains no checkpoint. Give the directory of those that save_state has written, "
+            "or the project directory."
         )
     rows = [("NAME", "STEP", "SIZE", "AGE", "PROCESSES", "STATE"), *map(_row, checkpoints)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -56,6 +56,8 @@ def merge_fsdp_weights(
 
 
 def _find_shards(path: Path) -> Path:
+    if not path.exists():
+        raise ConfigurationError(f"{path} does not exist (looked in {Path.cwd()}). Give a checkpoint of FSDP.")
     if (path / SHARD_TABLE_NAME).is_file():
         return path
     inside = sorted(item for item in path.glob(f"{FSDP_MODEL_NAME}_*") if (item / SHARD_TABLE_NAME).is_file())
@@ -65,7 +67,7 @@ def _find_shards(path: Path) -> Path:
     if inside:
         content = f"has {', '.join(item.name for item in inside)}"
     raise ConfigurationError(
-        f"{path} {content}. Give the directory of one model's shards, such as CHECKPOINT/{FSDP_MODEL_NAME}_0."
+        f"{path.resolve()} {content}. Give the directory of one model's shards, such as CHECKPOINT/{FSDP_MODEL_NAME}_0."
     )
 
 

@@ -213,7 +213,7 @@ class FullyShardedDataParallelPlugin:
         if self.min_num_params is None:
             self.min_num_params = launched.min_num_params
         if self.ignored_modules is None:
-            self.ignored_modules = env.read_str("FSDP_IGNORED_MODULES")
+            self.ignored_modules = launched.ignored_modules
 
     def _set_prefetch(self, launched: FsdpOptions) -> None:
         if self.fsdp_version == 2:

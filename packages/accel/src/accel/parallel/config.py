@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import ConfigurationError
+from accel_state.humanize import counted
 from accel_state.options import ParallelismOptions
 
 from .axes import AXES, DATA_AXES
@@ -258,7 +259,8 @@ class ParallelismConfig:
             return self
         factors = " x ".join(f"{axis}_size={self.size(axis)}" for axis in AXES)
         raise ConfigurationError(
-            f"ParallelismConfig: {factors} = {self.total_size}, but there are {num_processes} processes. Start "
+            f"ParallelismConfig: {factors} = {self.total_size}, but there "
+            f"{'is' if num_processes == 1 else 'are'} {counted(num_processes, 'process')}. Start "
             f"{self.total_size} (--num_processes), or choose sizes whose product is {num_processes}."
         )
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from accel_state import AcceleratorState, PartialState
 from accel_state.errors import ConfigurationError
+from accel_state.humanize import counted
 from accel_state.logging import get_logger
 from accel_state.registry import Registry
 
@@ -92,9 +93,9 @@ class FP8(Precision):
             return objects
         if len(models) != 1 or len(optimizers) != 1:
             raise ConfigurationError(
-                f"prepare() got {len(models)} models and {len(optimizers)} optimizers, but the FP8 backend "
-                f"{self.backend!r} prepares one model together with its optimizer. Call prepare(model, optimizer, ...) "
-                "for each pair."
+                f"prepare() got {counted(len(models), 'model')} and {counted(len(optimizers), 'optimizer')}, but the "
+                f"FP8 backend {self.backend!r} prepares one model together with its optimizer. Call prepare(model, "
+                "optimizer, ...) for each pair."
             )
         before = objects[optimizers[0]]
         model, optimizer = self.engine.initialize(objects[models[0]].to(self.state.device), before)

@@ -17,6 +17,7 @@ import torch
 
 from accel_data import PreparedLoader, loop_hooks
 from accel_state import PartialState
+from accel_state.env import parse_flag_from_env
 from accel_state.errors import ConfigurationError
 from accel_state.preemption import PREEMPTED_EXIT_CODE, Note, launcher_directory, remove_note, write_note
 
@@ -154,6 +155,7 @@ class PreemptionHandler:
         self._run = weakref.ref(run, self._dropped)
         self._former: dict[int, Any] = {}
         self._pid = os.getpid()
+        self._is_leaving = False
         # The loader that a loop last asked for a batch, and the number of its loop.
         self._latest: tuple[weakref.ref[PreparedLoader], int] | None = None
         self._loops_begun = 0
@@ -194,6 +196,25 @@ class PreemptionHandler:
         self.received = signal.Signals(number)
         if callable(former) and former is not signal.default_int_handler:
             former(number, frame)
+        if self._agreement is None or self._is_leaving or self._pid != os.getpid():
+            return
+        if not self._agreement.answers():
+            # The kernel may send the signal once more, for each thread of a launcher that was killed.
+            self._is_leaving = True
+            self._exit_without_store()
+
+    def _exit_without_store(self) -> None:
+        """Exit at once: without the store, ranks cannot agree on a step to save at."""
+        run, name = self._run(), signal.Signals(self.received or signal.SIGTERM)
+        if run is not None and run.process_state.is_local_main_process:
+            holder = "the launcher" if parse_flag_from_env("TORCHELASTIC_USE_AGENT_STORE") else "rank 0"
+            print(
+                f"accel: {name.name}: {holder} is gone, and with it the store through which ranks agree on a step to "
+                "save at. The ranks exit without saving.",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise SystemExit(128 + name)
 
     def remove(self) -> None:
         """Restore the previous signal handlers, unless others have been installed since."""
@@ -262,6 +283,8 @@ class PreemptionHandler:
         name = "a signal to another rank" if self.received is None else self.received.name
         seconds = self.settings.meeting_seconds
         missing = [] if self._agreement is None else self._agreement.meet(seconds)
+        if missing and self._agreement is not None and self._agreement.lost:
+            self._exit_without_store()
         if missing:
             print(
                 f"accel: {name}: rank {run.process_state.process_index} timed out after {seconds:g} s waiting for rank "

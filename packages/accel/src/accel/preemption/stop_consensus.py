@@ -16,7 +16,7 @@ from typing import Any
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
-from .._torch_compat import default_store
+from .._torch_compat import default_store, quiet_cpp_logs
 
 logger = get_logger(__name__)
 
@@ -27,9 +27,12 @@ LONGEST_LEASE = 64
 """Most steps between two reads of the store, however fast they are: the following ones may be slow."""
 
 _MEETING_PAUSE_SECONDS = 0.02
+_SIGNAL_SECONDS = 1.0
 
 # Rank 0 deletes the decision of the open point this many before its own.
 _KEPT_DECISIONS = 4096
+
+_STOP = "stop"
 
 
 class StopAgreement:
@@ -45,14 +48,15 @@ class StopAgreement:
         self._steps_left = 0
         self._announced = -1
         self._since = time.monotonic()
-        self._lost = False
+        self.lost = False
+        """Whether the store no longer answers."""
 
     def passes(self, loop: int, *, begins: bool, wants_to_stop: bool) -> bool:
         """Pass a point, and return whether to stop there."""
         self._steps_left -= 1
         if wants_to_stop and self._announced < self._lease:
             self._announced = self._lease
-            self._decide("stop")
+            self._decide(_STOP)
         if not begins and self._steps_left > 0 and loop == self._loop:
             return False
         return self._ask(loop, begins, wants_to_stop)
@@ -60,13 +64,13 @@ class StopAgreement:
     def _ask(self, loop: int, begins: bool, wants_to_stop: bool) -> bool:
         length = 1 if begins or loop != self._loop else self._next_length()
         self._loop = loop
-        decision = self._decide("stop" if wants_to_stop else str(length))
+        decision = self._decide(_STOP if wants_to_stop else str(length))
         self._lease += 1
-        if decision == "stop":
+        if decision == _STOP:
             return True
         self._length = self._steps_left = int(decision)
         self._since = time.monotonic()
-        if self._rank == 0 and not self._lost and self._lease > _KEPT_DECISIONS:
+        if self._rank == 0 and not self.lost and self._lease > _KEPT_DECISIONS:
             self._store.delete_key(_key(self._lease - _KEPT_DECISIONS))
         return False
 
@@ -77,28 +81,46 @@ class StopAgreement:
     def _decide(self, proposal: str) -> str:
         """The decision at the next open point: the proposal, or that of another rank that was there first."""
         try:
-            decision: bytes = self._store.compare_set(_key(self._lease), "", proposal)
+            with quiet_cpp_logs():
+                decision: bytes = self._store.compare_set(_key(self._lease), "", proposal)
         except RuntimeError as error:
-            if not self._lost:
-                self._lost = True
+            if not self.lost:
+                self.lost = True
+                if proposal != _STOP:
+                    # If the launcher was killed, the kernel is about to send a signal, whose handler says more.
+                    time.sleep(_SIGNAL_SECONDS)
                 message = "The store of the process group is lost, so a signal no longer saves the training: %s"
                 logger.warning(message, error, main_process_only=False)
             return proposal
         return decision.decode()
 
     def meet(self, seconds: float) -> list[int]:
-        if self._lost:
+        if self.lost:
             return [rank for rank in range(self._world_size) if rank != self._rank]
-        self._store.set(f"stopped/{self._rank}", "1")
-        deadline = time.monotonic() + seconds
         missing = list(range(self._world_size))
-        while True:
-            # Checked before the store is read: this process may have been suspended while the others arrived.
-            is_late = time.monotonic() >= deadline
-            missing = [rank for rank in missing if not self._store.check([f"stopped/{rank}"])]
-            if not missing or is_late:
-                return missing
-            time.sleep(_MEETING_PAUSE_SECONDS)
+        deadline = time.monotonic() + seconds
+        try:
+            with quiet_cpp_logs():
+                self._store.set(f"stopped/{self._rank}", "1")
+                while True:
+                    # Checked before the store is read: this process may have been suspended while the others arrived.
+                    is_late = time.monotonic() >= deadline
+                    missing = [rank for rank in missing if not self._store.check([f"stopped/{rank}"])]
+                    if not missing or is_late:
+                        return missing
+                    time.sleep(_MEETING_PAUSE_SECONDS)
+        except RuntimeError:
+            self.lost = True
+            return missing
+
+    def answers(self) -> bool:
+        """Whether the store answers."""
+        try:
+            with quiet_cpp_logs():
+                self._store.check([_key(self._lease)])
+        except RuntimeError:
+            self.lost = True
+        return not self.lost
 
 
 def _key(lease: int) -> str:

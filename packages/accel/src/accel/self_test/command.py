@@ -7,15 +7,24 @@ import subprocess
 
 from accel_launch.commands.base import Command
 from accel_launch.interpreter import python_command
-from accel_launch.parser import ConfigParser
+from accel_launch.parser import ConfigParser, parse
+from accel_state.errors import ConfigurationError
+
+_MODULE = "accel.self_test"
 
 
 def run(argv: list[str]) -> int:
     """Launch the self-test with the given configuration, and return its exit code."""
     arguments, options = build_parser().parse_known_args(argv)
+    script = parse([*options, "-m", _MODULE]).script
+    if script != _MODULE:
+        raise ConfigurationError(
+            f"{script!r} is not an option: accel test runs a script of its own, with options of accel launch. Leave it "
+            f"out, or run your script with: accel launch {script}"
+        )
     config = ["--config_file", arguments.config_file] if arguments.config_file else []
     # A subprocess, because for a single process the launcher replaces itself by the script.
-    code = subprocess.call(python_command("-m", "accel_launch", "launch", *config, *options, "-m", "accel.self_test"))
+    code = subprocess.call(python_command("-m", "accel_launch", "launch", *config, *options, "-m", _MODULE))
     if code == 0:
         print("The self-test passed: this machine is ready to train with this configuration.")
     return code if code >= 0 else 128 - code

@@ -262,7 +262,7 @@ class DeepSpeedStrategy(Strategy):
             )
         saved_by = None if reader.manifest is None else reader.manifest.world_size
         if tags := engine_folders(reader.names):
-            reader.check_count("models", len(tags), len(self._models))
+            reader.check_count("model", len(tags), len(self._models))
         loader = EngineLoader(reader.folder, reader.names, saved_by, reader.load_kwargs, options.get("strict", True))
         wanted = set(map(id, models))
         optimizers = [item for item in self._optimizers if id(item.engine_wrapper.engine) in wanted]  # type: ignore[union-attr]
