@@ -48,7 +48,8 @@ FACTS = {
     "put_on_device=False, "
     "rng_types=None, dispatch_batches=None, even_batches=True, slice_fn_for_dispatch=None, "
     "use_seedable_sampler=False, data_seed=None, "
-    "non_blocking=False, use_stateful_dataloader=False, torch_device_mesh=None, already_sharded=False",
+    "non_blocking=False, use_stateful_dataloader=False, torch_device_mesh=None, already_sharded=False, "
+    "batches_per_step=1",
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset
 
-from accel_state import get_logger
+from accel_state import devices, get_logger
 from accel_state.enums import RNGType
 from accel_state.errors import ConfigurationError
 from accel_state.humanize import counted
@@ -412,6 +412,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             self._forward_epoch(iteration.epoch)
             move, activate = batch_mover(self.device, self._non_blocking), self.gradient_state._activate
+            device = devices.of(self.device)
+            cut = None if device is None else device.batch_cutter()
             # Attributes are set through __dict__, because __setattr__ would cost more than the rest of this loop.
             for batch, last, real, remainder in self._steps(iteration, skip):
                 iteration.steps += 1
@@ -421,6 +423,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 attributes["remainder"] = remainder
                 activate(self)
                 yield move(batch)
+                if cut is not None:
+                    cut()
                 if hook is not None:
                     hook.step(self)
         finally:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
+from accel_state import devices, get_logger
 from accel_state.enums import RNGType
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.state import PartialState
@@ -28,9 +29,11 @@ from .iterable_shard import (
 )
 from .layout import LoaderLayout, data_ranks, distributed_sampler_layout
 from .loader import PreparedLoader
-from .samplers import SeedableRandomSampler, innermost_sampler
+from .samplers import SeedableRandomSampler, innermost_sampler, is_plain_batch_sampler
 from .shard import DataLoaderShard
 from .shard_math import check_rank, per_process_batch_size
+
+logger = get_logger(__name__)
 
 
 def prepare_data_loader(
@@ -50,6 +53,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
     already_sharded: bool = False,
+    batches_per_step: int = 1,
 ) -> DataLoader[Any]:
     """A loader with the same settings that reads this process's shard of the data.
 
@@ -78,6 +82,11 @@ def prepare_data_loader(
         already_sharded: this loader already reads only the rank's part of the data. This is detected for a loader or
             data set with an attribute ``already_sharded = True``, and for a
             :class:`torch.utils.data.DistributedSampler`.
+        batches_per_step: how many of the loader's batches this process gets as one, for a process that computes on
+            several devices. With ``split_batches`` the loader's batches are such batches already.
+
+    On a device that compiles for every shape of a batch (XLA), ``even_batches`` completes the last batch in a single
+    process too.
 
     Raises:
         ConfigurationError: the arguments contradict each other.
@@ -94,6 +103,8 @@ def prepare_data_loader(
         dataloader = _with_seedable_sampler(dataloader, data_seed)
     if put_on_device and device is None:
         device = PartialState().device
+    if batches_per_step > 1:
+        dataloader = _with_joined_batches(dataloader, batches_per_step, split_batches)
     declared = already_sharded or getattr(dataloader, "already_sharded", False) or is_already_split(dataloader.dataset)
     builder = _LoaderBuilder(
         dataloader,
@@ -107,6 +118,7 @@ def prepare_data_loader(
         use_stateful_dataloader,
         torch_device_mesh,
         declared,
+        fixed_shapes=put_on_device and getattr(devices.of(device), "fixed_shapes", False),
     )
     if dispatch_batches is None:
         dispatch_batches = put_on_device and builder.needs_dispatch
@@ -118,6 +130,33 @@ def prepare_data_loader(
     if split_batches and dataloader.batch_size is not None:
         per_process_batch_size(dataloader.batch_size, num_processes)
     return builder.dispatcher(slice_fn_for_dispatch) if dispatch_batches else builder.shard()
+
+
+def _with_joined_batches(dataloader: DataLoader[Any], count: int, split_batches: bool) -> DataLoader[Any]:
+    """A copy whose batches are ``count`` times as large; with ``split_batches`` the loader itself."""
+    batch_sampler: Any = dataloader.batch_sampler
+    is_iterable = isinstance(dataloader.dataset, IterableDataset)
+    size = dataloader.batch_size
+    if split_batches and size is not None:
+        per_process_batch_size(size, count)
+    if split_batches:
+        return dataloader
+    if size is None or not (is_iterable or is_plain_batch_sampler(batch_sampler)):
+        raise ConfigurationError(
+            f"each step takes {count} batches of this loader, one for each part of the devices, but "
+            f"{type(batch_sampler).__name__ if size is None and batch_sampler is not None else 'its data set'} makes "
+            "batches of its own. Let it make the batches of all devices together, and set "
+            "DataLoaderConfiguration(split_batches=True)."
+        )
+    copied = copy.copy(dataloader)
+    if is_iterable:
+        set_attribute(copied, "batch_size", size * count)
+    else:
+        batch_sampler = copy.copy(batch_sampler)
+        batch_sampler.batch_size = size * count
+        set_attribute(copied, "batch_sampler", batch_sampler)
+        set_attribute(copied, "batch_size", size * count)
+    return copied
 
 
 def _with_seedable_sampler(dataloader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
@@ -161,6 +200,7 @@ class _LoaderBuilder:
     stateful: bool
     mesh: Any
     declared_sharded: bool
+    fixed_shapes: bool = False
 
     @property
     def dataset(self) -> Any:
@@ -199,14 +239,16 @@ class _LoaderBuilder:
         elif self.declared_sharded:
             layout = self._separate_sources()
         else:
-            even = self.even_batches and size > 1
+            even = self.even_batches and (size > 1 or self.fixed_shapes)
+            if self.fixed_shapes:
+                self._report_last_batch()
             arguments = sampler_arguments(dataloader, size, rank, self.split_batches, even)
             return self._build_shard(self.dataset, LoaderLayout(size, rank), **arguments)
         return self._build_shard(self.dataset, layout, **sampler_arguments(dataloader))
 
     def _iterable_shard(self) -> DataLoaderShard:
         dataset = self.dataset
-        if self.num_processes == 1:
+        if self.num_processes == 1 and not self._completes_stream:
             return self._build_shard(dataset, LoaderLayout(), **self.batching)
         if not self.declared_sharded:
             if not can_shard_at_source(dataset, self.num_processes):
@@ -216,6 +258,31 @@ class _LoaderBuilder:
         if batching["batch_size"] is not None and self.split_batches:
             batching["batch_size"] = per_process_batch_size(batching["batch_size"], self.num_processes)
         return self._build_shard(dataset, self._separate_sources(), **batching)
+
+    @property
+    def _completes_stream(self) -> bool:
+        """Whether the last batch of an iterable data set must be completed although one process reads it."""
+        batched = self.dataloader.batch_size is not None
+        return self.fixed_shapes and self.even_batches and batched and not (self.dataloader.drop_last or self.stateful)
+
+    def _report_last_batch(self) -> None:
+        """Tell the user what happens to a last batch that is short, on a device that compiles for each shape."""
+        size, sampler = self.dataloader.batch_size, getattr(self.dataloader.batch_sampler, "sampler", None)
+        rest = len(sampler) % size if size is not None and isinstance(sampler, Sized) else 0
+        if not rest or self.dataloader.drop_last:
+            return
+        done, instead = (
+            (
+                "it is completed with samples from the start",
+                "gather_for_metrics leaves these out; drop_last=True drops it",
+            )
+            if self.even_batches
+            else ("it is not completed", "even_batches=True completes it, drop_last=True drops it")
+        )
+        logger.warning(
+            "The last batch has %d of %d samples, and %s compiles for every shape: %s. %s.",
+            *(rest, size, self.device, done, instead),
+        )
 
     def _separate_sources(self) -> LoaderLayout:
         """Layout of ranks that read separate sources."""

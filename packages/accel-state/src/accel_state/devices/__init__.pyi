@@ -6,3 +6,4 @@ from .registry import available as available
 from .registry import detect as detect
 from .registry import get as get
 from .registry import names as names
+from .registry import of as of

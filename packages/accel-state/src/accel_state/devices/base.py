@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -33,6 +34,16 @@ class Device:
     """The environment variable that limits which devices a process sees."""
     distributed_type: ClassVar[DistributedType]
     """The type of a run on several of these devices."""
+    single_type: ClassVar[DistributedType] = DistributedType.NO
+    """The type of a run in one process."""
+    strategy: ClassVar[str | None] = None
+    """The training strategy that these devices need in the place of data parallelism; None without such a need."""
+    sharded_strategy: ClassVar[str | None] = None
+    """The same in the place of FSDP and of meshes of processes."""
+    fixed_shapes: ClassVar[bool] = False
+    """Whether every new shape of a batch costs a compilation, so that loaders complete their last batch."""
+    has_storage: ClassVar[bool] = True
+    """Whether tensors have a storage, by which they can be copied byte by byte and saved."""
     vendor_package: ClassVar[str | None] = None
     """The package whose import adds ``torch.<name>``; None if torch includes it."""
     autocast_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
@@ -69,6 +80,10 @@ class Device:
         """Whether this machine has such a device that torch can use. Does not initialize it."""
         module = self._find_module()
         return module is not None and bool(module.is_available())
+
+    def problem(self) -> str | None:
+        """Why the device that the environment asks for cannot be used, and what to do; else None."""
+        return None
 
     def device_count(self) -> int:
         """Number of these devices that this process sees. Does not initialize them."""
@@ -109,6 +124,18 @@ class Device:
     def is_capturing(self) -> bool:
         """Whether operations are being recorded into a graph, so that their results cannot be read."""
         return False
+
+    def local_rank(self, launched: int) -> int:
+        """The rank of this process among those of its node, given that of the launcher."""
+        return launched
+
+    def batch_cutter(self) -> Callable[[], None] | None:
+        """What a loop over batches calls when it is done with each; None where operations run without being told."""
+        return None
+
+    def tensor_id(self, tensor: torch.Tensor) -> int:
+        """A number that tensors have in common if they share memory."""
+        return tensor.untyped_storage().data_ptr()
 
     def synchronize(self) -> None:
         """Wait for all work queued on the current device."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 
+import torch
+
+from ..errors import ConfigurationError
 from ..registry import Registry
 from .base import Device
 
@@ -51,7 +54,21 @@ def detect(cpu: bool = False) -> Device:
 
     Args:
         cpu: use the CPU even if an accelerator is available.
+
+    Raises:
+        ConfigurationError: the environment asks for a device that cannot be used.
     """
     if cpu:
         return get("cpu")
-    return next(device for device in map(get, names()) if device.is_available())
+    for device in map(get, names()):
+        if (problem := device.problem()) is not None:
+            raise ConfigurationError(problem)
+        if device.is_available():
+            return device
+    raise AssertionError("the CPU is always available")
+
+
+def of(device: torch.device | str | None) -> Device | None:
+    """The device of a torch device; None for None, for the meta device, and for those that are not known."""
+    kind = "meta" if device is None else torch.device(device).type
+    return get(kind) if kind != "meta" and kind in DEVICES else None

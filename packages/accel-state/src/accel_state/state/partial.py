@@ -102,13 +102,21 @@ class PartialState(ProcessControl, SharedState):
         self._connect(environment, kwargs)
         self.num_processes = self.collectives.world_size
         self.process_index = self.collectives.rank
-        self.distributed_type = backend.distributed_type if self.num_processes > 1 else DistributedType.NO
+        self.distributed_type = backend.distributed_type if self.num_processes > 1 else backend.single_type
 
     def _connect(self, environment: Environment, kwargs: dict[str, Any]) -> None:
         name = self.device_backend.collectives
         if name != "torch":
             self.backend = name
             self.collectives = COLLECTIVES.load(name)(self.device)  # type: ignore[call-arg]
+            self.local_process_index = self.device_backend.local_rank(environment.local_rank)
+            if self.collectives.world_size == 1:
+                if environment.world_size > 1:
+                    raise ConfigurationError(
+                        f"{environment.name} started {environment.world_size} processes, but {name} connects none of "
+                        "them. Start the script with `accel launch`."
+                    )
+                self.collectives = Collectives()
             return
         if not (dist.is_available() and dist.is_initialized()):
             if environment.world_size == 1:

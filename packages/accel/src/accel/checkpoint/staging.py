@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_state import devices
+
 from .._torch_compat import neg_view
+from ..core.unwrap import id_tensor_storage
 
 StorageKey = tuple[torch.device, int, int]
 
@@ -33,7 +36,16 @@ class HostCopies:
 
     def copy(self, value: Any) -> Any:
         storages: dict[StorageKey, torch.UntypedStorage] = {}
-        memo = {id(tensor): self._copy_tensor(tensor, storages) for tensor in _tensors(value) if _is_plain(tensor)}
+        without_storage: dict[StorageKey, torch.Tensor] = {}
+        memo: dict[int, Any] = {}
+        for tensor in _tensors(value):
+            if not _has_storage(tensor):
+                key = id_tensor_storage(tensor)
+                if key not in without_storage:
+                    without_storage[key] = tensor.detach().cpu()
+                memo[id(tensor)] = without_storage[key]
+            elif _is_plain(tensor):
+                memo[id(tensor)] = self._copy_tensor(tensor, storages)
         return copy.deepcopy(value, memo)
 
     def _copy_tensor(self, tensor: torch.Tensor, storages: dict[StorageKey, torch.UntypedStorage]) -> torch.Tensor:
@@ -60,6 +72,16 @@ def on_host(value: Any) -> Any:
     if all(tensor.device.type == "cpu" for tensor in _tensors(value)):
         return value
     return HostCopies().copy(value)
+
+
+def without_unsavable(value: Any) -> Any:
+    """A nested state whose tensors torch can save for any machine: copies in host memory of those without a storage."""
+    return value if all(map(_has_storage, _tensors(value))) else HostCopies().copy(value)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    device = devices.of(tensor.device)
+    return device is None or device.has_storage
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
 from ..core.unwrap import id_tensor_storage
+from .staging import without_unsavable
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -85,12 +86,13 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     elif safe_serialization:
         write_safetensors(safetensors_content(obj), f)
     else:
-        torch.save(obj, f)
+        torch.save(without_unsavable(obj), f)
 
 
 def _writer(obj: Any, safe_serialization: bool) -> Callable[[str], None]:
     if not safe_serialization:
-        return lambda path: torch.save(obj, path)
+        savable = without_unsavable(obj)
+        return lambda path: torch.save(savable, path)
     content = safetensors_content(obj)
 
     def write(path: str) -> None:

@@ -49,6 +49,9 @@ _ATTRIBUTES = {"deepspeed": "deepspeed_plugins", "mesh": "parallelism_config"}
 # Engines that can be combined: FSDP shards the dp_shard axis of a mesh.
 _COMBINABLE = {"mesh", "fsdp"}
 
+# Engines that devices with a strategy of their own may replace.
+_MESHES = {"mesh", "fsdp", "torch_tp"}
+
 
 class _Unset:
     def __repr__(self) -> str:
@@ -194,6 +197,16 @@ def _choose_strategy(
     engine: str | None, settings: Any, combined: dict[str, Any], handlers: Handlers, process: PartialState
 ) -> Strategy:
     """The strategy of an engine ("fsdp", ...), with the settings of engines combined with it; or data parallelism."""
+    device = process.device_backend
+    if engine is None and device.strategy is not None:
+        return STRATEGIES.load(device.strategy)(process, handlers)
+    if engine in _MESHES and device.sharded_strategy is not None:
+        return STRATEGIES.load(device.sharded_strategy)(process, handlers, settings, **combined)
+    if device.strategy is not None:
+        raise ConfigurationError(
+            f"{engine} does not train on {device.name} devices. Leave it out; {', '.join(sorted(_MESHES))} are "
+            "available, and shard a model over the devices of one process."
+        )
     if hasattr(settings, "for_world"):
         settings = settings.for_world(process.num_processes)
     name = engine

@@ -126,7 +126,7 @@ class Preparation:
             driven or self.optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.loader_settings.split_batches,
-            num_processes=self.setup.strategy.data_collectives.world_size,
+            num_processes=self.setup.strategy.data_collectives.world_size * self.setup.strategy.batches_per_process,
         )
         return _add(self.schedulers, _mark(prepared))
 
@@ -149,6 +149,7 @@ class Preparation:
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=list(self.rng_types),
             slice_fn_for_dispatch=slice_fn_for_dispatch,
+            batches_per_step=self.setup.strategy.batches_per_process,
             **asdict(self.loader_settings),
         )
         sampler = get_sampler(prepared)

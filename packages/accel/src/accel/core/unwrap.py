@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from accel_state import devices
+
 from .._torch_compat import COMPILED_CALL, NAME_PREFIXES, OPTIMIZED_MODULE, ORIGINAL_MODULE
 
 # Wrapper classes by module. They are not imported, which is slow: where the module of a class was never imported, there
@@ -143,7 +145,13 @@ def names_in_order(model: nn.Module, optimizer: Optimizer) -> list[str]:
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     """A key that is equal for tensors that share memory: device, storage address, and size in bytes."""
     storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
+    try:
+        return tensor.device, storage.data_ptr(), storage.nbytes()
+    except RuntimeError:  # a device whose tensors have no address
+        device = devices.of(tensor.device)
+        if device is None or device.has_storage:
+            raise
+        return tensor.device, device.tensor_id(tensor), tensor.nbytes
 
 
 def is_peft_model(model: Any) -> bool:

@@ -101,6 +101,11 @@ class Strategy:
         return self.state.collectives
 
     @property
+    def batches_per_process(self) -> int:
+        """How many batches of a loader this process computes at once, one for each part of its devices."""
+        return 1
+
+    @property
     def averaging_collectives(self) -> Collectives:
         """Collectives over the ranks whose losses and gradients are averaged, because their tokens differ."""
         return self.state.collectives

@@ -18,6 +18,8 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "deepspeed": "accel.strategies.deepspeed:DeepSpeedStrategy",
         "mesh": "accel.strategies.mesh:MeshStrategy",
         "mesh_ddp": "accel.strategies.ddp:MeshDDPStrategy",
+        "xla": "accel.strategies.xla:XlaStrategy",
+        "xla_spmd": "accel.strategies.xla_spmd:XlaSpmdStrategy",
         "mesh_pp": "accel.strategies.mesh_pp:PipelineStrategy",
     },
     entry_point_group="accel.strategies",
