@@ -337,7 +337,7 @@ class TestCloud:
     def test_tpu(self, shell, dry) -> None:
         (start,) = dry("--tpu", "--mixed_precision=bf16", "--main_training_function=train", "s.py", "x")
         assert start["environment"] == {"ACCELERATE_MIXED_PRECISION": "bf16", "PJRT_DEVICE": "TPU", "XLA_USE_BF16": "1"}
-        assert "as many processes as there are cores" in start["notes"][0] and "train()" in start["notes"][0]
+        assert "a process for each chip" in start["notes"][0] and "train()" in start["notes"][0]
         (start,) = dry("--tpu", "--mixed_precision=bf16", "--downcast_bf16", "s.py")
         assert start["environment"]["XLA_DOWNCAST_BF16"] == "1"
 

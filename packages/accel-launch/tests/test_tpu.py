@@ -1,4 +1,6 @@
-"""TPUs. torch_xla itself needs one; a stand-in with the same documented signature records its calls."""
+"""TPUs. A stand-in for torch_xla starts four processes, and refuses what it refuses; tests/test_xla_launch.py has the
+real one, with a CPU.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,8 @@ STAND_IN = """
 import multiprocessing
 
 def spawn(fn, args=(), nprocs=None, join=True, daemon=False, start_method="spawn"):
+    if nprocs not in (None, 1):
+        raise ValueError(f"Unsupported nprocs ({nprocs}). Please use nprocs=1 or None (default).")
     context = multiprocessing.get_context(start_method)
     processes = [context.Process(target=fn, args=(index, *args)) for index in range(nprocs or 4)]
     for process in processes:
@@ -41,7 +45,10 @@ if __name__ == "__main__":
 @pytest.fixture
 def tpu(shell):
     """A shell in which torch_xla can be imported."""
-    shell.write("site/torch_xla/__init__.py", "")
+    shell.write(
+        "site/torch_xla/__init__.py", "class _XLAC:\n    _xla_runtime_is_initialized = staticmethod(lambda: False)\n"
+    )
+    shell.env["TPU_LIBRARY_PATH"] = str(shell.write("site/libtpu.so", ""))
     shell.write("site/torch_xla/distributed/__init__.py", "")
     shell.write("site/torch_xla/distributed/xla_multiprocessing.py", STAND_IN)
     shell.write("job/helper.py", "LIMIT = 3\n")
@@ -54,10 +61,11 @@ def cores(shell) -> list:
     return [json.loads(file.read_text()) for file in shell.folder.glob("core*.json")]
 
 
-@pytest.mark.parametrize(("words", "count"), [((), 4), (("--num_processes=2",), 2)])
-def test_every_core_calls_the_function(tpu, words, count) -> None:
+@pytest.mark.parametrize(("words", "count"), [((), 4), (("--num_processes=8",), 4), (("--num_processes=1",), 1)])
+def test_every_chip_calls_the_function(tpu, words, count) -> None:
     result = tpu.accel("launch", "--tpu", "--mixed_precision=bf16", *words, "job/s.py", "--lr", "0.1")
     assert result.returncode == 0, result.stderr
+    assert ("one process for each chip" in result.stderr) is ("--num_processes=8" in words)
     variables = {"PJRT_DEVICE": "TPU", "XLA_USE_BF16": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
     assert cores(tpu) == [[3, ["job/s.py", "--lr", "0.1"], variables]] * count
 
@@ -84,6 +92,25 @@ def test_torch_xla_is_missing(shell) -> None:
     assert result.returncode == 2 and "torch_xla" in result.stderr and "pip install" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"TPU_LIBRARY_PATH": ""}, "PJRT_DEVICE=TPU needs libtpu"),
+        ({"PJRT_DEVICE": "GPU"}, "PJRT_DEVICE=GPU is not a device of torch_xla. Set it to one of TPU, CPU"),
+    ],
+)
+def test_the_device_is_missing(tpu, variables, says) -> None:
+    result = tpu.accel("launch", "--tpu", "job/s.py", **variables)
+    assert result.returncode == 2 and says in result.stderr and result.stderr.count("\n") == 1, result.stderr
+
+
+def test_a_mesh_is_one_process(tpu) -> None:
+    words = ("--use_parallelism_config", "--parallelism_config_dp_shard_size=4")
+    result = tpu.accel("launch", "--tpu", "--mixed_precision=bf16", *words, "job/s.py")
+    assert result.returncode == 0, result.stderr
+    assert len(cores(tpu)) == 1
+
+
 def test_a_file_that_is_not_a_module(tpu) -> None:
     tpu.write("script", SCRIPT)
     result = tpu.accel("launch", "--tpu", "script")
@@ -103,12 +130,12 @@ def test_a_notebook(tpu) -> None:
                 os.write(1, f"{model} {epochs} {device} {precision}\\n".encode())
         os.environ["TPU_NAME"] = "local"
         notebook_launcher(train, ({"weights": 1}, 3), mixed_precision="bf16")
-        notebook_launcher(train, (None, 1), num_processes=2)
+        notebook_launcher(train, (None, 1), num_processes=1)
         assert "PJRT_DEVICE" not in os.environ
     """)
     assert result.returncode == 0, result.stderr
-    all_cores, two = ["{'weights': 1} 3 TPU bf16"] * 4, ["None 1 TPU no"] * 2
-    expected = ["Launching training on all TPU cores.", *all_cores, "Launching training on 2 TPU cores.", *two]
+    all_chips, one = ["{'weights': 1} 3 TPU bf16"] * 4, ["None 1 TPU no"]
+    expected = ["Launching training on all TPU chips.", *all_chips, "Launching training on one TPU chip.", *one]
     assert result.stdout.splitlines() == expected, result.stdout
 
 

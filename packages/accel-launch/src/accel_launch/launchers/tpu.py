@@ -1,4 +1,4 @@
-"""The cores of one TPU host: torch_xla starts a process for each, which calls a function of the script."""
+"""The chips of one TPU host: torch_xla starts a process for each, which calls a function of the script."""
 
 from __future__ import annotations
 
@@ -12,37 +12,50 @@ from types import ModuleType
 from typing import Any
 
 from accel_state.env import patch_environment
-from accel_state.errors import ConfigurationError, require
+from accel_state.errors import ConfigurationError
 
 from ..entrypoint import Entrypoint
 from ..interpreter import python_command
 from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan, plan_from_args
+from ..tpu_function import processes_to_start, require_launcher
 from .base import Launcher, MachineCommand
 
 
 class TpuLauncher(Launcher):
-    """Calls a function of the script on every core of this host."""
+    """Calls a function of the script on every chip of this host."""
 
     mode = LaunchMode.TPU
 
     def run(self, plan: LaunchPlan) -> int:
-        process = _core_process(plan)
-        purpose, install = "starting processes on a TPU", "torch_xla[tpu]"
-        require("torch_xla", purpose=purpose, install=install)
-        launcher = require("torch_xla.distributed.xla_multiprocessing", purpose=purpose, install=install)
-        # Checked once here: every core would repeat the error.
-        process.find_function()
+        process, count = _core_process(plan), plan.option("num_processes")
         with patch_environment(**plan.environment, **tpu_variables(plan)):
+            from accel_state import devices
+
+            if (problem := devices.get("xla").problem()) is not None:
+                raise ConfigurationError(problem)
+            launcher = require_launcher()
+            # Checked once here: every process would repeat the error.
+            process.find_function()
+            if plan.option("use_parallelism_config"):
+                process(0)  # one process shards the model over all of its devices
+                return 0
+            if processes_to_start(count) is None and count is not None:
+                print(
+                    f"--num_processes {count}: torch_xla starts one process for each chip, or a single one "
+                    "(--num_processes 1). TPU_VISIBLE_CHIPS limits the chips.",
+                    file=sys.stderr,
+                )
             # Forks would share this process's connection to the TPU.
-            launcher.spawn(process, args=(), nprocs=plan.option("num_processes"), start_method="spawn")
+            launcher.spawn(process, args=(), nprocs=processes_to_start(count), start_method="spawn")
         return 0
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
         """One command for all cores; torch_xla sets the core of each process."""
-        count = plan.option("num_processes") or "as many processes as there are cores"
+        one = plan.option("num_processes") == 1 or plan.option("use_parallelism_config")
+        count = "one process" if one else "a process for each chip"
         function = _core_process(plan).function_name
-        note = f"torch_xla starts {count}; each imports the script and calls its function {function}()"
+        note = f"torch_xla starts {count}, which imports the script and calls its function {function}()"
         command = plan.entrypoint.command(python_command())
         return [MachineCommand("this machine", command, {**plan.environment, **tpu_variables(plan)}, notes=[note])]
 

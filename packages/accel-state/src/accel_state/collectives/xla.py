@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import ConfigurationError, require
+from ..errors import require
 from .single import Collectives, ReduceOp
 from .torch import _from_bytes, _to_bytes, _write_back
 
@@ -24,14 +24,6 @@ class XlaCollectives(Collectives):
         self.world_size = int(runtime.world_size())
         self.rank = int(runtime.global_ordinal()) if self.world_size > 1 else 0
         self.device = device
-        threads = int(runtime.addressable_runtime_device_count())
-        if self.world_size > 1 and threads > 1:
-            raise ConfigurationError(
-                f"torch_xla has started {threads} replicas as threads of this process, but the state of an Accelerator "
-                "belongs to a process. Limit each process to one device (CPU_NUM_DEVICES=1, TPU_VISIBLE_CHIPS), or "
-                "train on all devices from one process: Accelerator(parallelism_config=ParallelismConfig("
-                f"dp_shard_size={threads})) in a script that is not started with --tpu."
-            )
 
     def barrier(self) -> None:
         self._xm.rendezvous("accel.barrier")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from .._torch_compat import xla_mode_is_fixed, xla_tensor_id
+from .._torch_compat import xla_has_started, xla_mode_is_fixed, xla_tensor_id
 from ..enums import DistributedType
 from ..errors import ConfigurationError, require
 from .base import Device
@@ -75,6 +76,15 @@ class XlaDevice(Device):
                 "PJRT_DEVICE=TPU needs libtpu, which is not installed in this environment. Install it: pip install "
                 "'torch_xla[tpu]'; or set PJRT_DEVICE=CPU, to try a script without a TPU."
             )
+        if "torch_xla" in sys.modules and xla_has_started():
+            threads = self.device_count()
+            if threads > 1 and not self._is_alone():
+                return (
+                    f"torch_xla has started {threads} replicas as threads of this process, but the state of an "
+                    "Accelerator belongs to a process. Limit each process to one device (CPU_NUM_DEVICES=1, "
+                    "TPU_VISIBLE_CHIPS), or start one process and pass the Accelerator "
+                    f"parallelism_config=ParallelismConfig(dp_shard_size={threads})."
+                )
         return None
 
     def device_count(self) -> int:

@@ -197,7 +197,8 @@ def _check_mesh(settings: Resolution) -> None:
             f"{settings.where('parallelism_config_dp_shard_size')} needs --fsdp_version 2, not "
             f"{settings['fsdp_version']} ({settings.where('fsdp_version')})."
         )
-    processes = settings["num_processes"]
+    # On a TPU one process shards a model over its devices.
+    processes = None if settings["tpu"] else settings["num_processes"]
     if processes is not None and math.prod(sizes.values()) != processes:
         factors = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigurationError(

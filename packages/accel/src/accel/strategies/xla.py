@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,19 @@ _FIRST_STEPS = 3
 _MANY = 5
 
 
+@dataclass
+class Steps:
+    """How many steps an optimizer has made, and how many of the later ones were compiled."""
+
+    count: int = 0
+    compiled_late: int = 0
+
+
 class XlaStrategy(Strategy):
     """A full model on the XLA device of each process.
+
+    Attributes:
+        averages: whether gradients are averaged over the processes.
 
     Each step of an optimizer ends a graph. The loaders end one for a batch without such a step.
     """
@@ -45,7 +57,7 @@ class XlaStrategy(Strategy):
         self._device: Any = state.device_backend
         self._count = self._use_devices()
         self._device.start()
-        self._steps = self._late_compilations = 0
+        self.averages = state.use_distributed
         self._unsynchronised: set[int] = set()  # models under no_sync, by id
         self._handles: list[Any] = []
         self._averaged: Any = WeakIdKeyDictionary()
@@ -77,7 +89,7 @@ class XlaStrategy(Strategy):
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        if self.state.use_distributed and model not in self._averaged:
+        if self.averages and model not in self._averaged:
             self._averaged[model] = True
             self.state.collectives.broadcast_many([*model.parameters(), *model.buffers()])
             for parameter in model.parameters():
@@ -119,12 +131,12 @@ class XlaStrategy(Strategy):
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         """End a graph after each step of an optimizer."""
         if optimizer not in self._watched and hasattr(optimizer, "register_step_post_hook"):
-            self._watched[optimizer] = True
+            self._watched[optimizer] = Steps()
             self._handles.append(optimizer.register_step_pre_hook(self._check_placement))
             self._handles.append(optimizer.register_step_post_hook(self._end_step))
 
     def _check_placement(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._watched.get(optimizer) is not True:
+        if self._watched[optimizer].count:
             return
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if parameter.device.type != self.state.device.type:
@@ -133,20 +145,20 @@ class XlaStrategy(Strategy):
                     f"{parameter.device}, which no prepared model has: training would not change the model. Leave "
                     "moving the model to prepare(), or create the optimizer after model.to(accelerator.device)."
                 )
-        self._watched[optimizer] = "checked"
 
     def _end_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         before = self._device.compilations()
         self._device.run()
-        self._steps += 1
-        if self._steps > _FIRST_STEPS and self._device.compilations() > before:
-            self._late_compilations += 1
-            if self._late_compilations == _MANY:
+        steps = self._watched[optimizer]
+        steps.count += 1
+        if steps.count > _FIRST_STEPS and self._device.compilations() > before:
+            steps.compiled_late += 1
+            if steps.compiled_late == _MANY:
                 logger.warning(
                     "%d of %d training steps were compiled anew, which takes many times longer than running one: "
                     "batches have different shapes, or the code of the step changes. Pad all batches to one length.",
-                    self._late_compilations,
-                    self._steps,
+                    steps.compiled_late,
+                    steps.count,
                 )
 
     def forget(self) -> None:
