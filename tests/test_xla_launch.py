@@ -116,6 +116,9 @@ def test_a_device_that_is_missing(python, variables, says) -> None:
         assert doctor.returncode != 0 and says in " ".join(doctor.stdout.split()), doctor.stdout + doctor.stderr
 
 
-def test_the_example(python) -> None:
-    result = python(str(ROOT / "examples" / "digits.py"), "--epochs=1", "--output_dir=")
-    assert result.returncode == 0 and "on 360 samples" in result.stdout, result.stderr
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_example(python, size) -> None:
+    result = python(str(ROOT / "examples" / "xla.py"), f"--dp_shard_size={size}", CPU_NUM_DEVICES=str(size))
+    assert result.returncode == 0, result.stderr
+    shown = (ROOT / "docs" / "guides" / "tpu.md").read_text()
+    assert result.stdout in shown, f"docs/guides/tpu.md shows another output than {result.stdout}"
