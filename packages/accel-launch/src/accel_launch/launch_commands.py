@@ -11,6 +11,7 @@ from accel_state.errors import ConfigurationError
 
 from .launch_plan import plan_from_args
 from .launchers.registry import choose_launcher
+from .launchers.single import SingleLauncher, process_environment
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -24,7 +25,10 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
             this launcher starts itself.
     """
     plan = plan_from_args(args)
-    start = choose_launcher(plan).commands(plan)[0]
+    launcher = choose_launcher(plan)
+    start = launcher.commands(plan)[0]
+    if isinstance(launcher, SingleLauncher):
+        return list(start.command), process_environment(plan, start)
     if start.ranks:
         raise ConfigurationError(
             f"num_processes={plan.num_processes} has no single command: the launcher starts and supervises the "

@@ -42,8 +42,7 @@ class SingleLauncher(Launcher):
 
     def run(self, plan: LaunchPlan) -> int:
         start = self.commands(plan)[0]
-        variables = {"MASTER_PORT": str(get_free_port()), **start.ranks[0]}
-        return become(start.command, {**plan.full_environment(), **variables})
+        return become(start.command, process_environment(plan, start))
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
         """The script, with torchrun's variables for a script that creates a process group itself."""
@@ -58,3 +57,8 @@ class SingleLauncher(Launcher):
         # -u: Python would otherwise write to a pipe in blocks of 8 kB, late.
         command = plan.entrypoint.command(python_command("-u"))
         return [MachineCommand("this machine", command, plan.environment, [variables], notes)]
+
+
+def process_environment(plan: LaunchPlan, start: MachineCommand) -> dict[str, str]:
+    """All variables of the one process."""
+    return {**plan.full_environment(), "MASTER_PORT": str(get_free_port()), **start.ranks[0]}
