@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +46,34 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
         assert read[name].dtype == tensor.dtype and torch.equal(
             read[name].to(torch.complex128), tensor.detach().to(torch.complex128)
         ), name
+
+
+class Python3112(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_metadata_written_by_python_3_11_2(tmp_path: Path) -> None:
+    content = save(tmp_path)
+    file = tmp_path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    with file.open("wb") as opened:
+        Python3112(opened).dump(metadata)
+    assert b"getattr" in file.read_bytes()
+    read = dcp_reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")
+    assert torch.equal(read["large"], content["large"])
+
+
+def test_getattr_gives_nothing_but_members_of_enumerations(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> Any:
+            return getattr, (dcp.metadata.Metadata, "__init__")
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(CheckpointError, match="__init__ of .*Metadata.*not a member of an enumeration"):
+        dcp_reader.read_metadata(tmp_path)
 
 
 def test_into_another_dtype(tmp_path: Path) -> None:

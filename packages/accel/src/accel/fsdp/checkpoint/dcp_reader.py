@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import mmap
 import pickle
@@ -54,8 +55,17 @@ _ALLOWED = {
 }
 
 
+def _enum_member(owner: Any, name: str) -> Any:
+    """A member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as a call of ``getattr``."""
+    if not isinstance(owner, enum.EnumMeta) or name not in owner.__members__:
+        raise pickle.UnpicklingError(f"it refers to {name} of {owner}, which is not a member of an enumeration")
+    return owner[name]
+
+
 class _SafeUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which checkpoint metadata does not need")
