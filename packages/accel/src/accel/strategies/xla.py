@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ class XlaStrategy(Strategy):
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)
-        self._device: Any = state.device_backend
+        self._device = cast("Any", state.device_backend)
         self._count = self._use_devices()
         self._device.start()
         self.averages = state.use_distributed
