@@ -185,7 +185,7 @@ def differences(ours: Any, theirs: Any, tolerance: float, ignore: tuple[str, ...
         return [d for i, (a, b) in pairs for d in differences(a, b, tolerance, ignore, f"{path}.{i}")]
     if isinstance(ours, float) and isinstance(theirs, (int, float)):
         same = ours == theirs or (math.isnan(ours) and math.isnan(theirs))
-        near = abs(ours - theirs) <= tolerance * max(abs(ours), abs(theirs))
+        near = abs(ours - theirs) <= tolerance * max(abs(ours), abs(theirs), 0.1)
         return [] if same or near else [f"{path}: {ours!r}, not {theirs!r}"]
     return [] if ours == theirs else [f"{path}: {str(ours)[:100]}, not {str(theirs)[:100]}"]
 

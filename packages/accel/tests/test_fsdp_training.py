@@ -386,6 +386,8 @@ def weights_read(folder: str) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **BLOCKS))
+    # TRL looks up the dimensions of a mesh in the parallelism_config, which is None here.
+    assert accelerator.torch_device_mesh is None and not accelerator.is_composable_parallelism_enabled
     opened: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         really_open = modeling_utils.safe_open

@@ -227,8 +227,12 @@ class AcceleratorProperties(ProcessControl):
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The device mesh; None without one."""
-        return getattr(self.strategy, "mesh", None)
+        """The device mesh of the parallelism_config; None without one.
+
+        FSDP 2 alone has a mesh of its own, which callers must not take for one: TRL looks up its dimensions in the
+        parallelism_config.
+        """
+        return None if self.parallelism_config is None else getattr(self.strategy, "mesh", None)
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
