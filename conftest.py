@@ -126,7 +126,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if report.failed and call.excinfo is not None and "torch" in sys.modules:
         said = _NEEDS_NEWER_TORCH.search(str(call.excinfo.value))
-        if said is not None and tuple(map(int, sys.modules["torch"].__version__.split(".")[:2])) < (2, 10):
+        if said is not None and tuple(map(int, sys.modules["torch"].__version__.split(".")[:2])) < (2, 13):
             report.outcome = "skipped"
             report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {said[0].strip()}")
     return report

@@ -24,6 +24,16 @@ def two_ranks():
         yield
 
 
+def test_collectives_on_tensors_without_values(two_ranks) -> None:
+    with compat.FakeTensorMode():
+        tensor = torch.zeros(3)
+        if compat.has_meta_collectives():
+            dist.broadcast(tensor, 0)
+        else:
+            with pytest.raises(Exception, match="broadcast"):
+                dist.broadcast(tensor, 0)
+
+
 def test_storages() -> None:
     tensor = torch.zeros(8)
     view, other = tensor[2:], torch.zeros(8)

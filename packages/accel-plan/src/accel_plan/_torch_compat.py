@@ -23,6 +23,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
+def has_meta_collectives() -> bool:
+    """Whether torch's collectives accept tensors without values: in 2.13, not in 2.10. Nothing public tells."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"))
+
+
 def fake_store() -> dist.Store:
     """The store of the "fake" backend, whose collectives return at once; the backend has no public store."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

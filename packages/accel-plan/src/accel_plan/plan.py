@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from accel_bigmodel.estimate.training import DIVISIONS, OPTIMIZER_COPIES, TrainingMemory, memory_of_rank
-from accel_state import is_torch_version
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
+from ._torch_compat import has_meta_collectives
 from .models import model_config
 from .pipelines import PipelinePlan, pipeline_settings, trace_pipeline
 from .record import Axes, Traffic, coordinates_of
@@ -81,8 +83,11 @@ def make_plan(request: PlanRequest) -> RankPlan:
             what is allowed.
         MissingDependencyError: transformers is not installed.
     """
-    if is_torch_version("<", "2.7"):
-        raise ConfigurationError("a plan needs torch 2.7 or newer. Upgrade torch.")
+    if not has_meta_collectives():
+        raise ConfigurationError(
+            f"a plan needs a newer torch than {torch.__version__}, whose collectives refuse tensors without values. "
+            "Upgrade torch; 2.13 works."
+        )
     settings = request.settings
     _check_supported(settings)
     task = _trace_task(request)
