@@ -48,7 +48,7 @@ def tpu(shell):
     shell.write(
         "site/torch_xla/__init__.py", "class _XLAC:\n    _xla_runtime_is_initialized = staticmethod(lambda: False)\n"
     )
-    shell.env["TPU_LIBRARY_PATH"] = str(shell.write("site/libtpu.so", ""))
+    shell.env["TPU_LIBRARY_PATH"] = str(shell.write("lib/libtpu.so", ""))
     shell.write("site/torch_xla/distributed/__init__.py", "")
     shell.write("site/torch_xla/distributed/xla_multiprocessing.py", STAND_IN)
     shell.write("job/helper.py", "LIMIT = 3\n")

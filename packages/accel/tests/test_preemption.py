@@ -502,6 +502,22 @@ def test_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert not (job.folder / "preempted").exists()
 
 
+def test_an_exit_in_a_finalizer_is_not_lost() -> None:
+    script = """
+        from accel.preemption.handler import exit_from_signal
+
+        class Loader:
+            def __del__(self):
+                exit_from_signal(143)
+
+        Loader()
+        print("still running")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stdout, result.stderr) == (143, "", "")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # six launches one after the other
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
@@ -214,7 +214,7 @@ class PreemptionHandler:
                 file=sys.stderr,
                 flush=True,
             )
-        raise SystemExit(128 + name)
+        exit_from_signal(128 + name)
 
     def remove(self) -> None:
         """Restore the previous signal handlers, unless others have been installed since."""
@@ -340,3 +340,23 @@ def target_directory(settings: SaveOnSignal, project: ProjectConfiguration) -> P
         return Path(settings.output_dir)
     assert project.project_dir is not None
     return Path(project.project_dir) / DEFAULT_FOLDER
+
+
+def exit_from_signal(code: int) -> NoReturn:
+    """Raise SystemExit from a signal handler, and exit at once where Python would drop it.
+
+    A signal can arrive inside a finalizer, for example of a generator: Python ignores what is raised there, and the
+    rank would go on to fail in its next collective.
+    """
+    leaving, former = SystemExit(code), sys.unraisablehook
+
+    def exit_from_finalizer(ignored: sys.UnraisableHookArgs) -> None:
+        if ignored.exc_value is not leaving:
+            former(ignored)
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    sys.unraisablehook = exit_from_finalizer
+    raise leaving

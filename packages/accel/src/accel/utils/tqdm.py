@@ -16,4 +16,5 @@ class _CallableModule(types.ModuleType):
         return tqdm(*args, **kwargs)
 
 
+__wrapped__ = tqdm  # for inspect.signature
 sys.modules[__name__].__class__ = _CallableModule
