@@ -122,7 +122,7 @@ def test_asking_for_a_device_that_is_not_there_fails_nowhere(name):
     assert available == (device in devices.available())
 
 
-@pytest.mark.parametrize("name", ["npu", "mlu", "musa", "sdaa", "hpu"])
+@pytest.mark.parametrize("name", ["npu", "mlu", "musa", "sdaa", "hpu", "tpu"])
 def test_a_missing_plug_in_is_named(name):
     device = devices.get(name)
     if device.is_available():

@@ -17,6 +17,8 @@ from accel_state.environments.slurm import Allocation, find_address
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, Source
 
+from .accelerators import tpu
+
 # Programs that start launchers. torchrun is not listed: its variables are inherited by everything a rank starts.
 _STARTERS = ("openmpi", "mvapich", "hydra", "slurm")
 TASKS_VARIABLE = "ACCEL_LAUNCH_TASKS_PER_NODE"
@@ -141,7 +143,9 @@ def choose_mode(settings: Resolution, context: LaunchContext) -> LaunchMode:
     if option_value(settings, "compute_environment") == "AMAZON_SAGEMAKER":
         return LaunchMode.SAGEMAKER
     if option_value(settings, "tpu"):
-        return LaunchMode.TPU_POD if option_value(settings, "tpu_cluster") else LaunchMode.TPU
+        if option_value(settings, "tpu_cluster"):
+            return LaunchMode.TPU_POD
+        return LaunchMode.LOCAL if tpu.is_installed() else LaunchMode.TPU
     if context.role is not Role.NODE:
         if _deepspeed_starts(settings):
             return LaunchMode.DEEPSPEED

@@ -21,7 +21,7 @@ from accel_state.options import (
     load_groups,
 )
 
-from .accelerators.registry import VisibleDevices, find_visible
+from .accelerators.registry import VisibleDevices, find_hosts, find_visible
 from .config.read import load_settings
 from .cpus import check_process_count, default_cpu_processes, usable_cores
 from .entrypoint import Entrypoint, find_entrypoint
@@ -102,7 +102,10 @@ def make_plan(
     mode = choose_mode(settings, context)
     script_options = settings.group(ScriptOptions)
     entrypoint = find_entrypoint(script_options, script, script_args)
-    environment = settings.environment()
+    environment, hosts = settings.environment(), None
+    if mode is LaunchMode.LOCAL and (hosts := find_hosts(settings, variables)) is not None:
+        settings = _with_values(settings, hosts.settings, f"the {hosts.kind} runtime")
+        environment |= hosts.variables
     if script_options.as_accelerate:
         compat = require("accel_compat", purpose="--as-accelerate", install="accel-compat")
         path = (str(compat.shim_path()), variables.get("PYTHONPATH"))
@@ -111,7 +114,10 @@ def make_plan(
     if not on_cpu and settings["cpu"]:
         environment["ACCELERATE_USE_CPU"] = "false"
     no_devices = on_cpu or mode.counts_devices_remotely
-    visible = VisibleDevices(0, None) if no_devices else _select_devices(settings, variables, environment)
+    if hosts is not None:
+        visible = VisibleDevices(hosts.total // settings["num_machines"], None, hosts.kind)
+    else:
+        visible = VisibleDevices(0, None) if no_devices else _select_devices(settings, variables, environment)
     total, local, notes = _count(settings, context, mode, on_cpu, visible)
     if not mode.starts_every_machine:
         _check_devices(settings, on_cpu, local, visible)
@@ -148,9 +154,13 @@ def plan_from_args(args: argparse.Namespace) -> LaunchPlan:
 
 def _with_starter_settings(settings: Resolution, context: LaunchContext) -> Resolution:
     """The settings, with those that the starter of this launcher decides."""
+    return _with_values(settings, rendezvous_settings(context, settings), context.starter)
+
+
+def _with_values(settings: Resolution, values: Mapping[str, Any], origin: str) -> Resolution:
     updated = dict(settings.settings)
-    for name, value in rendezvous_settings(context, settings).items():
-        where = f"{name} {value} of {context.starter}"
+    for name, value in values.items():
+        where = f"{name} {value} of {origin}"
         updated[name] = replace(updated[name], value=value, source=Source.ENVIRONMENT, where=where)
     return replace(settings, settings=updated)
 
@@ -203,7 +213,7 @@ def _count(
 
 def _count_reason(context: LaunchContext, on_cpu: bool, visible: VisibleDevices) -> str:
     if visible.count:
-        return "one per visible GPU"
+        return f"one per visible {visible.kind}"
     cause = "--cpu is set" if on_cpu else "no GPU is visible"
     return f"one per task of the SLURM job, {cause}" if context.tasks_per_node else f"one per machine, {cause}"
 

@@ -46,6 +46,7 @@ class DistributedType(NamedChoice):
     MEGATRON_LM = "MEGATRON_LM"
     MULTI_HPU = "MULTI_HPU"
     MULTI_NEURON = "MULTI_NEURON"
+    MULTI_TPU = "MULTI_TPU"
 
 
 class PrecisionType(NamedChoice):
@@ -69,6 +70,7 @@ class RNGType(NamedChoice):
     XLA = "xla"
     XPU = "xpu"
     HPU = "hpu"
+    TPU = "tpu"
     NEURON = "neuron"
     GENERATOR = "generator"
     NUMPY = "numpy"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from accel_state.options import Resolution
 from accel_state.registry import Registry
 
+from . import tpu
 from .base import AcceleratorKind
 
 ACCELERATORS: Registry[type[AcceleratorKind]] = Registry(
@@ -20,6 +22,7 @@ class VisibleDevices:
 
     count: int
     variable: str | None
+    kind: str = "GPU"
 
 
 def find_visible(environ: Mapping[str, str]) -> VisibleDevices:
@@ -39,3 +42,10 @@ def find_installed() -> tuple[int, tuple[str, ...]]:
         if count := kind.count_installed():
             return count, kind.visible_variables
     return 0, ()
+
+
+def find_hosts(settings: Resolution, environ: Mapping[str, str]) -> tpu.TpuHosts | None:
+    """What a runtime that numbers the hosts itself decides before processes start; None for all others."""
+    if "tpu" not in settings.settings or not settings["tpu"]:
+        return None
+    return tpu.find_hosts(settings, environ)

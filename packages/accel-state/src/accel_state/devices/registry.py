@@ -14,6 +14,7 @@ from .base import Device
 # because some of them also implement torch.cuda; the CPU last, because it is always available.
 _BUILT_IN = {
     "xla": "accel_state.devices.xla:XlaDevice",
+    "tpu": "accel_state.devices.tpu:TpuDevice",
     "hpu": "accel_state.devices.hpu:HpuDevice",
     "npu": "accel_state.devices.npu:NpuDevice",
     "mlu": "accel_state.devices.mlu:MluDevice",

@@ -62,7 +62,8 @@ class XlaDevice(Device):
         if (kind or old) and importlib.util.find_spec("torch_xla") is None:
             return (
                 f"{asked} asks for an XLA device, and torch_xla is not installed in this environment. Install it: pip "
-                "install 'accel-state[xla]'; or unset the variable, to train on another device."
+                "install 'accel-state[xla]'; or unset the variable, to train on another device. TPUs through torch_tpu "
+                "need no variable."
             )
         if old and not kind:
             return (
