@@ -254,8 +254,8 @@ def test_pip_prefers_our_accel_to_the_unrelated_one_of_the_public_index(wheels: 
         "the unrelated accel is gone from the public index: this test has lost its point"
     )
     chosen = _chosen(python, wheels, "accel", tmp_path)
-    # accel-quant is an extra.
-    ours = {project.name: metadata(project)["version"] for project in projects() if project.name != "accel-quant"}
+    extras = ("accel-quant", "accel-compat", "accel-megatron")
+    ours = {project.name: metadata(project)["version"] for project in projects() if project.name not in extras}
     assert {name: chosen[name]["metadata"]["version"] for name in ours} == ours
     assert all(chosen[name]["download_info"]["url"].startswith(wheels.as_uri()) for name in ours)
 
