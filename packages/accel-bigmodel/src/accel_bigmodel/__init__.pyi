@@ -15,6 +15,8 @@ from .dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispat
 from .dispatch import named_device_map as named_device_map
 from .estimate.activations import measure_activations as measure_activations
 from .estimate.model import ModelSize as ModelSize
+from .estimate.offload import OffloadEstimate as OffloadEstimate
+from .estimate.offload import estimate_offload as estimate_offload
 from .estimate.sources import model_size as model_size
 from .estimate.training import TrainingMemory as TrainingMemory
 from .estimate.training import estimate_training as estimate_training
@@ -49,6 +51,7 @@ from .init_empty import init_on_device as init_on_device
 from .loading import load_checkpoint_in_model as load_checkpoint_in_model
 from .loading import load_offloaded_weights as load_offloaded_weights
 from .loading import load_state_dict as load_state_dict
+from .moe import cache_experts as cache_experts
 from .offload.store import OffloadedWeightsLoader as OffloadedWeightsLoader
 from .offload.store import PrefixedDataset as PrefixedDataset
 from .offload.store import extract_submodules_state_dict as extract_submodules_state_dict

@@ -20,6 +20,7 @@ from .checkpoint.checkpoint_mapping import ModelTensor, check_match, match_check
 from .checkpoint.files import checkpoint_files
 from .checkpoint.safetensors_file import SafetensorsFile
 from .checkpoint.tensor_files import CheckpointFile, open_file
+from .checkpoint.transformers_conversion import ConvertedFile, conversion_of
 from .device_map.device_map_checks import check_device_map, check_devices
 from .hooks.attach import has_offloaded_weights
 from .offload.store import load_offloaded_weight, offload_weight, save_offload_index
@@ -140,11 +141,12 @@ class _CheckpointLoader:
 
     def __post_init__(self) -> None:
         self.record = OffloadRecord(directory=self.directory)
-        self.file_of: dict[str, CheckpointFile] = {}
+        self.file_of: dict[str, CheckpointFile | ConvertedFile] = {}
 
     def open(self, checkpoint: str, strict: bool) -> None:
         """Open all files, and refuse a checkpoint that does not fit."""
-        self.files = []
+        self.files: list[CheckpointFile | ConvertedFile] = []
+        stored_files: dict[str, CheckpointFile] = {}
         for path, names in checkpoint_files(checkpoint).items():
             file = open_file(path)
             stored = set(file.names())
@@ -154,9 +156,10 @@ class _CheckpointLoader:
                     f"{path} lacks tensors that its index lists: {absent[:5]}. Download or save it again."
                 )
             self.files.append(file)
-            self.file_of.update(dict.fromkeys(file.names() if names is None else names, file))
+            stored_files.update(dict.fromkeys(file.names() if names is None else names, file))
+        stored_names = self._convert_names(stored_files)
         tensors, unsaved_buffers = model_tensors(self.model)
-        shapes = {name: file.shape(name) for name, file in self.file_of.items()}
+        shapes = {name: file.shape(stored_names.get(name, name)) for name, file in self.file_of.items()}
         match = match_checkpoint(tensors, shapes, unsaved_buffers)
         check_match(self.model, checkpoint, match, strict)
         source_of = {name: match.sources.get(tensor.name) for tensor in tensors for name in tensor.names}
@@ -164,16 +167,33 @@ class _CheckpointLoader:
             device_map = self.device_map
             tensors, untied = split_by_location(tensors, lambda name: location_of(name, device_map))
             check_tied_parameters_on_same_device(untied, device_map)
-        self.sources = [(tensor, source) for tensor in tensors if (source := source_of[tensor.name]) is not None]
+        named = [(tensor, source) for tensor in tensors if (source := source_of[tensor.name]) is not None]
+        self.sources = [(tensor, stored_names.get(source, source)) for tensor, source in named]
+        self.file_of.update({stored: self.file_of[name] for name, stored in stored_names.items()})
         if self.directory is None:
             self._check_readable_in_place()
 
+    def _convert_names(self, stored_files: dict[str, CheckpointFile]) -> dict[str, str]:
+        """Find the file of each tensor by its name in the model; returns the stored names."""
+        conversion = conversion_of(self.model, stored_files)
+        if conversion is None:
+            self.file_of.update(stored_files)
+            return {name: name for name in stored_files}
+        self.file_of.update(conversion.files)
+        self.files += conversion.converted
+        return conversion.stored_names
+
     def _check_readable_in_place(self) -> None:
-        unreadable = [
-            self.file_of[source].path.name
-            for tensor, source in self.sources
-            if self._location(tensor) == "disk" and not self.file_of[source].in_place
+        on_disk = [
+            (self.file_of[source], source) for tensor, source in self.sources if self._location(tensor) == "disk"
         ]
+        for file, source in on_disk:
+            if isinstance(file, ConvertedFile) and file.expert_stack(source) is None:
+                raise ConfigurationError(
+                    f"{source} is mapped to the disk, and Transformers stores it in another form than "
+                    f"{type(self.model).__name__} has: give offload_folder=, where it is written, or map it elsewhere"
+                )
+        unreadable = [file.path.name for file, _ in on_disk if not (file.in_place or isinstance(file, ConvertedFile))]
         if unreadable:
             raise ConfigurationError(
                 f"{len(unreadable)} weights mapped to the disk are in {unreadable[0]}, which is not a safetensors "
@@ -213,18 +233,23 @@ class _CheckpointLoader:
             for tensor, source in resident:
                 self._put(tensor, source, values[source])
         if self.record.index:
-            written = {name: entry for name, entry in self.record.index.items() if "safetensors_file" not in entry}
+            in_place = {"safetensors_file", "stack"}
+            written = {name: entry for name, entry in self.record.index.items() if not in_place & entry.keys()}
             if written and self.directory is not None:
                 save_offload_index(written, self.directory)
             self.model.__dict__[_RECORD] = self.record
 
-    def _leave_on_disk(self, file: CheckpointFile, tensor: ModelTensor, source: str) -> None:
+    def _leave_on_disk(self, file: CheckpointFile | ConvertedFile, tensor: ModelTensor, source: str) -> None:
         stored = file.dtype(source)
         dtype = self._dtype_for(tensor, stored)
-        if isinstance(file, SafetensorsFile) and (dtype == stored or self.directory is None):
-            dtype_name = str(dtype).removeprefix("torch.")
+        dtype_name = str(dtype).removeprefix("torch.")
+        stays = dtype == stored or self.directory is None
+        stack = file.expert_stack(source) if isinstance(file, ConvertedFile) else None
+        if isinstance(file, SafetensorsFile) and stays:
             entry: dict[str, Any] = {"safetensors_file": str(file.path), "weight_name": source, "dtype": dtype_name}
             self.record.files[str(file.path)] = file
+        elif stack is not None and stays:
+            entry = {"stack": stack, "dtype": dtype_name}
         else:
             assert self.directory is not None
             self.directory.mkdir(parents=True, exist_ok=True)

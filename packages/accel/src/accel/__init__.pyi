@@ -1,5 +1,6 @@
 """accel: one PyTorch training script for any machine."""
 
+from accel_bigmodel import cache_experts as cache_experts
 from accel_bigmodel import cpu_offload as cpu_offload
 from accel_bigmodel import cpu_offload_with_hook as cpu_offload_with_hook
 from accel_bigmodel import disk_offload as disk_offload

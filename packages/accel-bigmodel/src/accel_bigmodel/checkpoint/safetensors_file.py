@@ -125,9 +125,27 @@ class SafetensorsFile:
 
     def read_ahead(self, name: str) -> None:
         """Ask the operating system to start reading a tensor into its page cache."""
+        self.read_ahead_bytes(self.entries[name].start, self.entries[name].nbytes)
+
+    def read_ahead_bytes(self, start: int, nbytes: int) -> None:
+        """Ask the operating system to start reading a byte range of the file into its page cache."""
         if hasattr(os, "posix_fadvise"):
-            entry = self.entries[name]
-            os.posix_fadvise(self._descriptor, entry.start, entry.nbytes, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._descriptor, start, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def read_bytes(self, start: int, memory: memoryview) -> None:
+        """Fill memory from the file."""
+        if not hasattr(os, "preadv"):  # Windows
+            aligned = start - start % mmap.ALLOCATIONGRANULARITY
+            stop = start + len(memory)
+            with mmap.mmap(self._descriptor, stop - aligned, access=mmap.ACCESS_READ, offset=aligned) as mapped:
+                memory[:] = mapped[start - aligned :]
+            return
+        done = 0
+        while done < len(memory):
+            count = os.preadv(self._descriptor, [memory[done:]], start + done)
+            if count == 0:
+                raise ConfigurationError(f"{self.path} has been truncated since the model was loaded from it")
+            done += count
 
 
 def _reopen(path: Path, version: tuple[int, int, int]) -> SafetensorsFile:

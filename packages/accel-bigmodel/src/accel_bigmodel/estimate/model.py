@@ -65,14 +65,18 @@ TensorHeaders = Mapping[str, tuple[str, tuple[int, ...]]]
 """(dtype as safetensors names it, shape) by name."""
 
 
+def layer_of(tensor: str) -> str:
+    """The layer of a tensor: a numbered block ("h.3"), or else the module that holds it."""
+    block = _BLOCK.match(tensor)
+    return block[1] if block else tensor.rpartition(".")[0] or tensor
+
+
 def size_of_tensors(name: str, tensors: TensorHeaders) -> ModelSize:
     """The sizes of a model. A layer is a numbered block ("h.3"), or else the module that holds the tensor."""
     layers: dict[str, int] = defaultdict(int)
     parameters = whole = 0
     for tensor, (dtype, shape) in tensors.items():
-        block = _BLOCK.match(tensor)
-        layer = block[1] if block else tensor.rpartition(".")[0] or tensor
-        layers[layer] += math.prod(shape) * (4 if dtype in _FLOATING else _BYTES.get(dtype, 1))
+        layers[layer_of(tensor)] += math.prod(shape) * (4 if dtype in _FLOATING else _BYTES.get(dtype, 1))
         parameters += math.prod(shape)
         whole += math.prod(shape) if len(shape) < 2 else 0
     largest = max(layers, key=lambda layer: layers[layer])

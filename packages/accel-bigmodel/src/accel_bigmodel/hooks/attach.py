@@ -16,6 +16,7 @@ from ..offload.store import PrefixedDataset
 from ..tensors import Location, TiedParamsMap, as_device, named_module_tensors, set_module_tensor_to_device
 from .align import AlignDevicesHook
 from .base import SequentialHook, add_hook_to_module
+from .experts import RoutedExpertsHook, is_routed_experts
 
 
 def attach_execution_device_hook(
@@ -75,7 +76,8 @@ def attach_align_device_hook(
             continue  # the model holds this module under another name too
         if load_as_whole or read_here:
             reads_containers = len(read_here) > len(direct)
-            hook = AlignDevicesHook(
+            is_routed = offload and not load_as_whole and not reads_containers and is_routed_experts(current)
+            hook = (RoutedExpertsHook if is_routed else AlignDevicesHook)(
                 execution_device=execution_device,
                 offload=offload,
                 weights_map=PrefixedDataset(weights_map, prefix) if weights_map is not None else None,
@@ -145,7 +147,11 @@ def attach_align_device_hook_on_blocks(
 def attach_prefetcher(model: nn.Module) -> None:
     """Let one thread fetch the weights for all hooks of a model that offload weights."""
     hooks = [
-        (hook, module) for module in model.modules() for hook in align_hooks(module) if hook.offload and hook.slots
+        (hook, module)
+        for module in model.modules()
+        for hook in align_hooks(module)
+        # Which experts a layer needs is known only when its router has run.
+        if hook.offload and hook.slots and not isinstance(hook, RoutedExpertsHook)
     ]
     if hooks:
         prefetcher = Prefetcher([hook.weight_group(module) for hook, module in hooks])

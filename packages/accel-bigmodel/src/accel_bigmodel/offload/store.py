@@ -159,7 +159,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                 values[key] = self.state_dict[key]
                 continue
             info = self.index[key]
-            if info.get("safetensors_file") is not None:
+            if "stack" in info:  # the tensors of experts that are stored one by one
+                values[key] = info["stack"].read().to(device=self.device, dtype=as_dtype(info["dtype"]))
+            elif info.get("safetensors_file") is not None:
                 in_file.setdefault(info["safetensors_file"], {})[key] = info.get("weight_name", key)
             elif self.save_folder is None:
                 raise ConfigurationError(f"{key} is in a directory of offloaded weights: give save_folder=")
@@ -167,7 +169,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                 value = load_offloaded_weight(self.save_folder / f"{info.get('file', key)}.dat", info)
                 values[key] = value if self.device is None else value.to(self.device)
         for path, names in in_file.items():
-            tensors = self._file(path).tensors(set(names.values()))
+            tensors = self.open_file(path).tensors(set(names.values()))
             for key, name in names.items():
                 dtype = as_dtype(self.index[key]["dtype"]) if "dtype" in self.index[key] else None
                 values[key] = tensors[name].to(device=self.device, dtype=dtype)
@@ -176,10 +178,13 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def read_ahead(self, key: str) -> None:
         """Ask the operating system to start reading a weight from its safetensors file."""
         info = self.index.get(key, {})
-        if info.get("safetensors_file") is not None:
-            self._file(info["safetensors_file"]).read_ahead(info.get("weight_name", key))
+        if "stack" in info:
+            info["stack"].read_ahead()
+        elif info.get("safetensors_file") is not None:
+            self.open_file(info["safetensors_file"]).read_ahead(info.get("weight_name", key))
 
-    def _file(self, path: str) -> SafetensorsFile:
+    def open_file(self, path: str) -> SafetensorsFile:
+        """A safetensors file of the index, which stays open."""
         if path not in self._files:
             self._files[path] = SafetensorsFile(path)
         return self._files[path]

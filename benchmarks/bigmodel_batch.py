@@ -1,0 +1,76 @@
+"""Generation with all layers on the disk: 64 sequences in one batch, against one sequence after another.
+
+    python benchmarks/bigmodel_batch.py [--gigabytes 0.6]
+
+scripts/bench bigmodel runs it after bench_bigmodel.py. Each step of a batch walks the blocks once for all sequences.
+The files stay in the page cache, where walking them costs least; tokens are compared with those of the model in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import _measure
+import torch
+
+SEQUENCES, NEW_TOKENS, ROUNDS = 64, 8, 5
+TARGET = 8.0
+LAYERS, WIDTH = 8, 1024
+
+
+def tokens_a_second(model: Any, prompts: torch.Tensor) -> tuple[float, torch.Tensor]:
+    begin = time.perf_counter()
+    tokens = model.generate(prompts, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return tokens[:, prompts.shape[1] :].numel() / (time.perf_counter() - begin), tokens
+
+
+@torch.no_grad()
+def main(gigabytes: float) -> None:
+    """Print the table and compare the figure with the target."""
+    import transformers
+
+    from accel_bigmodel import init_empty_weights, load_checkpoint_and_dispatch
+
+    torch.set_num_threads(1)
+    inner = int(gigabytes * 1e9 / 4 / LAYERS / WIDTH / 3) // 64 * 64
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=WIDTH, intermediate_size=inner, num_hidden_layers=LAYERS, num_attention_heads=8,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        plain = transformers.LlamaForCausalLM(config).eval()
+        plain.save_pretrained(folder)
+        size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+        with init_empty_weights():
+            model = transformers.LlamaForCausalLM(config).eval()
+        load_checkpoint_and_dispatch(model, folder, device_map={"": "disk"})
+        prompts = torch.randint(1, 1000, (SEQUENCES, 16))
+        expected = tokens_a_second(plain, prompts)[1]
+        ratios, alone, batched = [], [], []
+        equal = True
+        for number in range(ROUNDS):
+            one, _ = tokens_a_second(model, prompts[number : number + 1])
+            many, tokens = tokens_a_second(model, prompts)
+            equal = equal and torch.equal(tokens, expected)
+            ratios.append(many / one)
+            alone.append(one)
+            batched.append(many)
+    _measure.heading(f"A model of {size / 1e9:.2f} GB on disk, {NEW_TOKENS} tokens after prompts of 16")
+    _measure.row("accel: one sequence after another", f"{statistics.median(alone):.2f} tokens/s")
+    figure = statistics.median(ratios)
+    _measure.row(f"accel: {SEQUENCES} sequences in a batch", f"{statistics.median(batched):.1f} tokens/s")
+    note = f"target: at least {TARGET:g}: {_measure.verdict(-figure, -TARGET)}"
+    _measure.row("accel: times the tokens of one after another", f"{figure:.1f} x", note)
+    _measure.row("accel: tokens equal to those in memory", "yes" if equal else "NO")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=0.6, help="size of the model (10**9 bytes)")
+    main(parser.parse_args().gigabytes)
