@@ -2,7 +2,7 @@
 #
 #   ensure GROUP     the packages of this workspace in editable form, and a dependency group of pyproject.toml,
 #                    at the versions of constraints.txt; for the tests DeepSpeed too. Costs milliseconds when nothing has changed
-#                    since the last time.
+#                    since the last time. Megatron-core is installed with the group megatron only.
 #
 # Needs bash, Python >= 3.10 and pip. ACCEL_PYTHON names the Python to make .venv with; ACCEL_VENV another place for it, and
 # ACCEL_CONSTRAINTS another file of versions.
@@ -74,11 +74,22 @@ install_packages() {
     pip_install "$(pinned torch)" "$(pinned hatchling)"
     local project projects=()
     for project in packages/*/pyproject.toml; do
+        [ "$project" != packages/accel-megatron/pyproject.toml ] || continue
         projects+=(--editable "$(dirname "$project")")
     done
     say "installing the packages: ${projects[*]}"
     pip_install --no-build-isolation "${projects[@]}"
     mark_current packages packages/*/pyproject.toml
+}
+
+# accel-megatron requires Megatron-core, which its own tests need and nothing else; without it, accel-megatron says how to install it.
+install_megatron() {
+    local requirements=--no-deps
+    if [ "$1" = megatron ]; then requirements=; fi
+    is_current megatron packages/accel-megatron/pyproject.toml && return
+    say "installing the package packages/accel-megatron${requirements:+ without Megatron-core}"
+    pip_install --no-build-isolation $requirements --editable packages/accel-megatron
+    mark_current megatron packages/accel-megatron/pyproject.toml
 }
 
 install_group() {
@@ -106,6 +117,7 @@ ensure() {
     if command -v flock >/dev/null; then flock 9; fi
     make_venv
     install_packages
+    install_megatron "$1"
     install_group "$1"
     if [ "$1" = test ]; then install_deepspeed; fi
     exec 9>&-

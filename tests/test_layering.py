@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 from workspace import ROOT, import_name, metadata, module_name, projects, sources
 
-# The siblings that each package may import. Only accel_plan and accel_compat import accel, and nothing imports them.
+# The siblings that each package may import. Only accel_plan, accel_compat and accel_megatron (a strategy) import accel;
+# nothing imports them.
 SIBLINGS = {
     "accel_state": set(),
     "accel_data": {"accel_state"},
     "accel_launch": {"accel_state"},
     "accel_bigmodel": {"accel_state"},
     "accel_quant": {"accel_state", "accel_bigmodel"},
+    "accel_megatron": {"accel", "accel_state", "accel_data", "accel_launch"},
     "accel_track": {"accel_state"},
     "accel_fp8": {"accel_state"},
     "accel_plan": {"accel", "accel_state", "accel_data", "accel_launch", "accel_bigmodel"},
@@ -30,7 +32,7 @@ SIBLINGS = {
 KNOWN_BY_NAME = {"accel": {"accel_fp8", "accel_plan"}}
 
 # Distributions whose import name differs from their own name.
-DISTRIBUTIONS = {"ruamel": "ruamel.yaml", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"megatron": "megatron-core", "ruamel": "ruamel.yaml", "yaml": "pyyaml"}
 
 # Vendors, their libraries and their collectives, as words of an identifier or of a text that is not documentation.
 _NAMES = (
@@ -53,6 +55,7 @@ VENDORS_NAMED = {
     "accel_state/state/gradient.py": "is_xla_gradients_synced is a name that users write",
     "accel_launch/accelerators/": "one file for each: counted without torch, before there is a process that could ask "
     "a Device",
+    "accel_megatron/": "Megatron-core is written for the GPUs of one vendor",
     "accel_fp8/backends/te.py": "says whose GPUs it is made for",
     "accel_state/options/": "names of options, and choices, that users write",
     "accel_launch/commands/env.py": "variables that a bug report shows",

@@ -57,6 +57,8 @@ for code, expected in examples:
     assert printed.getvalue() == expected, f"printed:\n{printed.getvalue()}\nthe README shows:\n{expected}"
 print(len(examples))
 """
+# What `pip install accel` brings; the others are extras.
+BASE = {project.name for project in projects()} - {"accel-quant", "accel-compat", "accel-megatron"}
 # The siblings that each package installs, its optional ones left out.
 TOGETHER = {
     "accel-state": {"accel-state"},
@@ -66,9 +68,10 @@ TOGETHER = {
     "accel-quant": {"accel-quant", "accel-bigmodel", "accel-state"},
     "accel-track": {"accel-track", "accel-state"},
     "accel-fp8": {"accel-fp8", "accel-state"},
-    "accel": {project.name for project in projects()} - {"accel-quant", "accel-compat"},
-    "accel-plan": {project.name for project in projects()} - {"accel-quant", "accel-compat"},
-    "accel-compat": {project.name for project in projects()} - {"accel-quant"},
+    "accel": BASE,
+    "accel-plan": BASE,
+    "accel-compat": BASE | {"accel-compat"},
+    "accel-megatron": BASE | {"accel-megatron"},
 }
 # The tests of what a user of one package calls; the rest has run from the work tree.
 PUBLIC_SURFACE = {
@@ -77,6 +80,7 @@ PUBLIC_SURFACE = {
     "accel-bigmodel": ["test_readme.py", "test_loading.py", "test_dispatch.py"],
     "accel-data": ["test_readme.py", "test_loader.py", "test_prepare.py"],
     "accel-quant": ["test_readme.py", "test_loading.py"],
+    "accel-megatron": ["test_plugin.py", "test_redirection.py"],
     "accel-track": ["test_tracking.py", "test_jsonl.py"],
     "accel-fp8": ["test_readme.py", "test_native_layers.py"],
     "accel": ["test_facade.py", "test_training.py", "test_saving.py"],
@@ -254,8 +258,7 @@ def test_pip_prefers_our_accel_to_the_unrelated_one_of_the_public_index(wheels: 
         "the unrelated accel is gone from the public index: this test has lost its point"
     )
     chosen = _chosen(python, wheels, "accel", tmp_path)
-    extras = ("accel-quant", "accel-compat", "accel-megatron")
-    ours = {project.name: metadata(project)["version"] for project in projects() if project.name not in extras}
+    ours = {project.name: metadata(project)["version"] for project in projects() if project.name in BASE}
     assert {name: chosen[name]["metadata"]["version"] for name in ours} == ours
     assert all(chosen[name]["download_info"]["url"].startswith(wheels.as_uri()) for name in ours)
 

@@ -486,6 +486,9 @@ def test_shares_of_each_strategy() -> None:
     assert {**vars(fsdp), "strategy": "zero3"} == vars(zero3) and zero3.total == 500 + 500 + 1000 + 1200 + 340
     parallel = estimate_training(1000, "zero1", tensor_parallel=4, **kwargs)
     assert (parallel.weights, parallel.optimizer, parallel.activations) == (1000, 1000, 160)
+    # Megatron-core in half precision: 2 bytes of weights, 4 of gradients, and 4 + 8 over the data-parallel ranks.
+    megatron = estimate_training(1000, "megatron", tensor_parallel=2, pipeline_parallel=2, weight_bytes=2, **kwargs)
+    assert (megatron.weights, megatron.gradients, megatron.optimizer, megatron.buffers) == (500, 1000, 1500, 0)
     # ZeRO's own count of mixed precision with Adam: 2 + 2 + 12 bytes for each parameter (arXiv:1910.02054, section 3.1)
     assert estimate_training(1000, weight_bytes=2, master_weights=True).total == 16_000
 
@@ -500,6 +503,11 @@ def test_shares_of_each_strategy() -> None:
             "num_processes=6 must be a positive multiple of tensor_parallel=4",
         ),
         ({"num_processes": 0}, "num_processes=0 must be a positive multiple"),
+        ({"num_processes": 4, "pipeline_parallel": 2}, "pipeline_parallel=2 with strategy='ddp'"),
+        (
+            {"strategy": "megatron", "num_processes": 4, "tensor_parallel": 4, "pipeline_parallel": 2},
+            "multiple of tensor_parallel=4 x pipeline_parallel=2",
+        ),
     ],
 )
 def test_bad_degrees_and_names_are_refused(kwargs, message) -> None:

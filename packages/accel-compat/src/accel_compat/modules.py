@@ -17,7 +17,10 @@ _ELSEWHERE = {"accelerate.commands.accelerate_cli": "accel.commands"}
 
 
 # Names without a counterpart. Libraries import them beside others, so that they must exist; using one raises an error.
-_MEGATRON = "accel has no Megatron-LM engine. For tensor and pipeline parallelism use ParallelismConfig."
+_MEGATRON = (
+    "accel trains with Megatron-core through MegatronLMPlugin and accelerator.prepare(), after pip install "
+    "'accel[megatron]'."
+)
 _LAUNCHER = "accel builds this for its own launcher only. Use `accel launch`, or accel_launch.api."
 UNAVAILABLE = {
     "accelerate.utils": {
@@ -78,10 +81,9 @@ class _Loader(InspectLoader):
         # The import system takes what is in sys.modules after this call.
         actual = importlib.import_module(self.target)
         sys.modules[module.__name__] = actual
-        existing = dir(actual)
         for reason, names in UNAVAILABLE.get(module.__name__, {}).items():
             for name in names.split():
-                if name not in existing:
+                if not _has(actual, name):
                     setattr(actual, name, type(name, (Unavailable,), {"reason": reason}))
 
     def get_source(self, fullname: str) -> str | None:
@@ -98,6 +100,14 @@ class _Loader(InspectLoader):
         if spec is None or not isinstance(spec.loader, InspectLoader):
             raise ImportError(f"{self.target} has no source")
         return spec.loader
+
+
+def _has(module: ModuleType, name: str) -> bool:
+    """Whether a module has a name, and what provides it is installed."""
+    try:
+        return hasattr(module, name)
+    except ImportError:
+        return False
 
 
 class Finder(MetaPathFinder):

@@ -15,8 +15,9 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
 from ._torch_compat import has_meta_collectives
-from .models import model_config
+from .models import build_model, model_config
 from .pipelines import PipelinePlan, pipeline_settings, trace_pipeline
+from .planners import plan_by
 from .record import Axes, Traffic, coordinates_of
 from .trace import RankBatch, RankTrace, TraceTask, data_ranks, trace_blocks
 from .zero import HALF_PRECISION, stage_of, without_deepspeed, zero_memory_and_traffic
@@ -49,7 +50,7 @@ class RankPlan:
     """What one rank holds, sends and reads."""
 
     model: str
-    strategy: str  # a key of accel_bigmodel.estimate.training.DIVISIONS
+    strategy: str  # a key of accel_bigmodel.estimate.training.DIVISIONS, or that of a planner
     processes: int  # number of ranks
     rank: int
     coordinates: Mapping[str, tuple[int, int]]  # on each mesh axis, with the size of the axis
@@ -83,6 +84,8 @@ def make_plan(request: PlanRequest) -> RankPlan:
             what is allowed.
         MissingDependencyError: transformers is not installed.
     """
+    if request.settings["use_megatron_lm"]:
+        return _plan_megatron(request)
     if not has_meta_collectives():
         raise ConfigurationError(
             f"a plan needs a newer torch than {torch.__version__}, whose collectives refuse tensors without values. "
@@ -125,6 +128,26 @@ def make_plan(request: PlanRequest) -> RankPlan:
         optimizer=optimizer,
         offloaded=_offloaded_parts(settings),
         pipeline=pipeline_plan,
+    )
+
+
+def _plan_megatron(request: PlanRequest) -> RankPlan:
+    """The plan of accel-megatron's own planner."""
+    settings, processes = request.settings, _process_count(request.settings, request.rank)
+    config = model_config(request.model, request.trust_remote_code)
+    length = _sequence_length(request.seq_length, config)
+    given = {name: getattr(request, name) for name in ("rank", "batch_size", "optimizer", "split_batches")}
+    model = build_model(config, request.trust_remote_code)
+    planned = plan_by("megatron", settings, model, processes=processes, seq_length=length, **given)
+    return RankPlan(
+        model=request.model,
+        processes=processes,
+        rank=request.rank,
+        seq_length=length,
+        steps=int(settings["gradient_accumulation_steps"] or 1),
+        mixed_precision=settings["mixed_precision"] or "no",
+        optimizer=request.optimizer,
+        **planned,
     )
 
 
@@ -183,12 +206,11 @@ def _offloaded_parts(settings: Resolution) -> tuple[str, ...]:
 
 
 def _check_supported(settings: Resolution) -> None:
-    for name, what in (("use_megatron_lm", "Megatron-LM"), ("tpu", "TPUs")):
-        if settings[name]:
-            raise ConfigurationError(
-                f"{settings.where(name)}: accel plan does not support {what}. It supports DDP, FSDP, meshes and "
-                "DeepSpeed."
-            )
+    if settings["tpu"]:
+        raise ConfigurationError(
+            f"{settings.where('tpu')}: accel plan does not support TPUs. It supports DDP, FSDP, meshes, DeepSpeed and "
+            "Megatron-LM."
+        )
     if settings["use_deepspeed"] and settings["use_parallelism_config"]:
         # The message of the Accelerator.
         raise ConfigurationError(

@@ -102,6 +102,8 @@ def parser(program: str = "accel estimate-memory") -> argparse.ArgumentParser:
     _add(group, "--training", action="store_true", help="training on one process, without activations")
     _add(group, "--num_processes", type=_positive, help="number of processes (default: 1)")
     _add(group, "--tensor_parallel", "--tp_size", type=_positive, help="processes that share each layer (default: 1)")
+    text = "stages of Megatron-core's pipeline (default: 1); needs --strategy megatron"
+    _add(group, "--pipeline_parallel", "--pp_size", type=_positive, help=text)
     text = f"rows of the table, from {', '.join(DIVISIONS)} (default: {' '.join(STRATEGIES)})"
     _add(group, "--strategy", nargs="+", choices=list(DIVISIONS), default=list(STRATEGIES), metavar="NAME", help=text)
     text = "copies of the model, each sharded separately; hybrid_shard has one on each node (default: 1)"
@@ -144,6 +146,7 @@ def run(argv: list[str], program: str = "accel estimate-memory") -> int:
     size = model_size(options.model_name, options.library_name, options.trust_remote_code)
     stages, training = None, None
     requested = (options.training, options.num_processes, options.tensor_parallel, options.batch_size)
+    requested += (options.pipeline_parallel,)
     if any(requested) or options.replicas > 1 or options.strategy != list(STRATEGIES):
         stages = {dtype: estimate_training_usage(size.total, dtype) for dtype in ("float32", "float16")}
         training = _training(size, options)
@@ -195,16 +198,23 @@ def _training(size: ModelSize, options: argparse.Namespace) -> list[TrainingMemo
         estimate_training(
             size.parameters,
             strategy,
-            num_processes=options.num_processes or options.tensor_parallel or 1,
+            num_processes=_processes(options),
             tensor_parallel=options.tensor_parallel or 1,
+            pipeline_parallel=options.pipeline_parallel or 1,
             replicas=options.replicas,
             whole=size.whole if options.tensor_parallel else 0,
+            # Megatron-core has half-precision weights, where others compute in half precision with autocast.
+            weight_bytes=2.0 if strategy == "megatron" and options.mixed_precision != "no" else 4.0,
             optimizer=options.optimizer,
             largest_layer=size.largest_layer,
             activations=activations,
         )
         for strategy in options.strategy
     ]
+
+
+def _processes(options: argparse.Namespace) -> int:
+    return int(options.num_processes or (options.tensor_parallel or 1) * (options.pipeline_parallel or 1))
 
 
 def _activations(size: ModelSize, options: argparse.Namespace) -> int:
@@ -224,11 +234,14 @@ def _activations(size: ModelSize, options: argparse.Namespace) -> int:
 
 
 def _title(options: argparse.Namespace) -> str:
-    processes = options.num_processes or options.tensor_parallel or 1
-    parts = [f"{processes} process(es)", f"{options.optimizer}, float32 weights"]
+    parts = [f"{_processes(options)} process(es)", f"{options.optimizer}, float32 weights"]
     parts.append(f"mixed precision: {options.mixed_precision}")
     if options.tensor_parallel:
         parts.append(f"tensor parallel: {options.tensor_parallel}")
+    if "megatron" in options.strategy and options.mixed_precision != "no":
+        parts.append("megatron: half-precision weights")
+    if options.pipeline_parallel:
+        parts.append(f"pipeline parallel: {options.pipeline_parallel}")
     if options.replicas > 1:
         parts.append(f"{options.replicas} copies")
     if options.batch_size:

@@ -40,8 +40,11 @@ DIVISIONS = {
     "hybrid_shard_zero2": _SHARD_GRAD_OP,
     "fsdp2": _FULL_SHARD,
     "fsdp2_no_reshard": _SHARD_GRAD_OP,
+    "megatron": Division(optimizer=True),
 }
-"""All strategies: FSDP's (``fsdp`` is FULL_SHARD), those of FSDP 2, and DeepSpeed's stages."""
+"""All strategies: FSDP's (``fsdp`` is FULL_SHARD), those of FSDP 2, DeepSpeed's stages, and Megatron-core with its
+distributed optimizer.
+"""
 
 # Of the 34 bytes of activations for each of a layer's s*b*h values, tensor parallelism shards 24 and replicates 10:
 # Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198, eq. 2 and 4.
@@ -80,6 +83,7 @@ def estimate_training(
     *,
     num_processes: int = 1,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     replicas: int = 1,
     whole: int = 0,
     weight_bytes: float = 4.0,
@@ -97,13 +101,16 @@ def estimate_training(
     except ``whole`` values. ZeRO 3 and FSDP gather a layer to compute with it, and prefetch the next one: twice the
     largest layer, and its gradients before they are reduced; SHARD_GRAD_OP keeps the whole model gathered until the end
     of the backward. DDP on several processes holds the gradients a second time, in buckets. Tensor parallelism divides
-    the activations inside attention and feed-forward (arXiv:2205.05198).
+    the activations inside attention and feed-forward (arXiv:2205.05198). Megatron-core also splits the embeddings, and
+    a pipeline's stages have equal parts on average; it keeps float32 gradients, and float32 weights beside
+    half-precision ones.
 
     Args:
         parameters: number of trained values.
         strategy: one of ``DIVISIONS``.
         num_processes: the world size.
         tensor_parallel: processes that share each layer.
+        pipeline_parallel: stages of a pipeline; with ``megatron`` only.
         replicas: copies of the model that are sharded separately, as with hybrid strategies or a dp_replicate axis.
         whole: values that tensor parallelism replicates (norms, and embeddings that no plan shards).
         weight_bytes: bytes of a value of weights and gradients: 4, also for autocast; 2 for a half-precision model.
@@ -119,16 +126,28 @@ def estimate_training(
         raise ConfigurationError(f"strategy={strategy!r} is not one of {', '.join(DIVISIONS)}.")
     if optimizer not in OPTIMIZER_COPIES:
         raise ConfigurationError(f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_COPIES)}.")
-    if min(num_processes, tensor_parallel) < 1 or num_processes % tensor_parallel:
+    if pipeline_parallel > 1 and strategy != "megatron":
         raise ConfigurationError(
-            f"num_processes={num_processes} must be a positive multiple of tensor_parallel={tensor_parallel}."
+            f"pipeline_parallel={pipeline_parallel} with strategy={strategy!r}: only megatron's stages are estimated. "
+            "`accel plan` shows those of a mesh."
         )
-    data_parallel = num_processes // tensor_parallel
+    size, factors = tensor_parallel, f"tensor_parallel={tensor_parallel}"
+    if pipeline_parallel > 1:
+        size, factors = size * pipeline_parallel, f"{factors} x pipeline_parallel={pipeline_parallel}"
+    if min(num_processes, size) < 1 or num_processes % size:
+        raise ConfigurationError(f"num_processes={num_processes} must be a positive multiple of {factors}.")
+    data_parallel = num_processes // size
     if replicas < 1 or data_parallel % replicas:
         raise ConfigurationError(
             f"replicas={replicas} must divide num_processes / tensor_parallel = {num_processes} / {tensor_parallel} = "
             f"{data_parallel}."
         )
+    activations = round(activations * (1 - _SHARDED_ACTIVATIONS + _SHARDED_ACTIVATIONS / tensor_parallel))
+    if strategy == "megatron":
+        # The first stage has most micro batches in flight: as many as there are stages.
+        split, half = parameters / size, weight_bytes < 4
+        state = split * 4 * (OPTIMIZER_COPIES[optimizer] + half) / data_parallel
+        return TrainingMemory(strategy, round(split * weight_bytes), round(split * 4), round(state), 0, activations)
     values = (parameters - whole) / tensor_parallel + whole
     return memory_of_rank(
         strategy,
@@ -138,7 +157,7 @@ def estimate_training(
         optimizer=optimizer,
         master_bytes=values * 4 if master_weights else 0,
         layer=largest_layer / tensor_parallel,
-        activations=activations * (1 - _SHARDED_ACTIVATIONS + _SHARDED_ACTIVATIONS / tensor_parallel),
+        activations=activations,
     )
 
 

@@ -50,7 +50,22 @@ def check_versions() -> Iterator[CheckResult]:
         yield fail("torch", version, f"pip install -U 'torch>={'.'.join(map(str, MIN_TORCH))}'")
     else:
         yield ok("torch", version)
+    if importlib.util.find_spec("megatron") is not None and _version("megatron-core"):
+        yield _megatron_kernels()
     yield ok("packages", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES if _version(name)))
+
+
+def _megatron_kernels() -> CheckResult:
+    """The optional kernels of Megatron-core, and what is slower without them."""
+    optional = {
+        "transformer_engine": "fused layers, 8-bit floating point, and overlapped tensor parallelism",
+        "apex": "fused Adam and accumulation of gradients in the matrix products",
+    }
+    missing = [f"{name} ({effect})" for name, effect in optional.items() if importlib.util.find_spec(name) is None]
+    text = f"megatron-core {_version('megatron-core')}"
+    if missing:
+        text += f", without the optional {' and '.join(missing)}: torch's own kernels are used, which are slower"
+    return ok("megatron", text)
 
 
 def versions() -> dict[str, str]:

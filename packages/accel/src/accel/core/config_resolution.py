@@ -44,7 +44,7 @@ LAUNCHED = {
 }
 
 # The attributes of the shared state that hold the settings of an engine, where they are not `<engine>_plugin`.
-_ATTRIBUTES = {"deepspeed": "deepspeed_plugins", "mesh": "parallelism_config"}
+_ATTRIBUTES = {"deepspeed": "deepspeed_plugins", "mesh": "parallelism_config", "megatron": "megatron_lm_plugin"}
 
 # Engines that can be combined: FSDP shards the dp_shard axis of a mesh.
 _COMBINABLE = {"mesh", "fsdp"}
@@ -262,7 +262,7 @@ def launched_strategies() -> list[str]:
             raise ConfigurationError(
                 f"environment variable {option.env}=true requests the strategy {name}, which is not installed. "
                 f"Installed: {', '.join(STRATEGIES)}. Launch without {option.flags[0]} (or distributed_type in the "
-                "configuration file), or install a package that provides the strategy."
+                f"configuration file), or install it: pip install 'accel[{name}]'."
             )
     return names
 

@@ -199,6 +199,15 @@ from ..core.compile import compile_regions_fsdp2 as compile_regions_fsdp2
 from ..core.compile import has_compiled_regions as has_compiled_regions
 from ..core.compile import has_repeated_blocks as has_repeated_blocks
 from ..core.compile import is_repeated_blocks as is_repeated_blocks
+from ..core.megatron import AbstractTrainStep as AbstractTrainStep
+from ..core.megatron import BertTrainStep as BertTrainStep
+from ..core.megatron import GPTTrainStep as GPTTrainStep
+from ..core.megatron import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from ..core.megatron import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from ..core.megatron import MegatronLMPlugin as MegatronLMPlugin
+from ..core.megatron import T5TrainStep as T5TrainStep
+from ..core.megatron import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
+from ..core.megatron import gather_across_data_parallel_groups as gather_across_data_parallel_groups
 from ..core.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..core.quantization import has_4bit_bnb_layers as has_4bit_bnb_layers
 from ..core.quantization import load_and_quantize_model as load_and_quantize_model

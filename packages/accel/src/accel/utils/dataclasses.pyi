@@ -15,6 +15,7 @@ from accel_track import LoggerType as LoggerType
 
 from ..checkpoint.names import ProjectConfiguration as ProjectConfiguration
 from ..core.compile import TorchDynamoPlugin as TorchDynamoPlugin
+from ..core.megatron import MegatronLMPlugin as MegatronLMPlugin
 from ..core.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from ..fsdp.fsdp2_utils import get_module_class_from_name as get_module_class_from_name

@@ -1,0 +1,7 @@
+"""Train Transformers models with the parallelism of Megatron-core."""
+
+from accel_state._lazy import attach
+
+__version__ = "1.0.0"
+
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -1,0 +1,129 @@
+"""Megatron-core as it is imported here: when it is first used. Every private name of it that is used, and repairs of
+its defects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from accel_state.errors import require
+
+
+def load_core(module: str = "megatron.core") -> Any:
+    """Import a module of Megatron-core; raises MissingDependencyError with the pip command."""
+    return require(module, purpose="training with Megatron-LM", install="accel[megatron]")
+
+
+class _CoreModule:
+    """A module of Megatron-core, imported when a name of it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(load_core(self.name), attribute)
+
+
+parallel_state: Any = _CoreModule("megatron.core.parallel_state")
+
+
+def repair_moe() -> None:
+    """Define a name that Megatron-core 0.16.1 imports from Transformer Engine, and tests for None without it."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def sub_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers of dense and of expert parameters."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    subs = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [sub for sub in subs if not getattr(sub, "is_stub_optimizer", False)]
+
+
+class MainParameter:
+    """The float32 parameter that an optimizer updates, and its states: all of it, or a range on this rank."""
+
+    def __init__(self, optimizer: Any, parameter: torch.Tensor) -> None:
+        self.optimizer, self.parameter = optimizer.optimizer, parameter
+        self.group: Any = None
+        self.start, self.end = 0, parameter.numel()
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        if isinstance(optimizer, DistributedOptimizer):
+            found = optimizer.model_param_group_index_map.get(parameter)
+            self.group = optimizer.data_parallel_group
+            if found is None:  # other data-parallel ranks have all of it
+                self.main, self.end = None, 0
+                return
+            index, order = found
+            self.main = self.optimizer.param_groups[index]["params"][order]
+            owned = optimizer._get_model_param_range_map(parameter)["param"]
+            self.start, self.end = owned.start, owned.end
+        else:
+            self.main = getattr(parameter, "main_param", None)
+            if self.main is None:
+                self.main = parameter
+
+    def full(self, part: torch.Tensor | None) -> torch.Tensor:
+        """A tensor of the parameter's shape from the ranges of all data-parallel ranks. A collective call."""
+        if self.group is None:
+            assert part is not None
+            return part.detach().reshape(self.parameter.shape)
+        flat = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
+        if part is not None and self.end > self.start:
+            flat[self.start : self.end] = part.detach().reshape(-1)
+        torch.distributed.all_reduce(flat, group=self.group)
+        return flat.view(self.parameter.shape)
+
+    def state(self, key: str) -> torch.Tensor | None:
+        """An entry of the optimizer's state; None on ranks without a range of it."""
+        return None if self.main is None else self.optimizer.state[self.main].get(key)
+
+    def put(self, key: str | None, value: torch.Tensor) -> None:
+        """Set an entry of the state, or with None the parameter itself, from a tensor of the parameter's shape."""
+        if self.main is None or self.end <= self.start:
+            return
+        part = value.reshape(-1)[self.start : self.end].view(self.main.shape)
+        if key is None:
+            self.main.data.copy_(part)
+        else:
+            self.optimizer.state[self.main][key] = part.to(self.main.device, self.main.dtype).clone()
+
+    def put_step(self, step: torch.Tensor) -> None:
+        """Set the number of steps taken."""
+        if self.main is None:
+            return
+        for group in self.optimizer.param_groups:
+            if "step" in group:  # the fused optimizers of Apex and Transformer Engine count by group
+                group["step"] = int(step)
+                return
+        self.optimizer.state[self.main]["step"] = step.clone()
+
+
+def main_parameters(optimizer: Any) -> Iterator[tuple[torch.Tensor, MainParameter]]:
+    """The trained parameters of this rank's model chunks with their main parameters, in the same order on all ranks
+    that hold copies of them.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    for sub in sub_optimizers(optimizer):
+        if isinstance(sub, DistributedOptimizer):
+            for buffer in sub.buffers:
+                for parameter in buffer.params:
+                    yield parameter, MainParameter(sub, parameter)
+            continue
+        pairs = [sub.optimizer.param_groups]
+        if hasattr(sub, "float16_groups"):
+            pairs = [
+                [{"params": params} for params in groups] for groups in (sub.float16_groups, sub.fp32_from_fp32_groups)
+            ]
+        for groups in pairs:
+            for group in groups:
+                for parameter in group["params"]:
+                    yield parameter, MainParameter(sub, parameter)

@@ -1,0 +1,147 @@
+"""For tests: runs Megatron-core, which is written for CUDA devices, on CPU ranks with gloo.
+
+:func:`cuda_on_cpu` replaces names of torch and of Megatron-core for the rest of the process. Nothing in this package
+imports this module.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_TYPES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+_installed: list[TorchFunctionMode] = []
+
+
+def _is_cuda(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.partition(":")[0] == "cuda"
+
+
+class _OnCpu(TorchFunctionMode):
+    """Creates tensors that are asked for on a CUDA device on the CPU, and reports their types as CUDA's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs.get("dtype"):
+            return _TYPES.get(args[0].dtype) or func(*args, **kwargs)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*(_CPU if _is_cuda(value) else value for value in args), **kwargs)
+
+
+class _Stream:
+    """A stream, an event, or their context manager, without an effect."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: Any) -> None:
+        return None
+
+    def query(self) -> bool:
+        """A CPU operation has ended when its call returns."""
+        return True
+
+    def wait_stream(self, *_: Any) -> None:
+        """Nothing to wait for."""
+
+    wait_event = synchronize = record = wait_stream
+
+    def record_event(self, event: Any = None) -> _Stream:
+        """An event that has happened."""
+        return _Stream()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _stream(*_: Any, **__: Any) -> _Stream:
+    return _Stream()
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _plain_compile(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else _plain_compile
+
+
+def replacements() -> list[tuple[Any, str, Any]]:
+    """Every name that is replaced: its module, its name, and the replacement."""
+    from megatron.core.inference import communication_utils
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    cuda = torch.cuda
+    return [
+        *((cuda, name, _nothing) for name in ("synchronize", "empty_cache", "set_device", "init", "manual_seed_all")),
+        (cuda, "current_device", lambda: _CPU),
+        (cuda, "device_count", lambda: 1),
+        *((cuda, name, _Stream) for name in ("Stream", "Event", "stream", "device")),
+        *((cuda, name, _stream) for name in ("current_stream", "default_stream")),
+        *((cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop")),
+        *((module, "get_rng_state", _get_rng_state) for module in (cuda, cuda.random)),
+        *((module, "set_rng_state", _set_rng_state) for module in (cuda, cuda.random)),
+        *((module, "manual_seed", _seed) for module in (cuda, cuda.random)),
+        (random, "_get_cuda_rng_state", _get_rng_state),
+        (random, "_set_cuda_rng_state", _set_rng_state),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
+        (communication_utils, "_is_cuda", _nothing),
+    ]
+
+
+def cuda_on_cpu() -> None:
+    """Let Megatron-core run on the CPU in this process. Call it once, before anything else imports megatron.core."""
+    if _installed:
+        return
+    import torch._dynamo  # must be imported before names of torch.cuda are replaced
+
+    # Megatron-core compiles functions when it is imported.
+    compile_function, torch.compile = torch.compile, _plain_compile  # type: ignore[assignment]
+    try:
+        names = replacements()
+    finally:
+        torch.compile = compile_function
+    for module, name, value in names:
+        if not hasattr(module, name):
+            where = module.__name__ if isinstance(module, ModuleType) else repr(module)
+            raise AttributeError(f"{where}.{name} no longer exists: adapt accel_megatron.testing")
+        setattr(module, name, value)
+    from . import runtime
+
+    runtime.DEVICES.add("cpu")
+    mode = _OnCpu()
+    mode.__enter__()
+    _installed.append(mode)
