@@ -520,24 +520,23 @@ def test_an_exit_in_a_finalizer_is_not_lost() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # six launches one after the other
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_under_the_launcher(tmp_path: Path, ranks: int) -> None:
+def test_under_the_launcher(tmp_path: Path) -> None:
     """Told to end in three ways, each run continues where the one before it stopped, and the last one ends like an
     undisturbed one.
     """
-    code, output = Job(tmp_path / "whole", ranks).end()
+    code, output = Job(tmp_path / "whole", 2).end()
     assert code == 0, output
     expected = weights_of(output)
     folder = tmp_path / "told"
     for loop, number in [("training", signal.SIGTERM), ("evaluation", signal.SIGUSR1)]:
-        job = Job(folder, ranks, loop=loop)
+        job = Job(folder, 2, loop=loop)
         job.wait_for(loop)
         job.process.send_signal(number)
         code, output = job.end()
         assert code == 75 and "was saved to" in output, output
         for mark in folder.glob("*0"):
             mark.unlink()
-    job = Job(folder, ranks, "--max_restarts", "1", loop="training")
+    job = Job(folder, 2, "--max_restarts", "1", loop="training")
     job.wait_for("training")
     os.kill(job.last_rank(), signal.SIGUSR1)
     job.go_on()
