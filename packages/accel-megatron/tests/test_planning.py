@@ -99,6 +99,7 @@ def measure(cases: list[Any]) -> list[Any]:
             seq_length=matrix.SEQUENCE,
             optimizer="adamw",
             split_batches=False,
+            device="cpu",
         )
         parameters = list(run.model.parameters())
         saved = Saved({item.untyped_storage().data_ptr() for item in parameters})

@@ -35,6 +35,7 @@ def plan_rank(
     seq_length: int,
     optimizer: str,
     split_batches: bool,
+    device: str = "cuda",
 ) -> dict[str, Any]:
     """The plan of a rank; called by ``accel plan`` through the entry point group ``accel.planners``.
 
@@ -47,6 +48,7 @@ def plan_rank(
         seq_length: tokens of a sample.
         optimizer: "adamw", "adam", "sgd" or "sgd_momentum".
         split_batches: the loader's batch is divided over the data-parallel ranks.
+        device: type of the devices, whose kernels save different tensors.
     """
     given = {name: settings[f"megatron_lm_{name}"] for name in (item.name for item in fields(MegatronOptions))}
     plugin = MegatronLMPlugin(**given)
@@ -58,7 +60,9 @@ def plan_rank(
             f"accel plan computes Megatron-core's plan of causal models without experts, and this is a {kind}. `accel "
             "estimate-memory --strategy megatron` estimates the memory of any model."
         )
-    work = _Work(plugin, architecture, model, processes, rank, batch_size, seq_length, settings["mixed_precision"])
+    work = _Work(
+        plugin, architecture, model, processes, rank, batch_size, seq_length, settings["mixed_precision"], device
+    )
     samples = batch_size * plugin.num_micro_batches
     if split_batches:
         samples //= work.dp
@@ -85,6 +89,7 @@ class _Work:
     batch_size: int
     seq_length: int
     precision: str | None
+    device: str
     sizes: Sizes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -160,31 +165,53 @@ class _Work:
             warm_up = (self.pp - self.stage - 1) * 2 + (chunks - 1) * self.pp + 1
             in_flight = min(warm_up, count * chunks) / chunks
         layer, unit = self._layer_bytes(), self.tokens * self.core["hidden_size"] // self.sp * self.bytes
+        head = self._head_bytes() if self.last else 0
         layers = in_flight * self.layers * layer
         if self.plugin.recompute_granularity == "full":
             each = self.plugin.recompute_num_layers or 1
             if self.plugin.recompute_method == "block":
-                layers = in_flight * (each * unit + max(self.layers - each, 0) * layer) + layer
-            else:
-                layers = in_flight * -(-self.layers // each) * unit + each * layer
+                layers = in_flight * (min(each, self.layers) * unit + max(self.layers - each, 0) * layer)
+                head = max(head, 0 if each < self.layers else layer)
+            else:  # the output layer is done when the first unit is repeated
+                layers = in_flight * -(-self.layers // each) * unit
+                head = max(head, each * layer)
         embedded = in_flight * self.tokens * 8 if self.first else 0
-        return int(layers + embedded + (self._head_bytes() if self.last else 0))
+        return int(layers + embedded + head)
+
+    def _norm(self, values: float) -> float:
+        """Bytes that a norm of so many values of a token saves, beyond its input and its output."""
+        if self.core.get("normalization") != "RMSNorm" or self.device != "cpu":
+            return 8
+        # On CPUs torch's RMSNorm consists of several operations in float32.
+        return 4 + values * (4 + 4 - self.bytes)
 
     def _layer_bytes(self) -> float:
-        core, tokens, width = self.core, self.tokens, self.bytes
-        heads, hidden, inner = core["num_attention_heads"], core["hidden_size"], core["ffn_hidden_size"]
-        size = core.get("kv_channels") or hidden // heads
-        groups = core.get("num_query_groups") or heads
-        rotated = (heads + groups) * size if self.architecture.position_embedding == "rope" else 0  # type: ignore[attr-defined]
-        attention = (heads + 2 * groups) * size + rotated  # queries, keys and values
-        attention += 2 * heads * size  # the output, by head and by token
-        mlp = (4 if core.get("gated_linear_unit") else 2) * inner
-        statistics = 4 * heads / self.tp  # of the softmax
-        return tokens * ((4 * hidden / self.sp + (attention + mlp) / self.tp) * width + statistics)
+        core, architecture, width = self.core, self.architecture, self.bytes
+        heads, hidden = core["num_attention_heads"], core["hidden_size"] / self.sp
+        groups, size = core.get("num_query_groups") or heads, self._head_size()
+        rope = architecture.position_embedding == "rope"  # type: ignore[attr-defined]
+        attention = (heads + 2 * groups) * size + heads * size  # queries, keys and values in one tensor; the output
+        if rope:
+            attention += (heads + groups) * size
+        each = 2 * hidden  # outputs of the norms
+        norms = 2 - getattr(architecture.hf, "use_parallel_residual", False)  # which read different tensors
+        each += norms * hidden + attention / self.tp
+        # Gated: both parts in one tensor, the activation, the other part, the product.
+        each += (5 if core.get("gated_linear_unit") else 2) * core["ffn_hidden_size"] / self.tp
+        total = each * width + 2 * self._norm(hidden) + 4 * heads / self.tp  # statistics of the softmax
+        if core.get("qk_layernorm"):
+            total += heads * size / self.tp * width + self._norm((heads + groups) * size / self.tp)
+        if core.get("hidden_dropout"):
+            total += 2 * hidden
+        angles = 4 * self.seq_length // self.cp * size * architecture.rotary_percent if rope else 0  # type: ignore[attr-defined]
+        return self.tokens * total + angles * width
+
+    def _head_size(self) -> int:
+        return int(self.core.get("kv_channels") or self.core["hidden_size"] // self.core["num_attention_heads"])
 
     def _head_bytes(self) -> float:
-        hidden = 2 * self.core["hidden_size"] / self.sp * self.bytes
-        return self.tokens * (hidden + self.rows / self.tp * 4)
+        hidden = self.core["hidden_size"] / self.sp
+        return self.tokens * (2 * hidden * self.bytes + self._norm(hidden) + self.rows / self.tp * 4)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -200,10 +227,8 @@ class _Work:
         layer = self.tokens * self.core["hidden_size"] * self.bytes
         self._tensor_parallel(add, batches, layer)
         if self.cp > 1:
-            core = self.core
-            size = core.get("kv_channels") or core["hidden_size"] // core["num_attention_heads"]
-            groups = core.get("num_query_groups") or core["num_attention_heads"]
-            gathered = 2 * self.cp * self.tokens * groups * size // self.tp * self.bytes
+            groups = self.core.get("num_query_groups") or self.core["num_attention_heads"]
+            gathered = 2 * self.cp * self.tokens * groups * self._head_size() // self.tp * self.bytes
             add("all-gather", "cp", self.cp, batches * self._forwards(), gathered)
             add("all-reduce", "cp", self.cp, batches * self.layers, gathered)
         chunks = self.sizes.chunks
