@@ -75,7 +75,7 @@ def measure(cases: list[Any]) -> list[Any]:
     """Planned and real bytes and messages of this rank."""
     import torch.distributed as dist
 
-    from accel_megatron.planning import plan_rank
+    from accel_megatron.planning import plan_plugin
     from accel_megatron.testing import cuda_on_cpu
     from accel_plan.record import Recorder, add_traffic
 
@@ -85,20 +85,18 @@ def measure(cases: list[Any]) -> list[Any]:
         run = matrix.Run(name, precision, **plugin)
         batch = matrix.batches(name, 1, run.vocab_size)[0]
         run.step(batch)  # optimizer states are created in the first step
-        settings = {f"megatron_lm_{key}": value for key, value in vars(run.model.plugin).items()}
         with torch.device("meta"):
             kind, config = matrix.models()[name]
             model = kind(config)
         ranks = run.accelerator.strategy.data_collectives.world_size
-        planned = plan_rank(
-            {**settings, "mixed_precision": precision, "gradient_accumulation_steps": 1},
+        planned = plan_plugin(
+            run.model.plugin,
             model,
             processes=dist.get_world_size(),
             rank=dist.get_rank(),
             batch_size=matrix.ROWS // ranks // run.model.plugin.num_micro_batches,
             seq_length=matrix.SEQUENCE,
-            optimizer="adamw",
-            split_batches=False,
+            mixed_precision=precision,
             device="cpu",
         )
         parameters = list(run.model.parameters())
@@ -106,7 +104,7 @@ def measure(cases: list[Any]) -> list[Any]:
         recorder = Recorder(planned["axes"])
         with recorder, torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             run.step(batch)
-        traffic = add_traffic([(1, [item for item in recorder._traffic if item.payload >= 1024])])
+        traffic = add_traffic([(1, [item for item in recorder._traffic if item.payload >= 1024 and item.ranks > 1])])
         real = {
             "weights": sum(item.nbytes for item in parameters),
             "gradients": sum(buffer.grad_data.nbytes for chunk in run.model.chunks for buffer in chunk.buffers),

@@ -25,22 +25,42 @@ from .weights import Weight, part_of, split_dim
 _STATES = {"adam": 2, "adamw": 2, "sgd": 0, "sgd_momentum": 1}
 
 
-def plan_rank(
-    settings: Mapping[str, Any],
+def plan_rank(settings: Mapping[str, Any], model: Any, **numbers: Any) -> dict[str, Any]:
+    """The plan of a rank; called by ``accel plan`` through the entry point group ``accel.planners``.
+
+    Args:
+        settings: the resolved options of ``accel launch``.
+        model: the Transformers model, on the meta device.
+        **numbers: as in :func:`plan_plugin`.
+    """
+    given = {item.name: settings[f"megatron_lm_{item.name}"] for item in fields(MegatronOptions)}
+    return plan_plugin(
+        MegatronLMPlugin(**given),
+        model,
+        mixed_precision=settings["mixed_precision"] or "no",
+        steps=int(settings["gradient_accumulation_steps"] or 1),
+        **numbers,
+    )
+
+
+def plan_plugin(
+    plugin: MegatronLMPlugin,
     model: Any,
     *,
     processes: int,
     rank: int,
     batch_size: int,
     seq_length: int,
-    optimizer: str,
-    split_batches: bool,
+    optimizer: str = "adamw",
+    split_batches: bool = False,
+    mixed_precision: str = "no",
+    steps: int = 1,
     device: str = "cuda",
 ) -> dict[str, Any]:
-    """The plan of a rank; called by ``accel plan`` through the entry point group ``accel.planners``.
+    """What a rank holds, sends and reads.
 
     Args:
-        settings: the resolved options of ``accel launch``.
+        plugin: the settings.
         model: the Transformers model, on the meta device.
         processes: number of ranks.
         rank: the rank to plan.
@@ -48,10 +68,10 @@ def plan_rank(
         seq_length: tokens of a sample.
         optimizer: "adamw", "adam", "sgd" or "sgd_momentum".
         split_batches: the loader's batch is divided over the data-parallel ranks.
+        mixed_precision: "no", "fp16" or "bf16".
+        steps: calls of the model in an optimizer step.
         device: type of the devices, whose kernels save different tensors.
     """
-    given = {name: settings[f"megatron_lm_{name}"] for name in (item.name for item in fields(MegatronOptions))}
-    plugin = MegatronLMPlugin(**given)
     plugin.check_world(processes)
     architecture = architecture_of(model)
     kind = architecture.hf.model_type
@@ -60,9 +80,7 @@ def plan_rank(
             f"accel plan computes Megatron-core's plan of causal models without experts, and this is a {kind}. `accel "
             "estimate-memory --strategy megatron` estimates the memory of any model."
         )
-    work = _Work(
-        plugin, architecture, model, processes, rank, batch_size, seq_length, settings["mixed_precision"], device
-    )
+    work = _Work(plugin, architecture, model, processes, rank, batch_size, seq_length, mixed_precision, device)
     samples = batch_size * plugin.num_micro_batches
     if split_batches:
         samples //= work.dp
@@ -72,7 +90,7 @@ def plan_rank(
         "coordinates": coordinates or {"dp": (0, 1)},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "memory": work.memory(_STATES[optimizer]),
-        "collectives": work.messages(int(settings["gradient_accumulation_steps"] or 1)),
+        "collectives": work.messages(steps),
         "data": (work.dp, work.dp_rank, samples * work.dp, tuple(range(first, first + samples))),
         "local_length": seq_length // plugin.context_parallel_size,
         "axes": {name: size for name, (_, size) in work.coordinates.items()},
@@ -134,8 +152,7 @@ class _Work:
         count = part_of(tensor, pair, split_dim(target), self.tp, 0, self.rows).numel()
         self.values += count
         # Each rank has the gradients of its part of the sequence only.
-        replicated = "layernorm" in target or target.endswith(("linear_proj.bias", "linear_fc2.bias"))
-        if self.sp > 1 and (replicated or "position_embeddings" in target):
+        if self.sp > 1 and ("layernorm" in target or target.endswith(("linear_proj.bias", "linear_fc2.bias"))):
             self.norms += count
         if target == "embedding.word_embeddings.weight":
             self.embedding = count
