@@ -101,6 +101,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, files[str(item.path)], position[item.nodeid]))
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List the examples and documented commands that ran, with their times."""
+    runs = [
+        text
+        for report in terminalreporter.getreports("passed")
+        for name, text in report.user_properties
+        if name == "documented run"
+    ]
+    if runs:
+        terminalreporter.section("examples and documented commands")
+        for line in sorted(runs, reverse=True):
+            terminalreporter.write_line(line)
+
+
 def _runs_all(config: pytest.Config) -> bool:
     """--all, a marker expression, or tests named one by one select for themselves."""
     return config.option.all or bool(config.option.markexpr) or any("::" in argument for argument in config.args)

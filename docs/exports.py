@@ -1,6 +1,6 @@
 """mkdocs hook: replaces `<!-- exports: accel_data -->` in a page by the reference of that package's exports.
 
-The list of exports is the package's `__init__.pyi`.
+The list of exports is the package's `__init__.pyi`, or its `__init__.py` if it has no stub.
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ def _exports(root: Path, module: str) -> tuple[list[str], dict[str, list[str]]]:
     directory = root / "packages" / distribution / "src" / module.replace(".", "/")
     defined: list[str] = []
     reexported: dict[str, list[str]] = {}
-    for node in ast.parse((directory / "__init__.pyi").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom):
+    stub = directory / "__init__.pyi"
+    source_file = stub if stub.exists() else directory / "__init__.py"
+    for node in ast.parse(source_file.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            defined.append(node.name)
+        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
             names = [alias.asname or alias.name for alias in node.names]
             source = node.module or ""
             if node.level or source.split(".")[0] == module.split(".")[0]:

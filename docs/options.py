@@ -1,6 +1,7 @@
-"""mkdocs hook: replaces `<!-- options -->` in a page by tables of all options, generated from their declarations.
+"""mkdocs hook: replaces `<!-- options -->` in a page by lists of all options, generated from their declarations.
 
-`<!-- options: TITLE -->` is replaced by the table of the group with that title.
+`<!-- options: TITLE -->` is replaced by the list of the group with that title. A list instead of a table: identifiers
+are long, and a table of six columns cuts them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 _MARK = re.compile(r"^<!-- options -->$", re.MULTILINE)
 _GROUP = re.compile(r"^<!-- options: (\w+) -->$", re.MULTILINE)
-_HEAD = "| Option | Value | Default | Variable | Key | What it does |\n|---|---|---|---|---|---|"
 
 
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
@@ -21,19 +21,19 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
     if not _MARK.search(markdown) and not _GROUP.search(markdown):
         return markdown
     root = Path(config.config_file_path).parent
-    markdown = _GROUP.sub(lambda match: table(root, match[1]), markdown)
+    markdown = _GROUP.sub(lambda match: listing(root, match[1]), markdown)
     return _MARK.sub(lambda _: reference(root), markdown)
 
 
 def reference(root: Path) -> str:
-    """One section with a table per group."""
+    """One section with a list per group."""
     return "\n\n".join(_section(group) for group in _groups(root))
 
 
-def table(root: Path, title: str) -> str:
-    """The table of the group with this title."""
+def listing(root: Path, title: str) -> str:
+    """The list of the group with this title."""
     group = next(group for group in _groups(root) if group.title == title)
-    return "\n".join([_HEAD, *map(_row, group.options())])
+    return "\n".join(map(_item, group.options()))
 
 
 def _groups(root: Path) -> Iterable[Any]:
@@ -47,23 +47,27 @@ def _groups(root: Path) -> Iterable[Any]:
 
 
 def _section(group: Any) -> str:
-    rows = [_row(opt) for opt in group.options()]
     title = group.title[0].upper() + group.title[1:]
-    return "\n".join([f"## {title}", "", group.description, "", _HEAD, *rows]).replace("\n\n\n\n", "\n\n")
+    items = "\n".join(map(_item, group.options()))
+    return re.sub(r"\n{3,}", "\n\n", f"## {title}\n\n{group.description}\n\n{items}")
 
 
-def _row(opt: Any) -> str:
+def _item(opt: Any) -> str:
     flags = _codes(flag for flag in (*opt.flags, *opt.undo_flags) if not (flag.startswith("--") and "-" in flag[2:]))
-    default = "" if opt.default in (None, "", ()) else f"`{opt.format(opt.default)}`"
-    variable = f"`{opt.env}`{' *' if opt.exported else ''}" if opt.env else ""
-    cells = (flags, _value(opt), default, variable, _codes(opt.keys), opt.help)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    facts = [f"Value: {_value(opt)}."]
+    if opt.default not in (None, "", (), False):
+        facts.append(f"Default: `{opt.format(opt.default)}`.")
+    if opt.env:
+        facts.append(f"Variable: `{opt.env}`{' *' if opt.exported else ''}.")
+    if opt.keys:
+        facts.append(f"Key: {_codes(opt.keys)}.")
+    return f"- **{flags}**: {opt.help}\n    <br>{' '.join(facts)}"
 
 
 def _value(opt: Any) -> str:
     if opt.choices is not None:
         return _codes(opt.choices)
-    return "given alone, or `true` or `false`" if opt.is_flag else opt.allowed()
+    return "given alone, or `true` or `false`" if opt.is_flag else opt.allowed().rstrip(".")
 
 
 def _codes(words: Iterable[str]) -> str:

@@ -1,0 +1,108 @@
+"""What the documentation contains: pages, code blocks, commands and links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from workspace import ROOT
+
+_BLOCK = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+_TITLE = re.compile(r'title="([^"]+)"')
+_LINK = re.compile(r"(?<!\!)\[(?:[^\[\]]|\[[^\]]*\])*\]\((?P<target>[^()\s]+)\)")
+_IMAGE = re.compile(r"\!\[[^\]]*\]\((?P<target>[^()\s]+)\)")
+_COMMENT = re.compile(r"(^|\s+)#(?!\!).*")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str  # relative to the repository
+    line: int
+    language: str
+    title: str
+    text: str
+    follows: bool  # nothing but blank lines between the block before and this one
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+@cache
+def pages() -> tuple[Path, ...]:
+    """Every page that a user reads: the documentation, and the READMEs."""
+    return tuple(
+        [
+            ROOT / "README.md",
+            ROOT / "CONTRIBUTING.md",
+            ROOT / "examples" / "README.md",
+            *sorted(ROOT.glob("docs/**/*.md")),
+            *sorted(ROOT.glob("packages/*/README.md")),
+        ]
+    )
+
+
+@cache
+def blocks() -> tuple[Block, ...]:
+    """The fenced blocks of all pages, in order."""
+    found = []
+    for page in pages():
+        text, end = page.read_text(encoding="utf-8"), -1
+        for match in _BLOCK.finditer(text):
+            language, _, rest = match["info"].strip().partition(" ")
+            title = _TITLE.search(rest)
+            found.append(
+                Block(
+                    page=str(page.relative_to(ROOT)),
+                    line=text.count("\n", 0, match.start()) + 1,
+                    language=language,
+                    title=title[1] if title else "",
+                    text=textwrap.dedent(match["body"]),
+                    follows=end >= 0 and not text[end : match.start()].strip(),
+                )
+            )
+            end = match.end()
+    return tuple(found)
+
+
+def commands() -> list[tuple[Block, list[str]]]:
+    """The commands of all shell blocks, as words."""
+    found = []
+    for block in blocks():
+        if block.language not in ("bash", "console"):
+            continue
+        for line in re.sub(r"\\\n\s*", " ", block.text).splitlines():
+            if block.language == "console":
+                if not line.startswith("$ "):
+                    continue
+                line = line[2:]
+            line = _COMMENT.sub("", line).strip()
+            if line:
+                found.append((block, shlex.split(line)))
+    return found
+
+
+def links(page: Path) -> list[str]:
+    """The targets of a page's links and pictures, code blocks excluded."""
+    text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    text = re.sub(r"`[^`\n]*`", "``", text)
+    return [match["target"] for pattern in (_LINK, _IMAGE) for match in pattern.finditer(text)]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as mkdocs and code hosts make them."""
+    text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for title in re.findall(r"^#+ +(.+?)\s*$", text, re.MULTILINE):
+        plain = re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", title)).strip().lower()
+        anchor = re.sub(r"[-\s]+", "-", plain)
+        number = 0
+        while (name := f"{anchor}_{number}" if number else anchor) in found:
+            number += 1
+        found.add(name)
+    return found

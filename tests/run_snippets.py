@@ -1,0 +1,118 @@
+"""Runs the snippets of pages that arrive as JSON on stdin: one forked process a page, one namespace a page.
+
+Names that pages use without defining them (``model``, ``loader``, ...) exist before the first snippet. Prints a report
+as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any
+
+SECONDS = 120
+
+PRELUDE = """
+import os
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+from accel import *
+from accel import Accelerator
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+device = accelerator.device
+loss_function = nn.functional.cross_entropy
+features, labels = torch.randn(32, 10), torch.randint(0, 2, (32,))
+loader = DataLoader(TensorDataset(features, labels), batch_size=4)
+train_loader = evaluation_loader = test_loader = loader
+model = nn.Linear(10, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+inputs, targets = features[:4], labels[:4]
+loss = torch.zeros((), requires_grad=True)
+step, epoch, epochs = 0, 0, 1
+"""
+
+
+def run_page(items: list[dict[str, Any]]) -> list[str]:
+    """The failures of a page's snippets."""
+    failures: list[str] = []
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(PRELUDE, names)
+    for item in items:
+        if "file" in item:
+            os.makedirs(os.path.dirname(item["file"]) or ".", exist_ok=True)
+            with open(item["file"], "w", encoding="utf-8") as file:
+                file.write(item["text"])
+        elif "console" in item:
+            failures += run_console(item)
+        else:
+            printed = io.StringIO()
+            try:
+                with contextlib.redirect_stdout(printed):
+                    exec(compile(item["code"], item["at"], "exec"), names)
+            except BaseException:
+                failures.append(f"{item['at']}:\n{item['code']}\n{traceback.format_exc(limit=-3)}")
+            else:
+                if item["expected"] is not None and printed.getvalue().strip() != item["expected"].strip():
+                    failures.append(f"{item['at']} prints\n{printed.getvalue()}\nand the page says\n{item['expected']}")
+    return failures
+
+
+def run_console(item: dict[str, Any]) -> list[str]:
+    """Each command, and the lines that follow it. Ranks print in any order."""
+    failures = []
+    for part in ("\n" + item["console"].replace("\\\n", " ")).split("\n$ ")[1:]:
+        command, _, expected = part.partition("\n")
+        command = command.replace("accel launch", f"{sys.executable} -m accel_launch launch")
+        command = command.replace("python train.py", f"{sys.executable} train.py")
+        result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=SECONDS, check=False)
+        if sorted(result.stdout.splitlines()) != sorted(expected.splitlines()):
+            failures.append(
+                f"{item['at']}: {command} prints\n{result.stdout}{result.stderr[-1500:]}\ninstead of\n{expected}"
+            )
+    return failures
+
+
+def main() -> None:
+    work = json.load(sys.stdin)
+    import accel.utils  # noqa: F401 loaded once, before the forks
+
+    report = {}
+    for page, items in work.items():
+        if not items:
+            continue
+        start = time.perf_counter()
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            code = 1
+            try:
+                os.chdir(tempfile.mkdtemp(dir="."))
+                failures = run_page(items)
+                with os.fdopen(write, "w", encoding="utf-8") as pipe:
+                    json.dump(failures, pipe)
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(write)
+        with os.fdopen(read, encoding="utf-8") as pipe:
+            text = pipe.read()
+        _, status = os.waitpid(child, 0)
+        failures = json.loads(text) if text else [f"{page}: the process ended with status {status}"]
+        report[page] = {"seconds": time.perf_counter() - start, "blocks": len(items), "failures": failures}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

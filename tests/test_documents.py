@@ -1,0 +1,217 @@
+"""Every link, command and snippet of the documentation works."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from documents import Block, anchors, blocks, commands, links, pages
+from workspace import ROOT
+
+import accel_launch.cli
+from accel_launch.parser import parse
+
+SPEC = ROOT.parent / "shared" / "spec"
+# Pages whose snippets other tests run.
+RUN_ELSEWHERE = {
+    "docs/extending.md": "tests/test_extending.py",
+    "packages/accel-bigmodel/README.md": "packages/accel-bigmodel/tests/test_readme.py",
+    "packages/accel-data/README.md": "packages/accel-data/tests/test_readme.py",
+    "packages/accel-fp8/README.md": "packages/accel-fp8/tests/test_readme.py",
+    "packages/accel-quant/README.md": "packages/accel-quant/tests/test_readme.py",
+}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for target in links(page):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists():
+            dead.append(f"{target}: no such file")
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file):
+            dead.append(f"{target}: no such section")
+    assert not dead, f"{page.relative_to(ROOT)}: {dead}"
+
+
+def test_readmes_of_packages_link_to_nothing_outside() -> None:
+    """On a package index relative links are dead."""
+    for page in pages():
+        if page.name == "README.md" and page.parent.parent.name == "packages":
+            assert not [target for target in links(page) if not re.match(r"https?:|#", target)], page
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in ROOT.glob("docs/**/*.md"):
+        assert re.search(rf": {re.escape(str(page.relative_to(ROOT / 'docs')))}$", navigation, re.MULTILINE), page
+
+
+def test_coverage_names_every_page_of_the_specification() -> None:
+    page = ROOT / "docs" / "coverage.md"
+    rows = dict(re.findall(r"^\| (\d\d-[\w.-]+) \| (.+) \|$", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert [int(name[:2]) for name in rows] == list(range(57))
+    for name, cell in rows.items():
+        targets = re.findall(r"\]\(([^)]+)\)", cell)
+        assert targets, name
+        for target in targets:  # their files and sections: test_links_lead_somewhere
+            assert target.partition("#")[0].endswith(".md"), target
+    if SPEC.is_dir():
+        assert set(rows) == {file.stem for file in SPEC.glob("*.md")}
+
+
+class Parsed(Exception):
+    """Raised in place of running a command whose arguments are valid."""
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [(block, words) for block, words in commands() if "accel" in words[:3]],
+    ids=lambda value: str(value) if isinstance(value, Block) else None,
+)
+def test_command_is_valid(
+    block: Block, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command exists and so do its options; scripts of the repository exist and have the options given to them."""
+    if words[0] in ("srun", "mpirun", "numactl"):
+        words = words[words.index("accel") :]
+    for word in list(words):
+        if re.fullmatch(r"[A-Z_]+=\S*", word) and words[0] == word:
+            words = words[1:]
+    name, arguments = words[1], [word for word in words[2:] if word not in ("...", "|", "grep")]
+    if "|" in words:
+        arguments = words[2 : words.index("|")]
+    wrong = "--num_proceses" in arguments  # a README shows the error
+    if name == "launch":
+        if wrong:
+            with pytest.raises(accel_launch.cli.ConfigurationError, match="num_processes"):
+                parse(arguments)
+            return
+        if words[-1] != "...":
+            _check_script(parse(arguments).script, parse(arguments).script_args)
+        return
+    from argparse import ArgumentParser
+
+    original = ArgumentParser.parse_args
+
+    def parse_only(self: ArgumentParser, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        raise Parsed
+
+    monkeypatch.setattr(ArgumentParser, "parse_args", parse_only)
+    with pytest.raises(Parsed):
+        accel_launch.cli.COMMANDS.load(name).run(arguments)
+
+
+def _check_script(script: str, arguments: list[str]) -> None:
+    if not script.startswith("examples/"):
+        return
+    source = (ROOT / script).read_text(encoding="utf-8")
+    for word in arguments:
+        if word.startswith("--"):
+            assert f'"{word}"' in source, f"{script} has no option {word}"
+
+
+def test_other_commands_exist() -> None:
+    known = {"python", "pip", "torchrun", "conda", "source", "cd", "cat", "echo", "srun", "mpirun", "numactl"}
+    for block, words in commands():
+        program = next(word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word))
+        if program.startswith("scripts/"):
+            assert (ROOT / program).is_file(), f"{block}: {program}"
+        elif program not in {"accel", *known} and not program.startswith("accel-"):
+            # Shell syntax of job scripts: its syntax is checked as a whole.
+            assert subprocess.run(["bash", "-n", "-c", block.text], check=False).returncode == 0, str(block)
+
+
+def test_python_blocks_are_python() -> None:
+    for block in blocks():
+        if block.language == "python":
+            compile(block.text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+# Snippets that need what a test machine lacks, or that continue a script which the page only describes: the start of
+# the block, and why it is not run. Their names and keyword arguments are checked by the snippets that are.
+NOT_RUN: dict[tuple[str, str], str] = {}
+
+RUNNER = Path(__file__).with_name("run_snippets.py")
+
+
+@pytest.mark.slow  # runs every snippet of the documentation, in one process that forks for each page
+@pytest.mark.timeout(600)
+def test_snippets_run(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    by_page: dict[str, list[dict[str, object]]] = defaultdict(list)
+    skipped = set()
+    previous: Block | None = None
+    for block in blocks():
+        if block.page in RUN_ELSEWHERE:
+            continue
+        key = next((key for key in NOT_RUN if key[0] == block.page and block.text.startswith(key[1])), None)
+        if key is not None:
+            skipped.add(key)
+        elif re.fullmatch(r"[\w/]+\.\w+", block.title):
+            by_page[block.page].append({"file": block.title, "text": block.text})
+        elif block.language == "python":
+            by_page[block.page].append({"code": block.text, "at": str(block), "expected": None})
+        elif (
+            block.language == "text"
+            and block.follows
+            and previous is not None
+            and previous.language == "python"
+            and by_page[block.page]
+            and by_page[block.page][-1].get("at") == str(previous)
+        ):
+            by_page[block.page][-1]["expected"] = block.text
+        elif block.language == "console" and block.page.startswith("docs/tutorials/"):
+            by_page[block.page].append({"console": block.text, "at": str(block)})
+        previous = block
+    assert skipped == set(NOT_RUN), f"these are not in the documentation any more: {set(NOT_RUN) - skipped}"
+
+    start = time.perf_counter()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    result = subprocess.run(
+        [sys.executable, str(RUNNER)],
+        input=json.dumps(by_page),
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=580,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert set(report) == {page for page, items in by_page.items() if items}
+    for page, entry in report.items():
+        record_property("documented run", f"{entry['seconds']:6.1f} s  {page}: {entry['blocks']} snippets")
+    failures = [failure for entry in report.values() for failure in entry["failures"]]
+    assert not failures, "\n\n".join(failures)
+    assert time.perf_counter() - start < 580
+
+
+@pytest.mark.slow  # two scripts of a page; its other snippets run in test_snippets_run
+def test_the_migrated_script_prints_what_the_original_prints(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    found = {}
+    for block in blocks():
+        if block.page == "docs/tutorials/migrate-a-script.md" and block.title:
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+            result = subprocess.run(
+                [sys.executable, block.title], capture_output=True, text=True, cwd=tmp_path, timeout=100, check=False
+            )
+            assert result.returncode == 0, result.stderr[-2000:]
+            found[block.title] = result.stdout
+    assert set(found) == {"before.py", "after.py"}
+    assert found["before.py"] == found["after.py"] and found["after.py"].endswith("of 360\n")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
