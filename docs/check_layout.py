@@ -4,6 +4,8 @@ At 1400 and 390 pixels no page, table, code block, menu or picture may be wider 
 files, without a server. `--screenshots DIR PAGE...` writes pictures of pages to look at.
 """
 
+# ruff: noqa: E501 (JavaScript)
+
 from __future__ import annotations
 
 import argparse
@@ -99,6 +101,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 
 def find_chromium() -> str:
+    """The browser's path."""
     names = [os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome", "chrome"]
     for name in filter(None, names):
         if path := shutil.which(name):
@@ -107,6 +110,7 @@ def find_chromium() -> str:
 
 
 def browser(profile: str, *words: str) -> list[str]:
+    """A command of headless Chromium."""
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
     return [find_chromium(), *flags, "--no-first-run", "--disable-extensions", *words]
 
@@ -150,6 +154,7 @@ def search(site: Path) -> list[str]:
 
 
 def screenshots(site: Path, folder: Path, pages: list[str]) -> None:
+    """Write a picture of each page at each width."""
     folder.mkdir(parents=True, exist_ok=True)
     for page in pages:
         for width in WIDTHS:
@@ -172,6 +177,7 @@ def screenshots(site: Path, folder: Path, pages: list[str]) -> None:
 
 
 def main() -> int:
+    """Check the site, or take pictures of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--site", type=Path, default=Path(__file__).parent.parent / "site")
     parser.add_argument("--screenshots", nargs="+", metavar=("DIR", "PAGE"), help="write pictures instead of checking")

@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,14 +20,16 @@ from typing import Any
 
 SECONDS = 120
 
-PRELUDE = """
+IMPORTS = """
 import os
 import torch
+import torch.optim.lr_scheduler
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from accel import *
-from accel import Accelerator
+"""
+PRELUDE = f"""{IMPORTS}
 torch.manual_seed(0)
 accelerator = Accelerator(cpu=True)
 device = accelerator.device
@@ -56,16 +59,30 @@ def run_page(items: list[dict[str, Any]]) -> list[str]:
         elif "console" in item:
             failures += run_console(item)
         else:
-            printed = io.StringIO()
-            try:
-                with contextlib.redirect_stdout(printed):
-                    exec(compile(item["code"], item["at"], "exec"), names)
-            except BaseException:
-                failures.append(f"{item['at']}:\n{item['code']}\n{traceback.format_exc(limit=-3)}")
-            else:
-                if item["expected"] is not None and printed.getvalue().strip() != item["expected"].strip():
-                    failures.append(f"{item['at']} prints\n{printed.getvalue()}\nand the page says\n{item['expected']}")
+            failure = run_block(item, names)
+            if failure:
+                failures.append(f"{item['at']}:\n{item['code']}\n{failure}")
     return failures
+
+
+def run_block(item: dict[str, Any], names: dict[str, Any]) -> str:
+    """What is wrong with a snippet; nothing if it is empty."""
+    if "Accelerator(" in item["code"] or "_launcher(" in item["code"]:  # a script of its own
+        names["AcceleratorState"]._reset_state(reset_partial_state=True)
+    printed = io.StringIO()
+    try:
+        exec(PRELUDE if item["setup"] == "fresh" else item["setup"], names)
+        with contextlib.redirect_stdout(printed):
+            exec(compile(item["code"], item["at"], "exec"), names)
+    except BaseException as error:
+        if item["raises"] is not None and re.search(item["raises"], str(error)):
+            return ""
+        return traceback.format_exc(limit=-3)
+    if item["raises"] is not None:
+        return f"does not raise {item['raises']!r}"
+    if item["expected"] is not None and printed.getvalue().strip() != item["expected"].strip():
+        return f"prints\n{printed.getvalue()}\nand the page says\n{item['expected']}"
+    return ""
 
 
 def run_console(item: dict[str, Any]) -> list[str]:
@@ -85,7 +102,7 @@ def run_console(item: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     work = json.load(sys.stdin)
-    import accel.utils  # noqa: F401 loaded once, before the forks
+    exec(IMPORTS, {})  # once, before the forks
 
     report = {}
     for page, items in work.items():

@@ -15,20 +15,14 @@ from pathlib import Path
 
 import pytest
 from documents import Block, anchors, blocks, commands, links, pages
+from snippet_setup import NOT_RUN, RAISES, RUN_ELSEWHERE, SETUP
 from workspace import ROOT
 
 import accel_launch.cli
 from accel_launch.parser import parse
 
 SPEC = ROOT.parent / "shared" / "spec"
-# Pages whose snippets other tests run.
-RUN_ELSEWHERE = {
-    "docs/extending.md": "tests/test_extending.py",
-    "packages/accel-bigmodel/README.md": "packages/accel-bigmodel/tests/test_readme.py",
-    "packages/accel-data/README.md": "packages/accel-data/tests/test_readme.py",
-    "packages/accel-fp8/README.md": "packages/accel-fp8/tests/test_readme.py",
-    "packages/accel-quant/README.md": "packages/accel-quant/tests/test_readme.py",
-}
+RUNNER = Path(__file__).with_name("run_snippets.py")
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -141,43 +135,45 @@ def test_python_blocks_are_python() -> None:
             compile(block.text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
-# Snippets that need what a test machine lacks, or that continue a script which the page only describes: the start of
-# the block, and why it is not run. Their names and keyword arguments are checked by the snippets that are.
-NOT_RUN: dict[tuple[str, str], str] = {}
+def test_the_setup_of_snippets_is_used() -> None:
+    """Every entry belongs to a snippet that is still there."""
+    for page, start in [*SETUP, *RAISES, *NOT_RUN]:
+        assert any(block.page == page and block.text.startswith(start) for block in blocks()), (page, start)
 
-RUNNER = Path(__file__).with_name("run_snippets.py")
+
+def of_block(table: dict[tuple[str, str], str], block: Block) -> str | None:
+    """The entry of the table for this block."""
+    return next(
+        (value for (page, start), value in table.items() if page == block.page and block.text.startswith(start)), None
+    )
+
+
+def snippets(pattern: str = "") -> dict[str, list[dict[str, object]]]:
+    """What run_snippets.py runs for each page whose name contains the pattern, in order."""
+    by_page: dict[str, list[dict[str, object]]] = defaultdict(list)
+    previous: Block | None = None
+    for block in blocks():
+        items = by_page[block.page]
+        if block.page in RUN_ELSEWHERE or not re.search(pattern, block.page):
+            continue
+        at_previous = previous is not None and items and items[-1].get("at") == str(previous)
+        if re.fullmatch(r"[\w/]+\.\w+", block.title):
+            items.append({"file": block.title, "text": block.text})
+        elif block.language == "python" and of_block(NOT_RUN, block) is None:
+            item = {"code": block.text, "at": str(block), "setup": of_block(SETUP, block) or ""}
+            items.append({**item, "raises": of_block(RAISES, block), "expected": None})
+        elif block.language == "text" and block.follows and at_previous and not items[-1].get("raises"):
+            items[-1]["expected"] = block.text
+        elif block.language == "console" and block.page.startswith("docs/tutorials/"):
+            items.append({"console": block.text, "at": str(block)})
+        previous = block
+    return by_page
 
 
 @pytest.mark.slow  # runs every snippet of the documentation, in one process that forks for each page
 @pytest.mark.timeout(600)
 def test_snippets_run(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    by_page: dict[str, list[dict[str, object]]] = defaultdict(list)
-    skipped = set()
-    previous: Block | None = None
-    for block in blocks():
-        if block.page in RUN_ELSEWHERE:
-            continue
-        key = next((key for key in NOT_RUN if key[0] == block.page and block.text.startswith(key[1])), None)
-        if key is not None:
-            skipped.add(key)
-        elif re.fullmatch(r"[\w/]+\.\w+", block.title):
-            by_page[block.page].append({"file": block.title, "text": block.text})
-        elif block.language == "python":
-            by_page[block.page].append({"code": block.text, "at": str(block), "expected": None})
-        elif (
-            block.language == "text"
-            and block.follows
-            and previous is not None
-            and previous.language == "python"
-            and by_page[block.page]
-            and by_page[block.page][-1].get("at") == str(previous)
-        ):
-            by_page[block.page][-1]["expected"] = block.text
-        elif block.language == "console" and block.page.startswith("docs/tutorials/"):
-            by_page[block.page].append({"console": block.text, "at": str(block)})
-        previous = block
-    assert skipped == set(NOT_RUN), f"these are not in the documentation any more: {set(NOT_RUN) - skipped}"
-
+    by_page = snippets()
     start = time.perf_counter()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
     result = subprocess.run(

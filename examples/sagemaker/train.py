@@ -4,7 +4,8 @@
     accel launch --cpu --num_processes 2 examples/sagemaker/train.py --epochs 4
 
 What a script for SageMaker needs: arguments as `--name value` pairs, and results in the directory of SM_MODEL_DIR,
-which SageMaker uploads when the job ends. The directory of the script is uploaded, and its requirements.txt is installed.
+which SageMaker uploads when the job ends. The directory of the script is uploaded, and its
+requirements.txt is installed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,116 @@
+"""What the snippets of the documentation need besides the names of ``run_snippets.py``."""
+
+from __future__ import annotations
+
+# Pages whose snippets other tests run.
+RUN_ELSEWHERE = {
+    "docs/extending.md": "tests/test_extending.py",
+    "packages/accel-bigmodel/README.md": "packages/accel-bigmodel/tests/test_readme.py",
+    "packages/accel-data/README.md": "packages/accel-data/tests/test_readme.py",
+    "packages/accel-fp8/README.md": "packages/accel-fp8/tests/test_readme.py",
+    "packages/accel-quant/README.md": "packages/accel-quant/tests/test_readme.py",
+    # Fragments of scripts for several processes, or for libraries of environments of their own.
+    "docs/guides/compat.md": "tests/clients, by scripts/test-clients",
+    "docs/guides/elastic.md": "tests of accel-launch and examples",
+    "docs/guides/inference.md": "packages/accel-bigmodel/tests",
+    "docs/guides/megatron.md": "packages/accel/tests",
+}
+
+_SMALL_MODEL = """
+def build_model():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+"""
+
+# Code that runs before a snippet, by its page and how it starts; "fresh" is the prelude again.
+SETUP: dict[tuple[str, str], str] = {
+    ("docs/guides/checkpoints.md", "accelerator.load_state("): "accelerator.save_state()",
+    ("docs/guides/deepspeed.md", "from accel.utils import DummyOptim"): """
+max_train_steps, warmup_steps = 100, 10
+from transformers import get_scheduler
+""",
+    ("docs/guides/deepspeed.md", "accelerator.unwrap_model(model).save_pretrained("): """
+from transformers import BertConfig, BertModel
+model = accelerator.prepare(BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                                 intermediate_size=16, vocab_size=32)))
+""",
+    ("docs/guides/launching.md", "from accel import notebook_launcher"): """
+model_name = "bert"
+def train(name="bert", lr=0.1):
+    assert (name, lr) == ("bert", 0.1)
+""",
+    ("docs/guides/pipelined-inference.md", "from accel.inference import prepare_pippy"): f"""{_SMALL_MODEL}
+input_ids = torch.randn(4, 64)
+""",
+    ("docs/guides/quantization.md", "from accel import init_empty_weights"): f"""{_SMALL_MODEL}
+accelerator.save_model(build_model(), "checkpoint")
+""",
+    ("docs/guides/sharding.md", "if accelerator.is_main_process:"): """
+from transformers import LlamaConfig, LlamaForCausalLM
+path = "llama"
+LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                             num_attention_heads=2)).save_pretrained(path)
+""",
+    ("docs/guides/tpu.md", "from accel import notebook_launcher"): """
+def create_model():
+    return nn.Linear(2, 1)
+def training_function(model):
+    assert model.in_features == 2
+""",
+    ("docs/guides/training.md", "for batch in loader:\n    with accelerator.accumulate(model):\n        logits"): """
+model, optimizer = nn.Embedding(8, 8), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+tokens = torch.randint(0, 8, (2, 5))
+loader = [{"input_ids": tokens, "labels": tokens}]
+""",
+    ("docs/guides/training.md", "for inputs, targets in evaluation_loader:"): "fresh",
+    ("packages/accel-launch/README.md", "from accel_launch import debug_launcher"): """
+model_name = "bert"
+def train(name, lr):
+    assert (name, lr) == ("bert", 0.1)
+""",
+    ("packages/accel-track/README.md", "import torch\nimport torch.distributed"): """
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+""",
+}
+
+# Snippets that raise here, and the error: what comes before it is checked.
+RAISES: dict[tuple[str, str], str] = {
+    ("docs/guides/deepspeed.md", "DeepSpeedPlugin(hf_ds_config="): "Set it in one place",
+    # These run on several processes in examples/by_feature/{tensor,context,sequence,pipeline}_parallel.py.
+    (
+        "docs/guides/parallelism.md",
+        "from accel import Accelerator, FullyShardedDataParallelPlugin",
+    ): "there is 1 process",
+    ("docs/guides/parallelism.md", "accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))"): (
+        "there is 1 process"
+    ),
+    ("docs/guides/parallelism.md", "accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2))"): (
+        "there is 1 process"
+    ),
+    ("docs/guides/parallelism.md", "from accel.parallelism_config import ParallelismConfig"): "there is 1 process",
+    ("docs/guides/tpu.md", "from accel import Accelerator, FullyShardedDataParallelPlugin"): "there is 1 process",
+}
+
+# Snippets that cannot run here, and why; they are compiled.
+NOT_RUN: dict[tuple[str, str], str] = {
+    ("docs/guides/deepspeed.md", "from accel import Accelerator, DeepSpeedPlugin"): (
+        "compiles DeepSpeed's CPU optimizer; packages/accel/tests/test_deepspeed_training.py trains with it"
+    ),
+    ("docs/guides/deepspeed.md", "accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))\nmodel"): (
+        "needs sharded parameters: test_deepspeed_models.py"
+    ),
+    ("docs/guides/deepspeed.md", "plugins = {"): "examples/deepspeed_models.py is the whole script",
+    (
+        "docs/guides/launching.md",
+        "notebook_launcher(\n    train,",
+    ): "needs two machines: test_notebook.py has two launchers",
+    ("docs/guides/memory-estimator.md", "from accel_bigmodel import estimate_training"): (
+        "reads a configuration from the Hub; packages/accel/tests/test_memory_estimate.py uses local ones"
+    ),
+    ("docs/guides/quantization.md", 'accelerator.save_model(model, "quantized")'): (
+        "test_readme.py and examples/quantize.py save and load"
+    ),
+    ("docs/guides/quantization.md", "device_map = {"): "needs a GPU",
+    ("docs/guides/tpu.md", "import torch_xla"): "needs torch_xla: tests/test_xla_training.py",
+    ("docs/guides/tracking.md", "from accel.utils import TrackingKwargs"): "needs wandb: scripts/test-trackers",
+}
