@@ -25,6 +25,7 @@ _MODULES = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 _EXPORTS = re.compile(r"^<!-- exports: ([\w.]+) -->$", re.MULTILINE)
 # Docstrings use the roles of reStructuredText: :meth:`~accel.Accelerator.prepare`.
 _ROLE = re.compile(r":(?:py:)?(?:meth|func|class|mod|data|attr|exc|obj):(?=<code)(<code[^>]*>)~?")
+_AVAILABLE = re.compile(r"is_\w+_available")
 _WIDTH = "88"
 
 
@@ -115,7 +116,9 @@ def index(root: Path, module: str) -> str:
         value = getattr(source, name)
         summary = _summary(value)
         link = f"`{name}`"
-        if name in documented:
+        if _AVAILABLE.fullmatch(name):
+            pass  # the pages list these without an entry of their own
+        elif name in documented:
             link = f"[`{name}`][{documented[name]}]"
         elif (inspect.isclass(value) or inspect.isroutine(value)) and value.__module__.startswith("accel"):
             path = f"{value.__module__}.{value.__qualname__}"

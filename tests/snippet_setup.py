@@ -103,7 +103,7 @@ NOT_RUN: dict[tuple[str, str], str] = {
     (
         "docs/guides/launching.md",
         "notebook_launcher(\n    train,",
-    ): "needs two machines: test_notebook.py has two launchers",
+    ): "needs two machines: packages/accel-launch/tests/test_notebook.py checks the arguments",
     ("docs/guides/memory-estimator.md", "from accel_bigmodel import estimate_training"): (
         "reads a configuration from the Hub; packages/accel/tests/test_memory_estimate.py uses local ones"
     ),

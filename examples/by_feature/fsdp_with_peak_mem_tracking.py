@@ -30,12 +30,12 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         if self.device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self.device)
+            torch.get_device_module(self.device).reset_peak_memory_stats()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.device.type != "cpu":
-            self.peak = torch.accelerator.max_memory_allocated(self.device)
+            self.peak = torch.get_device_module(self.device).max_memory_allocated()
         else:  # kilobytes on Linux, bytes on macOS; of the whole life of the process
             self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
