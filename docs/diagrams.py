@@ -91,7 +91,7 @@ def batch() -> Picture:
         picture.box(640, y, 100, 70, "Backward\nscaled loss")
         picture.arrow(740, y + 35, 768, y + 35)
         picture.box(770, y, 75, 70, "Step", "green")
-    picture.box(600, 135, 180, 50, "All-reduce of gradients\nlast micro batch only", "orange")
+    picture.box(575, 135, 230, 50, "All-reduce of gradients\nlast micro batch only", "orange")
     picture.arrow(690, 100, 690, 133)
     picture.arrow(690, 220, 690, 187)
     return picture

@@ -25,6 +25,8 @@ _MODULES = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 _EXPORTS = re.compile(r"^<!-- exports: ([\w.]+) -->$", re.MULTILINE)
 # Docstrings use the roles of reStructuredText: :meth:`~accel.Accelerator.prepare`.
 _ROLE = re.compile(r":(?:py:)?(?:meth|func|class|mod|data|attr|exc|obj):(?=<code)(<code[^>]*>)~?")
+# A default that means "not given".
+_UNSET = re.compile(r'(?:<span class="n">\w+</span><span class="o">\.</span>)?<span class="n">UNSET</span>')
 _AVAILABLE = re.compile(r"is_\w+_available")
 _WIDTH = "88"
 
@@ -41,8 +43,8 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Drop what mkdocstrings leaves of roles; called by mkdocs."""
-    return _ROLE.sub(r"\1", html)
+    """Drop what mkdocstrings leaves of roles, and name the sentinel of arguments; called by mkdocs."""
+    return _UNSET.sub("...", _ROLE.sub(r"\1", html))
 
 
 @contextlib.contextmanager
