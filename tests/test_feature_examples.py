@@ -80,20 +80,20 @@ def same_loss_as_alone(script: str) -> Callable[[str], None]:
 
 LOSS_OF_ONE_PROCESS = "by_feature/tensor_parallel.py"
 RUNS = [
-    Example("by_feature/gradient_accumulation.py", ACCURACY, at_least(0.85), fast=True),
+    Example("by_feature/gradient_accumulation.py", ACCURACY, at_least(0.8), fast=True),
     Example(
         "by_feature/gradient_accumulation_for_autoregressive_models.py",
         r"largest difference to one batch: (.*)",
         at_most(1e-5),
     ),
-    Example("by_feature/automatic_gradient_accumulation.py", ACCURACY, at_least(0.85), words=("--fits", "16")),
+    Example("by_feature/automatic_gradient_accumulation.py", ACCURACY, at_least(0.8), words=("--fits", "16")),
     Example(
         "by_feature/memory.py", r"batch sizes tried: (.*)", equal("64 57 51 45 40"), processes=1, words=("--fits", "40")
     ),
     Example("by_feature/checkpointing.py", r"weights that differ after resuming: (\d+) of 2410", equal("0")),
-    Example("by_feature/cross_validation.py", ACCURACY, at_least(0.85)),
-    Example("by_feature/ddp_comm_hook.py", f"power_sgd {ACCURACY}", at_least(0.85)),
-    Example("by_feature/ddp_comm_hook.py", f"fp16 {ACCURACY}", at_least(0.85), words=("--hook", "fp16")),
+    Example("by_feature/cross_validation.py", ACCURACY, at_least(0.8)),
+    Example("by_feature/ddp_comm_hook.py", f"power_sgd {ACCURACY}", at_least(0.8)),
+    Example("by_feature/ddp_comm_hook.py", f"fp16 {ACCURACY}", at_least(0.8), words=("--hook", "fp16")),
     Example(
         "by_feature/early_stopping.py",
         r"steps per rank: (\d+ \d+)",
@@ -105,10 +105,9 @@ RUNS = [
         "by_feature/multi_process_metrics.py",
         r"gather: 400 samples, gather_for_metrics: (\d+) samples",
         equal("359"),
-        fast=True,
     ),
     Example("by_feature/profiler.py", r"FLOPs of the recorded steps: (\d+)", equal("647168"), processes=1),
-    Example("by_feature/schedule_free.py", f"^{ACCURACY}", at_least(0.85), processes=1, needs="schedulefree"),
+    Example("by_feature/schedule_free.py", f"^{ACCURACY}", at_least(0.8), processes=1, needs="schedulefree"),
     Example(
         "by_feature/torch_compile.py",
         r"largest difference to eager mode: (.*)",
@@ -124,7 +123,7 @@ RUNS = [
     Example("distributed_inference/text.py", r"(\d) prompts on rank 0, 5 in all", equal("3"), needs="transformers"),
     Example("distributed_inference/image.py", r"5 images on rank 0, (\d+) files", equal("10")),
     Example("distributed_inference/speech.py", r"frames recognised: (\d+ of \d+)", equal("460 of 460"), fast=True),
-    Example("complete_cv_example.py", f"^{ACCURACY}", at_least(0.9), launch=("--mixed_precision", "bf16")),
+    Example("complete_cv_example.py", f"^{ACCURACY}", at_least(0.8), launch=("--mixed_precision", "bf16")),
     Example("complete_nlp_example.py", r"perplexity: .* before, (.*) after", at_most(25), needs="transformers"),
     Example("sagemaker/train.py", r"last loss: (.*)", at_most(0.8)),
 ]
@@ -163,7 +162,7 @@ def output_of(example: Example, folder: Path | None) -> list[str]:
         pytest.param(
             example,
             id=" ".join([Path(example.script).stem, *example.words]),
-            # One launch of 5 to 10 seconds each; three of them are in the fast tier.
+            # One launch of 5 to 10 seconds each; two of them are in the fast tier, besides digits.py (test_examples.py).
             marks=() if example.fast else pytest.mark.slow,
         )
         for example in RUNS

@@ -24,11 +24,12 @@ def main() -> None:
     parser.add_argument("--wrapper", choices=["no", "fp16", "bf16"], default="no", help="send the result in 16 bits")
     options = parser.parse_args()
 
+    # PowerSGD sends rank-2 approximations after ten exact steps; the other hooks have no state.
+    state = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 10} if "power_sgd" in options.hook else {}
     handler = DistributedDataParallelKwargs(
         comm_hook=DDPCommunicationHookType(options.hook),
         comm_wrapper=DDPCommunicationHookType(options.wrapper),
-        # PowerSGD sends rank-2 approximations after ten exact steps; the other hooks have no state.
-        comm_state_option={"matrix_approximation_rank": 2, "start_powerSGD_iter": 10},
+        comm_state_option=state,
     )
     accelerator = Accelerator(kwargs_handlers=[handler])
     set_seed(0)
