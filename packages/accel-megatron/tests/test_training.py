@@ -43,6 +43,7 @@ FOUR_RANKS: list[Case] = [
     ("llama", {"pp_degree": 4, "num_micro_batches": 4}),
     ("llama", {"use_distributed_optimizer": True, "other_megatron_args": OVERLAP}),
     ("llama", {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 2, "decoder_last_pipeline_num_layers": 1}),
+    ("llama", {"tp_degree": 2, "pp_degree": 2, "other_megatron_args": {"num_layers_in_first_pipeline_stage": 1}}),
     ("mistral", {"context_parallel_size": 2, "pp_degree": 2}),
     ("qwen2", {"pp_degree": 2, "num_micro_batches": 2, "num_layers_per_virtual_pipeline_stage": 1}),
     (
@@ -102,7 +103,7 @@ def test_two_ranks_train_like_one_process() -> None:
     check(TWO_RANKS, run_world(train_all, 2, TWO_RANKS, 5, timeout=280))
 
 
-# Eighteen configurations on four ranks, of 20 steps each: minutes on two cores.
+# Twenty configurations on four ranks, of 20 steps each: minutes on two cores.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_four_ranks_train_like_one_process() -> None:
