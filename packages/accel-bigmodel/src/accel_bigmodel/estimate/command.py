@@ -145,9 +145,8 @@ def run(argv: list[str], program: str = "accel estimate-memory") -> int:
 
     size = model_size(options.model_name, options.library_name, options.trust_remote_code)
     stages, training = None, None
-    requested = (options.training, options.num_processes, options.tensor_parallel, options.batch_size)
-    requested += (options.pipeline_parallel,)
-    if any(requested) or options.replicas > 1 or options.strategy != list(STRATEGIES):
+    names = ("training", "num_processes", "tensor_parallel", "pipeline_parallel", "batch_size")
+    if any(getattr(options, name) for name in names) or options.replicas > 1 or options.strategy != list(STRATEGIES):
         stages = {dtype: estimate_training_usage(size.total, dtype) for dtype in ("float32", "float16")}
         training = _training(size, options)
     if options.json:

@@ -75,7 +75,7 @@ class MegatronBert(Architecture):
         from megatron.core.models.bert.bert_model import BertModel
 
         bert_lm_head.LNImpl = Norm  # its own norm refuses sequence parallelism without Transformer Engine
-        model: nn.Module = BertModel(
+        model: Any = BertModel(
             chunk.config,
             num_tokentypes=self.hf.type_vocab_size,
             transformer_layer_spec=block_spec(chunk.config, layer_spec("padding"), chunk.vp_stage),
@@ -89,7 +89,8 @@ class MegatronBert(Architecture):
         )
         if chunk.post:
             mask_padded_logits(model.output_layer, self.vocab_size, chunk.vocab_size)
-        return model
+        built: nn.Module = model
+        return built
 
     def inputs(self, batch: Batch) -> Batch:
         given = dict(batch)

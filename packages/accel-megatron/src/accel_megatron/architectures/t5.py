@@ -174,6 +174,8 @@ class _Stage:
     setup_embeddings_and_output_layer: Any
     compute_language_model_loss: Any
     config: Any
+    encoder_relative_pos_emb: Any
+    decoder_relative_pos_emb: Any
 
     def __init__(self, chunk: Chunk, architecture: T5) -> None:
         from megatron.core.enums import ModelType
