@@ -8,11 +8,14 @@ import importlib
 import inspect
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parent.parent
 TABLE = json.loads(Path(__file__).parent.joinpath("facts", "reference_api.json").read_text(encoding="utf-8"))
 MAKE = "tests/facts/make_reference_api.py"
 
@@ -169,3 +172,52 @@ def test_the_check_detects_a_difference() -> None:
     assert "third: the default is True, of the reference 1" in _differences(
         function, [["first"], ["second", 2], ["third", 1]]
     )
+
+
+def compare_modules() -> list[str]:
+    """Every complaint about the modules of the reference under accel-compat, each name where the reference lists it."""
+    complaints = []
+    for module, names in TABLE["listed in"].items():
+        for name, home in names.items():
+            if home not in TABLE["names"]:
+                complaints.append(f"{module}.{name} is missing")
+                continue
+            complaints += _check(f"{module}.{name}", TABLE["names"][home])
+    return complaints
+
+
+def names_without_a_counterpart() -> list[str]:
+    """The names that accel-compat has only to refuse them when they are used."""
+    from accel_compat.modules import Unavailable
+
+    found = []
+    for module, names in TABLE["listed in"].items():
+        for name in names:
+            value = getattr(importlib.import_module(module), name)
+            if isinstance(value, type) and issubclass(value, Unavailable):
+                found.append(f"{module}.{name} is missing")
+    return found
+
+
+def test_every_difference_says_what_a_client_sees() -> None:
+    page = ROOT.joinpath("docs", "migration.md").read_text(encoding="utf-8")
+    tables = page.partition("## What differs")[2].partition("## Not available")[0]
+    rows = [line.strip("| ").split("|") for line in tables.splitlines() if line.startswith("|")]
+    assert len(rows) > 80 and {row[-1].strip() for row in rows[:1]} == {"what a client sees"}
+    assert [row[0] for row in rows if len(row) != 5 or not row[-1].strip()] == []
+
+
+def test_the_modules_of_the_reference_under_the_compatibility_layer_lack_only_what_the_documentation_explains() -> None:
+    # In a process of its own: `accelerate` stays imported.
+    code = (
+        "import json, accel_compat; accel_compat.install(); import test_reference_api as t;"
+        "print(json.dumps([t.compare_modules(), t.names_without_a_counterpart()]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    complaints, absent = json.loads(done.stdout.splitlines()[-1])
+    assert complaints == absent  # nothing else differs, and each name that is missing can be imported
+    missing = {path.replace("accel", "accelerate", 1) for path in TABLE["not in this version"]}
+    page = ROOT.joinpath("docs", "migration.md").read_text(encoding="utf-8").partition("## Not available")[2]
+    assert set(re.findall(r"`(accelerate\.[\w.]+)`", page)) == missing
+    assert {name.removesuffix(" is missing") for name in absent} <= missing and len(absent) > 10

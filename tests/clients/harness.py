@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -26,6 +27,54 @@ Case = Callable[[Path], Any]
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 # What a trainer logs about the time it took.
 _TIMES = ("runtime", "per_second", "flos", "memory", "time")
+
+
+# The CPU seconds of each step of the case that runs, on this rank; their lower quartiles are compared. Wall-clock times
+# of milliseconds say more about what else the machine does.
+STEP_SECONDS: list[float] = []
+
+
+class StepClock:
+    """Measures CPU time between the ends of consecutive steps; call it after each step, and pause it elsewhere."""
+
+    def __init__(self) -> None:
+        self.last: float | None = None
+
+    def __call__(self) -> None:
+        now = time.process_time()
+        if self.last is not None:
+            STEP_SECONDS.append(now - self.last)
+        self.last = now
+
+    def pause(self) -> None:
+        self.last = None
+
+
+def clock_of_trainer() -> Any:
+    """A callback that measures the steps of a Trainer, with the loading of data, without evaluations and saves."""
+    from transformers import TrainerCallback
+
+    clock = StepClock()
+
+    class Callback(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            clock()
+
+        def _pause(self, *args: Any, **kwargs: Any) -> None:
+            clock.pause()
+
+        on_train_begin = on_epoch_begin = on_evaluate = on_prediction_step = on_save = _pause
+
+    return Callback()
+
+
+def timed(function: Callable[[], Any], count: int = 20) -> Any:
+    """Call a function several times, and measure each call but the first."""
+    clock = StepClock()
+    for _ in range(count):
+        result = function()
+        clock()
+    return result
 
 
 class Cases:
@@ -74,6 +123,7 @@ def _run(case: Case, folder: Path) -> dict[str, Any]:
 
     before = dict(os.environ)
     torch.manual_seed(0)
+    STEP_SECONDS.clear()
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     result: dict[str, Any] = {}
@@ -89,6 +139,8 @@ def _run(case: Case, folder: Path) -> dict[str, Any]:
             traceback.print_exc()
     os.chdir(here)
     result["seconds"] = round(time.perf_counter() - start, 1)
+    if len(STEP_SECONDS) >= 3:
+        result["step"] = statistics.quantiles(STEP_SECONDS, n=4)[0]
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     for name in set(os.environ) - set(before):
@@ -113,8 +165,8 @@ def as_json(value: Any) -> Any:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    values = tensor.detach().cpu().contiguous()
-    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+    values = tensor.detach().cpu().contiguous().flatten()
+    return "digest " + hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
 def weights(state: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Cases, as_json, files, main, weights
+from harness import Cases, StepClock, as_json, files, main, timed, weights
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from transformers import (
     AutoModelForCausalLM,
@@ -89,7 +89,7 @@ def load(path: Path, **options: Any) -> Any:
 def used(model: Any) -> dict[str, Any]:
     """Logits and a generated sequence."""
     more = {"decoder_input_ids": TOKENS[:, :5]} if model.config.model_type == "t5" else {}
-    logits = model(input_ids=TOKENS, **more).logits
+    logits = timed(lambda: model(input_ids=TOKENS, **more).logits)
     generated = model.generate(input_ids=TOKENS, max_new_tokens=6, do_sample=False)
     return {"logits": logits, "generated": generated.tolist()}
 
@@ -191,11 +191,12 @@ def lora(model: Any, **options: Any) -> Any:
     )
 
 
-def steps(model: Any, count: int = 3) -> list[float]:
+def steps(model: Any, count: int = 5) -> list[float]:
     """A few steps of training."""
     torch.manual_seed(3)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
+    clock = StepClock()
     model.train()
     for _ in range(count):
         loss = model(input_ids=TOKENS, labels=TOKENS).loss
@@ -203,6 +204,7 @@ def steps(model: Any, count: int = 3) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        clock()
     return losses
 
 

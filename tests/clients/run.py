@@ -1,9 +1,11 @@
 """Run the cases of the client libraries on accel, compare them with the reference, and print a table.
 
-    python tests/clients/run.py [--reference PYTHON] [--only PATTERN] [--processes 1,2]
+    python tests/clients/run.py [--reference PYTHON] [--only PATTERN] [--processes 1,2] [--quick]
 
 Started by scripts/test-clients, which makes the environments. Each file of cases runs once for each number of processes
-and each interpreter, in processes of its own.
+and each interpreter, in processes of its own. Without a reference, results are compared with those in recorded.json,
+which holds what the reference computed in the cases of --quick, and with themselves: a resumed run with the
+uninterrupted one, an evaluation with plain PyTorch.
 """
 
 from __future__ import annotations
@@ -13,16 +15,67 @@ import fnmatch
 import json
 import math
 import os
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FILES = ("trainer_cases.py", "trl_cases.py", "loading_cases.py")
+RECORDED = HERE / "recorded.json"
+FILES = (
+    "interface_cases.py",
+    "deepspeed_cases.py",
+    "diffusers_cases.py",
+    "sentence_cases.py",
+    "trainer_cases.py",
+    "trl_cases.py",
+    "loading_cases.py",
+)
 TOLERANCE = 1e-5  # reductions in another order
+RECORDED_TOLERANCE = 1e-3  # processors and versions of libraries round differently, and training amplifies it
+# A client's steps may take this much longer than with the reference: milliseconds vary from run to run.
+STEP_LIMIT = 1.1
+QUICK = (
+    ("interface_cases.py", 1, "*"),
+    ("interface_cases.py", 2, "*"),
+    ("trainer_cases.py", 2, "plain,accumulation_tokens_across,resume_middle,seq2seq,fsdp2,evaluate_iterable"),
+    ("deepspeed_cases.py", 2, "deepspeed_zero2,deepspeed_zero3_resume"),
+    ("trl_cases.py", 2, "sft_lora,dpo,grpo"),
+    ("loading_cases.py", 1, "auto_llama,disk_alternate_t5,eight_auto_llama,four_auto_gpt2,peft_merge_disk"),
+    ("diffusers_cases.py", 1, "*offload,diffusers_from_pretrained"),
+    ("diffusers_cases.py", 2, "diffusers_training_resumed"),
+    ("sentence_cases.py", 2, "sentences_resumed"),
+)
+# The rows of the summary: names of cases, and what the row is called. A case belongs to the first row that fits.
+CLIENTS = (
+    ("trainer_cases.py", "Transformers' Trainer: training, evaluation, prediction, data loaders, resuming"),
+    ("seq2seq*", "Transformers' Seq2SeqTrainer: training, generation"),
+    ("fsdp1*", "Transformers' Trainer with FSDP 1, saved and resumed"),
+    ("fsdp2*", "Transformers' Trainer with FSDP 2, saved and resumed"),
+    ("deepspeed_zero2*", "Transformers' Trainer with DeepSpeed ZeRO 2"),
+    ("deepspeed_zero3*", "Transformers' Trainer with DeepSpeed ZeRO 3"),
+    ("sft_fsdp*", "TRL SFT and DPO with FSDP"),
+    ("dpo_fsdp*", "TRL SFT and DPO with FSDP"),
+    ("sft*", "TRL SFT, with and without LoRA"),
+    ("dpo*", "TRL DPO, with and without LoRA"),
+    ("reward*", "TRL Reward, with and without LoRA"),
+    ("grpo*", "TRL GRPO"),
+    ("peft_*", "PEFT: LoRA on models in memory, on disk, in 8 and 4 bits"),
+    ("eight_*", "`from_pretrained` in 8 and 4 bits, `generate`"),
+    ("four_*", "`from_pretrained` in 8 and 4 bits, `generate`"),
+    ("diffusers_training*", "diffusers: training with EMA and hooks of `save_state`"),
+    ("diffusers_*", "diffusers: pipelines and models that are offloaded"),
+    ("sentences*", "sentence-transformers: training, resumed"),
+    ("loading_cases.py", "`from_pretrained` with device maps and disk, `generate`"),
+    ("client_imports", "names that the clients import"),
+    ("refusals_*", "exceptions on bad input"),
+)
 
 
 @dataclass(frozen=True)
@@ -58,93 +111,244 @@ DIFFERENCES = (
     Expected("sequential_memory_t5", (1,), "numbers equal; hooks of tied modules", ("hooks",)),
     Expected("peft_load_alternate_*", (1,), "the reference cannot load this"),
     Expected("peft_merge_disk", (1,), "equal to the model in memory; the reference cannot load this"),
+    Expected("diffusers_training_resumed", (1, 2), "resumed = uninterrupted; the reference's is not"),
+    Expected("diffusers_sequential_cpu_offload", (1,), "equal to the model in memory; the reference fails"),
+    Expected("diffusers_from_pretrained", (1,), "numbers equal; nothing is reserved for layers", ("disk map",)),
     Expected("resize_and_move", (1,), "exceptions of moving an offloaded model", ("to", "half")),
 )  # fmt: skip
+# Bad input that the two treat differently. All other must raise what a handler for the reference's exception catches.
+REFUSALS = {
+    "the reference accepts it": """
+        deepspeed_plugin gradient_accumulation_steps rng_types dataloader_config get_tracker save_model_into_a_file
+        on_process reduce fsdp_version deepspeed_config comm_hook dynamo_mode process_index split_between_processes
+        split_of_uneven_dict init_on_device on_process_without_an_index
+        """,
+    "accel accepts it": "load_disk_without_a_folder move_an_offloaded_model concatenate",
+    "the reference fails by accident, with an AttributeError, IndexError or TypeError of Python": """
+        gather_text gather_number parallelism_config backward_of_a_number unwrap_nothing dispatch_and_no_data skip_first_batches_of_a_list
+        not_torch size_type find_batch_size_of_a_scalar save_state_without_a_folder
+        """,
+    "the exception is that of the library that the reference calls": "device_7 broken_config save_nowhere",
+    "checked without Transformer Engine, too": "te_format te_amax",
+    "checked when the script is launched": "precision",
+}
 # What cannot be done with either: each must fail with the same exception.
 FAILURES = ("peft_on_alternate_*", "peft_train_alternate_*")
+
+
+@dataclass
+class Row:
+    """A client on a number of processes: how often each result was seen, and step times relative to the reference."""
+
+    results: Counter[str] = field(default_factory=Counter)
+    ratios: list[float] = field(default_factory=list)
+
+    def count(self, good: bool, text: str) -> None:
+        """Count a result that :func:`judge` has described."""
+        alike = re.match(r"(\d+) of (\d+) refused alike", text)
+        if alike:
+            self.results["equal to the bit"] += int(alike[1])
+            self.results["other"] += int(alike[2]) - int(alike[1])
+        else:
+            special = text.startswith(("equal to", "not possible"))
+            self.results[text if special else "other" if good else "wrong"] += 1
+
+    @property
+    def ratio(self) -> float | None:
+        return statistics.geometric_mean(self.ratios) if self.ratios else None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--reference", help="the Python of an environment with Accelerate 1.15")
     parser.add_argument("--only", default="*", help="comma-separated patterns of case names")
+    parser.add_argument("--files", default="*", help="pattern of files of cases")
     parser.add_argument("--processes", default="1,2")
+    parser.add_argument("--quick", action="store_true", help="only the cases of `scripts/test --all`")
+    parser.add_argument("--record", action="store_true", help=f"write the reference's results to {RECORDED.name}")
+    parser.add_argument("--summary", type=Path, help="a page whose table is to be replaced, such as compat.md")
     arguments = parser.parse_args()
+    plan = QUICK
+    if not arguments.quick:
+        chosen = fnmatch.filter(FILES, arguments.files)
+        plan = tuple((file, n, arguments.only) for file in chosen for n in map(int, arguments.processes.split(",")))
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
+    rows: dict[tuple[str, int], Row] = {}
     failed = total = 0
-    print(f"{'processes':<10}{'case':<38}{'result':<72}{'accel':>7}{'reference':>11}", flush=True)
-    for file in FILES:
-        for processes in map(int, arguments.processes.split(",")):
-            ours = run(sys.executable, file, processes, arguments.only)
-            theirs = run(arguments.reference, file, processes, arguments.only) if arguments.reference else {}
-            for name, result in ours.items():
-                reference = theirs.get(name)
-                if "fsdp1" in name:
-                    stand_in = name.replace("fsdp1", "fsdp2")
-                    reference = theirs.get(stand_in, theirs.get("fsdp2"))
-                good, text = judge(name, processes, result, reference, bool(arguments.reference))
-                total, failed = total + 1, failed + (not good)
-                times = f"{result['seconds']:>6.1f}s" + (f"{theirs[name]['seconds']:>10.1f}s" if name in theirs else "")
-                print(f"{processes:<10}{name:<38}{('' if good else 'WRONG: ') + text:<72}{times}", flush=True)
+    if arguments.reference:
+        refuse_beside(arguments.reference)
+    print(f"{'processes':<10}{'case':<36}{'result':<66}{'step: accel':>12}{'reference':>11}", flush=True)
+    for file, processes, only in plan:
+        ours = run(sys.executable, file, processes, only)
+        theirs = run(arguments.reference, file, processes, only) if arguments.reference else {}
+        if arguments.record:
+            part = {name: {"value": result["value"]} for name, result in theirs.items() if "value" in result}
+            recorded[f"{file} {processes}"] = part
+        for name, result in ours.items():
+            reference = theirs.get(name)
+            if "fsdp1" in name:
+                stand_in = name.replace("fsdp1", "fsdp2")
+                reference = theirs.get(stand_in, theirs.get("fsdp2"))
+            tolerance = 0.0
+            if not arguments.reference:
+                reference, tolerance = recorded.get(f"{file} {processes}", {}).get(name), RECORDED_TOLERANCE
+            good, text = judge(name, processes, result, reference, tolerance)
+            total, failed = total + 1, failed + (not good)
+            row = rows.setdefault((client_of(name, file), processes), Row())
+            row.count(good, text)
+            times = [entry["step"] * 1000 for entry in (result, theirs.get(name, {})) if "step" in entry]
+            if len(times) == 2 and "fsdp" not in name:
+                row.ratios.append(times[0] / times[1])
+            shown = "".join(f"{time:>9.1f} ms" for time in times)
+            print(f"{processes:<10}{name:<36}{('' if good else 'WRONG: ') + text:<66}{shown}", flush=True)
+    for (client, processes), row in rows.items():
+        if row.ratio is not None and row.ratio > STEP_LIMIT:
+            print(f"SLOW: {client} on {processes}: a step takes {row.ratio:.2f} times as long as with the reference")
+            failed += 1
+    summary = summarise(rows)
+    print("\n" + summary)
+    if arguments.record:
+        RECORDED.write_text(json.dumps(recorded, separators=(",", ":")).replace('{"value"', '\n{"value"') + "\n")
+    if arguments.summary:
+        replace_table(arguments.summary, summary)
     print(f"{total - failed} of {total} cases as they should be")
     return 1 if failed or not total else 0
 
 
+def refuse_beside(reference: str) -> None:
+    """`accel_compat enable` has to refuse where Accelerate is installed."""
+    source = str(HERE.parents[1] / "packages" / "accel-compat" / "src")
+    done = subprocess.run(
+        [reference, "-m", "accel_compat", "enable"],
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 1 or "Accelerate 1.15.0 is installed in" not in done.stderr:
+        raise SystemExit(f"enable did not refuse beside Accelerate: {done.stdout}{done.stderr}")
+
+
+def client_of(name: str, file: str) -> str:
+    return next((label for pattern, label in CLIENTS if fnmatch.fnmatch(name, pattern)), dict(CLIENTS).get(file, file))
+
+
+def summarise(rows: dict[tuple[str, int], Row]) -> str:
+    """The table of docs/guides/compat.md."""
+    libraries = ("transformers", "trl", "peft", "diffusers", "sentence-transformers", "deepspeed", "bitsandbytes")
+    order = [*(label for _, label in CLIENTS), *FILES]
+    lines = [
+        f"Versions: torch {version('torch').partition('+')[0]}, "
+        + ", ".join(f"{library} {version(library)}" for library in libraries)
+        + ".",
+        "",
+        "| client | processes | cases | equal to the bit | equal to 1e-5 | on purpose | with neither | step |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for client, processes in sorted(rows, key=lambda row: (order.index(row[0]), row[1])):
+        row = rows[client, processes]
+        bit, near = row.results["equal to the bit"], row.results[f"equal to {TOLERANCE}"]
+        neither = sum(count for text, count in row.results.items() if text.startswith("not possible"))
+        cells = [client, processes, row.results.total(), bit, near, row.results["other"], neither]
+        wrong = row.results["wrong"]
+        time = "" if row.ratio is None else f"{row.ratio:.2f}"
+        shown = [str(cell or "") for cell in cells]
+        lines.append(f"| {' | '.join(shown)} | {time}{f' ({wrong} wrong)' if wrong else ''} |")
+    return "\n".join(lines)
+
+
+def replace_table(page: Path, table: str) -> None:
+    """Put the table between the two markers of a page."""
+    text = page.read_text(encoding="utf-8")
+    start, end = "<!-- table of scripts/test-clients -->\n", "<!-- end of the table -->"
+    before, found, rest = text.partition(start)
+    after = rest.partition(end)[2]
+    if not found or not after:
+        raise SystemExit(f"{page} has no lines {start.strip()} and {end}, between which the table would go.")
+    page.write_text(f"{before}{start}\n{table}\n\n{end}{after}", encoding="utf-8")
+
+
 def run(python: str, file: str, processes: int, only: str) -> dict[str, Any]:
     """The results of the cases of a file, by name."""
-    launch = [] if processes == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
+    # DeepSpeed asks for the variables of a launcher on one process, too.
+    launched = processes > 1 or file.startswith("deepspeed")
+    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"] if launched else []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
         variables = {
             "CASES_FOLDER": folder, "PYTHONPATH": str(HERE), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
             "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
+            "DS_ACCELERATOR": "cpu",
         }  # fmt: skip
         command = [python, *launch, str(HERE / file), "--out", str(out), "--only", only]
         done = subprocess.run(
             command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=1200, check=False
         )
         results = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    origin = results.pop("accelerate", "")
+    origin = results.pop("accelerate", None)
     if done.returncode != 0:
         print(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-        results["(the file)"] = {"error": f"exit code {done.returncode}", "seconds": 0.0}
-    elif ("accel_compat" in origin) != (python == sys.executable):
+        results["(the file)"] = {"error": f"exit code {done.returncode}"}
+    elif origin is not None and ("accel_compat" in origin) != (python == sys.executable):
         raise SystemExit(f"{python} imports accelerate from {origin}")
     return results
 
 
 def judge(
-    name: str, processes: int, ours: dict[str, Any], theirs: dict[str, Any] | None, compare: bool
+    name: str, processes: int, ours: dict[str, Any], theirs: dict[str, Any] | None, tolerance: float = 0.0
 ) -> tuple[bool, str]:
-    """Whether a result is as it should be, and a description."""
+    """Whether a result is as it should be, and a description.
+
+    Args:
+        name: of the case.
+        processes: that ran it.
+        ours: the result on accel.
+        theirs: that of the reference, now or as it was recorded, if there is one.
+        tolerance: 0 to ask for equal bits first, and then for TOLERANCE; for recorded results, what is asked for.
+    """
     if any(fnmatch.fnmatch(name, pattern) for pattern in FAILURES):
         kinds = [result["error"].partition(":")[0] for result in (ours, theirs or ours) if "error" in result]
-        return len(kinds) == 2 and kinds[0] == kinds[
-            1
-        ], f"not possible, as in the reference: {kinds[0]}" if kinds else "no error"
+        alike = len(kinds) == 2 and kinds[0] == kinds[1]
+        return alike, f"not possible, as in the reference: {kinds[0]}" if kinds else "no error"
     if "error" in ours:
         return False, ours["error"][:200]
     wrong = inconsistent(name, processes, ours["value"])
     if wrong:
         return False, wrong
-    if not compare:
+    if theirs is None and tolerance:
         return True, "runs, and agrees with itself"
     expected = next((e for e in DIFFERENCES if fnmatch.fnmatch(name, e.cases) and processes in e.processes), None)
     if expected is not None and not expected.ignore:
         return True, expected.why
     if theirs is None or "error" in theirs:
         return False, f"the reference fails: {(theirs or {}).get('error', 'no result')[:150]}"
+    if "refusals" in ours["value"]:
+        return judge_refusals(ours["value"]["refusals"], theirs["value"]["refusals"])
     ignore = expected.ignore if expected else ()
-    exact = differences(ours["value"], theirs["value"], 0.0, ignore)
-    if not exact:
+    if not tolerance and not differences(ours["value"], theirs["value"], 0.0, ignore):
         return True, expected.why if expected else "equal to the bit"
-    near = [
-        difference
-        for difference in differences(ours["value"], theirs["value"], TOLERANCE, ignore)
-        if "digest" not in difference
-    ]
+    tolerance = tolerance or TOLERANCE
+    near = differences(ours["value"], theirs["value"], tolerance, ignore)
+    near = [difference for difference in near if "digest" not in difference]
     if not near:
-        return True, expected.why if expected else f"equal to {TOLERANCE}"
+        return True, expected.why if expected else f"equal to {tolerance}"
     return False, f"{len(near)} differences: {near[0][:150]}"
+
+
+def judge_refusals(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, str]:
+    """Whether clients that catch the exceptions of the reference catch those of accel."""
+    explained = {name for names in REFUSALS.values() for name in names.split()}
+    different, wrong = 0, []
+    for name, outcome in ours.items():
+        reference = theirs[name].get("raises", [None])[0]
+        if reference in outcome.get("raises", [None]):
+            continue
+        different += 1
+        if name.replace(" ", "_") not in explained:
+            wrong.append(f"{name}: {outcome.get('raises', ['accepted'])[0]}, the reference {reference or 'accepts it'}")
+    if wrong:
+        return False, "; ".join(wrong)[:200]
+    return True, f"{len(ours) - different} of {len(ours)} refused alike, {different} differ on purpose"
 
 
 def inconsistent(name: str, processes: int, value: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import WORLD, Cases, files, history, main, weights
+from harness import WORLD, Cases, clock_of_trainer, files, history, main, weights
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     AutoModelForSequenceClassification,
@@ -16,6 +16,10 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PrinterCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -69,7 +73,7 @@ def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
 
 
-def arguments(folder: Path, **options: Any) -> TrainingArguments:
+def arguments(folder: Path, kind: Any = TrainingArguments, **options: Any) -> TrainingArguments:
     given = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
@@ -84,7 +88,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
         "seed": 3,
         **options,
     }
-    return TrainingArguments(output_dir=str(folder / "out"), **given)
+    return kind(output_dir=str(folder / "out"), **given)
 
 
 def make(folder: Path, train: Any = None, model: Any = None, trainer: Any = Trainer, **options: Any) -> Trainer:
@@ -101,6 +105,7 @@ def make(folder: Path, train: Any = None, model: Any = None, trainer: Any = Trai
         **more,
     )
     made.remove_callback(PrinterCallback)
+    made.add_callback(clock_of_trainer())
     return made
 
 
@@ -371,6 +376,67 @@ def classification(folder: Path) -> Any:
         "loss": metrics["eval_loss"],
         "weights": weights(saved.state_dict()),
     }
+
+
+class Pairs(Dataset):
+    """Text, and the same text backwards, for models with an encoder and a decoder."""
+
+    def __init__(self, count: int = 22) -> None:
+        self.rows = []
+        for index in range(count):
+            ids = TEXT[index * 16 : index * 16 + 8 + index % 9]
+            self.rows.append({"input_ids": ids, "labels": ids.flip(0)})
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.rows[index]
+
+
+def translator() -> Any:
+    torch.manual_seed(1)
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=128, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0,
+            pad_token_id=0, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def pad_shifted(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """With the decoder's input, which a model cannot make when the trainer smooths the labels itself."""
+    batch = pad(rows)
+    shifted = batch["labels"].roll(1, 1).clamp(min=0)
+    shifted[:, 0] = 0
+    return {**batch, "decoder_input_ids": shifted}
+
+
+def _sequences(data_collator: Any = pad, **options: Any) -> Any:
+    def case(folder: Path) -> Any:
+        given = arguments(folder, kind=Seq2SeqTrainingArguments, predict_with_generate=True, **options)
+        trainer = Seq2SeqTrainer(
+            model=translator(), args=given, train_dataset=Pairs(), eval_dataset=Pairs(7), data_collator=data_collator,
+            compute_metrics=lambda p: {"tokens": float(len(p.predictions)), "sum": float(p.predictions.clip(0).sum())},
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(clock_of_trainer())
+        trainer.train()
+        prediction = trainer.predict(Pairs(7), max_new_tokens=9)
+        return {
+            "log": history(trainer),
+            "weights": weights(full_state(trainer)),
+            "predictions": torch.as_tensor(prediction.predictions),
+            "rows": len(prediction.predictions),
+        }
+
+    return case
+
+
+cases.add("seq2seq", _sequences(eval_strategy="epoch", generation_max_length=12))
+cases.add("seq2seq_beams", _sequences(generation_num_beams=2, generation_max_length=8))
+cases.add("seq2seq_label_smoothing", _sequences(pad_shifted, label_smoothing_factor=0.1, generation_max_length=8))
+cases.add("seq2seq_accumulation", _sequences(gradient_accumulation_steps=2, sortish_sampler=True))
 
 
 @cases()

@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 import torch
-from harness import RANK, WORLD, Cases, files, history, main, weights
+from harness import RANK, WORLD, Cases, clock_of_trainer, files, history, main, weights
 from peft import LoraConfig
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -78,6 +78,7 @@ def trained(
         **{"model": model(), **more},
     )
     made.remove_callback(PrinterCallback)
+    made.add_callback(clock_of_trainer())
     output = made.train()
     state = made.accelerator.get_state_dict(made.model_wrapped)
     return {

@@ -10,8 +10,8 @@ LIST is a text with a heading for each module of the reference (`## accelerate.s
     - enum `RNGType`: TORCH=torch, CUDA=cuda
     - `gather(tensor)`
 
-The table says where in `accel` a name lives. What this version leaves out is in LATER, with the reason: run this again
-after taking a name out of it.
+The table says where in `accel` a name lives, and which modules of the reference list it. What this version leaves out
+is in LATER, with the reason: run this again after taking a name out of it.
 """
 
 from __future__ import annotations
@@ -91,10 +91,11 @@ _ENTRY = re.compile(
 
 def main(listing: Path) -> None:
     later = {name: reason for reason, names in LATER.items() for name in names.split()}
-    table: dict[str, Any] = {"names": {}, "not in this version": {}}
+    table: dict[str, Any] = {"names": {}, "not in this version": {}, "listed in": {}}
     for section, entries in _sections(listing.read_text(encoding="utf-8")).items():
         for name, fact in entries.items():
             module = _home(section, name)
+            table["listed in"].setdefault(section, {})[name] = f"{module}.{name}"
             reason = None if _is_now(name) else LATER_MODULES.get(section) or later.pop(name, None)
             if reason is not None:
                 table["not in this version"][f"{module}.{name}"] = reason

@@ -15,7 +15,7 @@ import pytest
 
 import accel
 from accel_compat import COVERED_VERSION, install, shim_path
-from accel_compat.modules import Finder, Unavailable
+from accel_compat.modules import Finder, PassedOn, Unavailable
 
 FACTS = Path(__file__).parents[3] / "tests" / "facts" / "reference_api.json"
 
@@ -44,9 +44,14 @@ def installed() -> Iterator[None]:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     for name in [name for name in sys.modules if name.split(".")[0] == "accelerate"]:
         module = sys.modules.pop(name)
-        for key, value in list(vars(module).items()):
-            if isinstance(value, type) and issubclass(value, Unavailable):
-                delattr(module, key)
+        added = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Unavailable)]
+        for key in added:
+            delattr(module, key)
+        passed_on = vars(module).get("__getattr__")
+        if isinstance(passed_on, PassedOn):
+            del vars(module)["__getattr__"]
+            if passed_on.own is not None:
+                vars(module)["__getattr__"] = passed_on.own
 
 
 def test_the_version_is_that_of_the_interface() -> None:
@@ -55,6 +60,8 @@ def test_the_version_is_that_of_the_interface() -> None:
     assert accelerate.__version__ == importlib.metadata.version("accelerate") == COVERED_VERSION
     assert importlib.metadata.packages_distributions()["accelerate"] == ["accelerate"]
     assert importlib.metadata.distribution("accelerate").requires == ["accel-compat"]
+    # sentence-transformers looks for its owner in the address.
+    assert "huggingface" in importlib.metadata.metadata("accelerate")["Home-page"]
     assert "accelerate" not in vars(accel) and "Accelerator" in dir(accelerate)
 
 
@@ -89,6 +96,19 @@ def test_every_documented_name_is_where_libraries_import_it() -> None:
         if not hasattr(importlib.import_module(module), name):
             missing.append(path)
     assert not missing
+
+
+def test_names_that_modules_of_the_reference_import_from_others() -> None:
+    from accelerate.checkpointing import is_xpu_available
+    from accelerate.tracking import is_wandb_available
+    from accelerate.utils.random import AcceleratorState
+
+    assert AcceleratorState is accel.state.AcceleratorState and is_wandb_available() in (True, False)
+    assert is_xpu_available is accel.utils.is_xpu_available and accel.tracking.WandBTracker.name == "wandb"
+    with pytest.raises(ImportError, match="no_such_name"):
+        from accelerate.tracking import no_such_name  # noqa: F401
+    with pytest.raises(AttributeError, match="module 'accel.tracking' has no attribute '__wrapped__'"):
+        accel.tracking.__wrapped__  # noqa: B018
 
 
 def test_a_name_without_a_counterpart_is_refused_when_it_is_used() -> None:

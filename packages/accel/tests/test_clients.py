@@ -269,8 +269,15 @@ def test_a_script_is_launched_from_a_namespace(tmp_path: Path, capfd: pytest.Cap
     launch_command(args)
     assert "got ['--lr', '0']" in capfd.readouterr().out
     args.training_script_args = ["--lr", "3"]
-    with pytest.raises(LaunchError, match="failed with exit code 3"):
+    with pytest.raises(LaunchError, match="failed with exit code 3") as failed:
         launch_command(args)
+    assert isinstance(failed.value, subprocess.CalledProcessError) and failed.value.returncode == 3
+    args.multi_gpu = True
+    with pytest.raises(ValueError, match="contradict each other"):
+        launch_command(args)
+    with pytest.raises(SystemExit, match="2"):
+        launch_command_parser().parse_args(["--no_such_flag", str(script)])
+    assert "error: --no_such_flag is not an option" in capfd.readouterr().err
     parser = argparse.ArgumentParser()
     launch_command_parser(parser.add_subparsers())
     assert parser.parse_args(["launch", "--cpu", str(script)]).func is launch_command

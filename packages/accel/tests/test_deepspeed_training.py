@@ -180,6 +180,27 @@ def counting_itself(settings: dict[str, Any]) -> tuple[list[bool], dict[str, tor
     return ends, weights
 
 
+def dividing_itself(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A loop as Transformers' Trainer has it: it divides the losses, and says which backward pass ends a window."""
+    accelerator = accelerator_of({**settings, "gradient_accumulation_steps": 3})
+    model, opt = net(), None
+    model, opt, loader = accelerator.prepare(
+        model, adamw(groups(model)), DataLoader(data(), batch_size=BATCH // accelerator.num_processes)
+    )
+    for index, (x, y) in enumerate(loader):
+        ends_window = (index + 1) % 3 == 0 or index + 1 == STEPS
+        accelerator.gradient_state._set_sync_gradients(ends_window)
+        micro_batches = 3 if index < STEPS // 3 * 3 else STEPS % 3
+        accelerator.backward(loss_of(model, x, y) / micro_batches, scale_wrt_gas=False)
+        if ends_window:
+            opt.step()
+            opt.zero_grad()
+    assert opt.steps_taken == -(-STEPS // 3)
+    weights = weights_of(accelerator.get_state_dict(model))
+    release(accelerator)
+    return weights
+
+
 def by_hand(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Windows of two with no_sync(), and discarded gradients."""
     accelerator = accelerator_of(settings)
@@ -209,6 +230,7 @@ def run_windows() -> dict[str, Any]:
         "items": {kind: by_items(settings) for kind, settings in kinds.items()},
         "counting": {kind: counting_itself(settings) for kind, settings in kinds.items()},
         "by hand": {kind: by_hand(settings) for kind, settings in kinds.items()},
+        "dividing": {kind: dividing_itself(kinds[kind]) for kind in (1, 3)},
     }
 
 
@@ -220,10 +242,10 @@ def test_windows(ranks: int) -> None:
     for kind, (ends, weights) in results["counting"].items():
         assert ends == [False, False, False, True] * (STEPS // 4), kind
         check_same({"losses": [0], "norms": [0], "weights": weights}, {**plain(window=4), "losses": [0], "norms": [0]})
-    for kind, weights in results["by hand"].items():
-        assert (
-            max((weights[k] - value).abs().max().item() for k, value in plain(window=2)["weights"].items()) < TOLERANCE
-        ), kind
+    for name, window in (("by hand", 2), ("dividing", 3)):
+        for kind, weights in results[name].items():
+            expected = plain(window=window)["weights"]
+            assert max((weights[k] - value).abs().max().item() for k, value in expected.items()) < TOLERANCE, kind
 
 
 def with_a_scheduler(stage: int) -> dict[str, torch.Tensor]:
@@ -360,7 +382,8 @@ def test_bad_input() -> None:
         "another model's optimizer": "AdamW was passed to prepare without the model that it updates",
         "two optimizers": "Net was passed to prepare with two optimizers",
         "an optimizer of two models": "AdamW has 6 parameters that do not belong to Net",
-        "arguments of backward": "backward got create_graph, which DeepSpeed does not support. It takes retain_graph.",
+        "arguments of backward": "backward got create_graph, which DeepSpeed does not support. It takes retain_graph "
+        "and scale_wrt_gas.",
         "another norm": "norm_type=1.0: DeepSpeed clips by the 2-norm",
         "some parameters": "clip_grad_norm_ got 2 parameters, without 4 that are trained",
         "values": "clip_grad_value_ at ZeRO stage 2",

@@ -15,6 +15,11 @@ PACKAGE = "accelerate"
 # Modules of the reference that accel has in another place, or that exist only here.
 _ELSEWHERE = {"accelerate.commands.accelerate_cli": "accel.commands"}
 
+# Where to find names that a module of the reference has only because it imports them from another one.
+_HOMES = (
+    "accel.utils", "accel.state", "accel.data_loader", "accel.checkpointing", "accel.tracking", "accel.big_modeling",
+    "accel",
+)  # fmt: skip
 
 # Names without a counterpart. Libraries import them beside others, so that they must exist; using one raises an error.
 _MEGATRON = (
@@ -68,6 +73,28 @@ class Unavailable:
         raise NotImplementedError(f"{cls.__name__} of Accelerate is not available: {cls.reason}")
 
 
+class PassedOn:
+    """``__getattr__`` of a module, which also finds names of ``accel.utils`` and other modules.
+
+    Scripts import `is_xpu_available` or `AcceleratorState` from whichever module of the reference happens to have it.
+    """
+
+    def __init__(self, module: str, own: Callable[[str], Any] | None) -> None:
+        self.module, self.own = module, own
+
+    def __call__(self, name: str) -> Any:
+        if self.own is not None:
+            try:
+                return self.own(name)
+            except AttributeError:
+                pass
+        for home in () if name.startswith("_") else _HOMES:
+            module = importlib.import_module(home)
+            if name in dir(module):
+                return getattr(module, name)
+        raise AttributeError(f"module {self.module!r} has no attribute {name!r}")
+
+
 class _Loader(InspectLoader):
     """Puts the module of accel itself into ``sys.modules``, so that classes are the same and patches reach accel."""
 
@@ -85,6 +112,8 @@ class _Loader(InspectLoader):
             for name in names.split():
                 if not _has(actual, name):
                     setattr(actual, name, type(name, (Unavailable,), {"reason": reason}))
+        if not isinstance(vars(actual).get("__getattr__"), PassedOn):
+            vars(actual)["__getattr__"] = PassedOn(actual.__name__, vars(actual).get("__getattr__"))
 
     def get_source(self, fullname: str) -> str | None:
         return self._loader().get_source(self.target)

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel_state.env import all_variables
+from accel_state.errors import ConfigurationError
 from accel_state.options import load_groups, resolve
 
-from .errors import LaunchError
+from .errors import USAGE_ERROR, ScriptFailedError
+from .launch_plan import plan_from_args
 from .parser import build_parser, parse
 
 # Longer than the time that the launcher gives to its processes.
@@ -76,7 +78,10 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
     def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         # argparse would take the script for the value of an option that may have one, as in `--cpu script.py`.
-        command_line = parse(sys.argv[1:] if args is None else list(args))
+        try:
+            command_line = parse(sys.argv[1:] if args is None else list(args))
+        except ConfigurationError as error:
+            parser.exit(USAGE_ERROR, f"{parser.prog}: error: {error}\n")  # a parser ends the program
         values = {**dict.fromkeys(_option_names()), **command_line.options, "func": launch_command}
         namespace = namespace or argparse.Namespace()
         vars(namespace).update(values)
@@ -95,12 +100,13 @@ def launch_command(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigurationError: an option is not allowed.
-        LaunchError: the script failed.
+        ScriptFailedError: the script failed.
     """
+    plan_from_args(args)  # the launcher runs in another process: what it would refuse is raised here
     given = {name: value for name, value in vars(args).items() if name in _option_names() and value is not None}
     code = launch(args.training_script, args.training_script_args, **given)
     if code:
-        raise LaunchError(f"{args.training_script} failed with exit code {code}.")
+        raise ScriptFailedError(code, args.training_script)
 
 
 def _option_names() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,16 @@ USAGE_ERROR = 2
 
 class LaunchError(AccelError, RuntimeError):
     """A launched function failed in one of its processes; the message ends with that process's traceback."""
+
+
+class ScriptFailedError(LaunchError, subprocess.CalledProcessError):
+    """A script that :func:`~accel_launch.api.launch_command` started ended with another exit code than 0."""
+
+    def __init__(self, returncode: int, cmd: str) -> None:
+        subprocess.CalledProcessError.__init__(self, returncode, cmd)
+
+    def __str__(self) -> str:
+        return f"{self.cmd} failed with exit code {self.returncode}."
 
 
 def fail(program: str, message: str) -> int:

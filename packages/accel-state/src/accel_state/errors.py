@@ -15,6 +15,20 @@ class ConfigurationError(AccelError, ValueError):
     """An argument, variable, flag or configuration key with an invalid value."""
 
 
+class ArgumentTypeError(ConfigurationError, TypeError):
+    """An argument of the wrong type."""
+
+
+class UnknownChoiceError(ConfigurationError, KeyError):
+    """A name that is not one of the allowed ones."""
+
+    __str__ = Exception.__str__  # KeyError shows its message in quotes
+
+
+class MissingFileError(ConfigurationError, FileNotFoundError):
+    """A file that an option or an argument names does not exist."""
+
+
 class MissingDependencyError(AccelError, ImportError):
     """An optional package is required but not installed; the message has the pip command."""
 
@@ -28,7 +42,7 @@ class CollectiveTimeoutError(AccelError, RuntimeError):
 
 
 def check_type(value: object, kind: type | tuple[type, ...], call: str, hint: str) -> None:
-    """Raise ConfigurationError if a value is not an instance of a type.
+    """Raise ArgumentTypeError if a value is not an instance of a type.
 
     Args:
         value: the value.
@@ -42,7 +56,7 @@ def check_type(value: object, kind: type | tuple[type, ...], call: str, hint: st
             if isinstance(value, type)
             else f"{' '.join(reprlib.repr(value).split())}, a {type(value).__name__}"
         )
-        raise ConfigurationError(f"{call} got {text}. {hint}")
+        raise ArgumentTypeError(f"{call} got {text}. {hint}")
 
 
 def require(module: str, *, purpose: str, install: str) -> ModuleType:

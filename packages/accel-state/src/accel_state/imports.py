@@ -154,7 +154,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     try:
         required = parse(requirement_version)
     except InvalidVersion:
-        raise ConfigurationError(
+        raise InvalidVersionError(
             f"requirement_version={requirement_version!r} is not a version such as '2.6' or '2.6.1rc1'"
         ) from None
     version = _installed_version(library_or_version) if isinstance(library_or_version, str) else library_or_version
@@ -166,11 +166,20 @@ def is_torch_version(operation: str, version: str) -> bool:
     return compare_versions("torch", operation, version)
 
 
+class MissingDistributionError(MissingDependencyError, importlib.metadata.PackageNotFoundError):
+    """A distribution whose version is asked for is not installed."""
+
+    def __str__(self) -> str:
+        return f"the package {self.name!r} is not installed. Install it with: pip install {self.name}"
+
+
+class InvalidVersionError(ConfigurationError, InvalidVersion):
+    """A text that is not a version of a package."""
+
+
 @functools.cache
 def _installed_version(library: str) -> Version:
     try:
         return parse(importlib.metadata.version(library))
     except importlib.metadata.PackageNotFoundError as error:
-        raise MissingDependencyError(
-            f"the package {library!r} is not installed. Install it with: pip install {library}"
-        ) from error
+        raise MissingDistributionError(library) from error

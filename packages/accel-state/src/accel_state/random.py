@@ -11,7 +11,7 @@ import torch
 
 from . import devices
 from .enums import RNGType
-from .errors import ConfigurationError
+from .errors import ArgumentTypeError, ConfigurationError
 from .state import PartialState
 
 _MAX_SEED = 2**32 - 1  # numpy's limit
@@ -29,7 +29,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         ConfigurationError: the seed, or the seed plus the rank, is out of range.
     """
     if not hasattr(seed, "__index__"):
-        raise ConfigurationError(f"seed={seed!r} is a {type(seed).__name__}. Pass an integer: set_seed(42).")
+        raise ArgumentTypeError(f"seed={seed!r} is a {type(seed).__name__}. Pass an integer: set_seed(42).")
     seed = operator.index(seed)  # Python's generator takes no integers of numpy
     rank = PartialState().process_index if device_specific else 0
     if not 0 <= seed + rank <= _MAX_SEED or seed < 0:

@@ -13,6 +13,10 @@ class TrackerError(AccelError, RuntimeError):
     """A tracker could not start, log or finish. Raised in strict mode only; otherwise it is a warning."""
 
 
+class IncompleteTrackerError(ConfigurationError, NotImplementedError):
+    """A tracker class lacks an attribute that it must define."""
+
+
 class GeneralTracker:
     """Base class of trackers, including custom ones.
 
@@ -32,7 +36,7 @@ class GeneralTracker:
         failed: whether the script ended with an exception; set before ``finish``.
 
     Raises:
-        ConfigurationError: the class lacks ``name``, ``requires_logging_directory`` or ``tracker``.
+        IncompleteTrackerError: the class lacks ``name``, ``requires_logging_directory`` or ``tracker``.
     """
 
     name: str
@@ -44,7 +48,7 @@ class GeneralTracker:
     def __init__(self, _blank: bool = False) -> None:
         missing = [] if _blank else [attribute for attribute in REQUIRED if not _has(self, attribute)]
         if missing:
-            raise ConfigurationError(
+            raise IncompleteTrackerError(
                 f"the tracker class {type(self).__name__} lacks {', '.join(missing)}. Define name and "
                 "requires_logging_directory in the class, and tracker as a property."
             )

@@ -289,7 +289,8 @@ class Accelerator(AcceleratorProperties):
             reduction: whether ``loss`` is the "mean" or the "sum" of the ``num_items`` items; use "sum" if a micro
                 batch may have none.
             **kwargs: for ``torch.Tensor.backward``; or ``learning_rate``, for optimizers that update in the backward
-                pass.
+                pass; or with DeepSpeed ``scale_wrt_gas=False`` for a loss that is divided by the accumulation steps
+                already, in a loop that sets ``gradient_state.sync_gradients`` itself.
 
         Raises:
             ConfigurationError: only some losses of a window have ``num_items``.
@@ -299,16 +300,18 @@ class Accelerator(AcceleratorProperties):
         checks = self._startup_checks
         if checks is not None and not checks.next(loss, self.gradient_accumulation_steps):
             self._startup_checks = None
-        loss = (
-            self._accumulation.weigh(loss)
-            if num_items is None
-            else self._accumulation.weigh_items(loss, num_items, reduction)
-        )
+        engine = self._engine_strategy
+        # Transformers' Trainer divides the loss itself, and then sets sync_gradients itself, too.
+        divided = engine is not None and not kwargs.pop("scale_wrt_gas", True)
+        if num_items is not None:
+            loss = self._accumulation.weigh_items(loss, num_items, reduction)
+        elif not divided:
+            loss = self._accumulation.weigh(loss)
         if "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])
             return
-        if self._engine_strategy is not None:
-            self._engine_strategy.backward(loss, self._accumulation.current is not None, **kwargs)
+        if engine is not None:
+            engine.backward(loss, divided or self._accumulation.current is not None, **kwargs)
             return
         if self.scaler is not None:
             loss = self.scaler.scale(loss)

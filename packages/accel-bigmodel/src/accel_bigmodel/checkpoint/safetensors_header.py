@@ -9,10 +9,16 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from safetensors import SafetensorError
+
 from accel_state.errors import ConfigurationError
 
 # The limit of the format: https://github.com/huggingface/safetensors#format
 _LARGEST_HEADER = 100_000_000
+
+
+class InvalidFileError(ConfigurationError, SafetensorError):
+    """A file that is not in the safetensors format."""
 
 
 def read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
@@ -25,7 +31,7 @@ def read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
         if not isinstance(header, dict):
             raise ValueError(f"the header is a {type(header).__name__} instead of an object")
     except (ValueError, OSError) as error:
-        raise ConfigurationError(
+        raise InvalidFileError(
             f"{path} is not a valid safetensors file: {error}. Download or save it again."
         ) from error
     header.pop("__metadata__", None)

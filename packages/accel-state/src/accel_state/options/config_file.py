@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..env import read_str
-from ..errors import ConfigurationError, require
+from ..errors import ConfigurationError, MissingFileError, require
 from .declaration import Option, OptionGroup
 from .fsdp import SHARDING_STRATEGIES
 
@@ -67,9 +67,8 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigurationError(
-            f"configuration file {path}: {error.strerror}. Give an existing file with --config_file."
-        ) from None
+        kind = MissingFileError if isinstance(error, FileNotFoundError) else ConfigurationError
+        raise kind(f"configuration file {path}: {error.strerror}. Give an existing file with --config_file.") from None
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"configuration file {path}: not UTF-8 text (byte {error.start}).") from None
     except ValueError as error:

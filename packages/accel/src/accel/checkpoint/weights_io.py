@@ -220,6 +220,10 @@ def refuse_each_node(state: PartialState, each_node: bool) -> None:
         )
 
 
+class EmptyWeightsError(ConfigurationError, RuntimeError):
+    """A model is to be saved whose weights are on the meta device."""
+
+
 def refuse_unsavable(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Refuse to save a model if some of its tensors have no values."""
     empty = []
@@ -227,7 +231,7 @@ def refuse_unsavable(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
         if isinstance(value, torch.Tensor) and value.device.type == "meta":
             empty.append(name)
     if empty:
-        raise ConfigurationError(
+        raise EmptyWeightsError(
             f"{type(model).__name__} cannot be saved: {len(empty)} tensors have no values (they are on the meta "
             f"device), among them {', '.join(empty[:3])}. Load its weights first."
         )

@@ -18,7 +18,7 @@ from accel_state import (
     RNGType,
     get_logger,
 )
-from accel_state.errors import check_type
+from accel_state.errors import ArgumentTypeError, check_type
 from accel_state.options import CoreOptions, ParadigmOptions
 
 from ..checkpoint.names import ProjectConfiguration
@@ -170,7 +170,7 @@ def _settings_of(engine: str | None, engines: dict[str, Any]) -> Any:
     plugins = list(settings.values()) if isinstance(settings, dict) and engine in _ATTRIBUTES else [settings]
     if not plugins or not all(isinstance(plugin, kind) for plugin in plugins):
         argument = {"mesh": "parallelism_config", "megatron": "megatron_lm_plugin"}.get(engine, f"{engine}_plugin")
-        raise ConfigurationError(f"{argument}={settings!r} must be a {kind.__name__}. Pass one, or leave it out.")
+        raise ArgumentTypeError(f"{argument}={settings!r} must be a {kind.__name__}. Pass one, or leave it out.")
     return settings
 
 

@@ -64,7 +64,8 @@ class DeepSpeedEngineWrapper:
         unknown = sorted(set(kwargs) - {"retain_graph"})
         if unknown:
             raise ConfigurationError(
-                f"backward got {', '.join(unknown)}, which DeepSpeed does not support. It takes retain_graph."
+                f"backward got {', '.join(unknown)}, which DeepSpeed does not support. It takes retain_graph and "
+                "scale_wrt_gas."
             )
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._has_gradients, self._norm = True, None

@@ -13,7 +13,7 @@ from torch import nn
 
 from accel_state import devices, env
 from accel_state.env import str_to_bool
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ArgumentTypeError, ConfigurationError, UnknownChoiceError
 from accel_state.logging import warn_once
 from accel_state.options import FsdpOptions
 from accel_state.options.fsdp import PREFETCH_POLICIES, SHARDING_STRATEGIES, STATE_DICT_TYPES, WRAP_POLICIES
@@ -51,7 +51,7 @@ def _one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
     index = int(text) - 1 if text.isdigit() else -1
     chosen = names[index] if 0 <= index < len(names) else text.upper()
     if chosen not in names:
-        raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(names)}.")
+        raise UnknownChoiceError(f"{name}={value!r} is not one of {', '.join(names)}.")
     return chosen
 
 
@@ -212,6 +212,13 @@ class FullyShardedDataParallelPlugin:
         self.transformer_cls_names_to_wrap = names
         if self.min_num_params is None:
             self.min_num_params = launched.min_num_params
+        if isinstance(self.min_num_params, float) and self.min_num_params.is_integer():
+            self.min_num_params = int(self.min_num_params)
+        if isinstance(self.min_num_params, bool) or not isinstance(self.min_num_params, int):
+            raise ArgumentTypeError(
+                f"min_num_params={self.min_num_params!r} must be an integer: a number of parameter elements, such as "
+                "100_000_000."
+            )
         if self.ignored_modules is None:
             self.ignored_modules = launched.ignored_modules
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from accel_state.errors import ConfigurationError, check_type
+from accel_state.errors import ArgumentTypeError, ConfigurationError, check_type
 
 H = TypeVar("H", bound="KwargsHandler")
 
@@ -27,6 +27,10 @@ class KwargsHandler:
         return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
+class HandlerTypeError(ArgumentTypeError, AssertionError):
+    """An element of ``kwargs_handlers`` that is not a KwargsHandler."""
+
+
 class Handlers:
     """The handlers of one Accelerator, at most one of each type."""
 
@@ -36,7 +40,7 @@ class Handlers:
             check_type(handlers, (list, tuple), "kwargs_handlers", "Pass a list: kwargs_handlers=[...].")
         for handler in handlers or ():
             if not isinstance(handler, KwargsHandler):
-                raise ConfigurationError(
+                raise HandlerTypeError(
                     f"kwargs_handlers got {handler!r}, a {type(handler).__name__}, which is not a KwargsHandler. Pass "
                     "instances of AutocastKwargs, DistributedDataParallelKwargs, FP8RecipeKwargs, GradScalerKwargs, "
                     "InitProcessGroupKwargs, ProfileKwargs or another class derived from KwargsHandler."

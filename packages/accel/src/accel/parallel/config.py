@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ArgumentTypeError, ConfigurationError
 from accel_state.humanize import counted
 from accel_state.options import ParallelismOptions
 
@@ -236,7 +236,7 @@ class ParallelismConfig:
             if handler is None:
                 setattr(self, name, kind() if self.size(axis) > 1 else None)
             elif not isinstance(handler, kind):
-                raise ConfigurationError(f"{name}={handler!r} must be a {kind.__name__}. Pass one, or leave it out.")
+                raise ArgumentTypeError(f"{name}={handler!r} must be a {kind.__name__}. Pass one, or leave it out.")
 
     def size(self, axis: str) -> int:
         """The size of an axis of :data:`accel.parallel.axes.AXES`."""
@@ -440,7 +440,8 @@ def _sizes(given: Mapping[str, int]) -> dict[str, Any]:
 
 def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name}={value!r} must be a positive integer.")
+        kind = ConfigurationError if isinstance(value, int) else ArgumentTypeError
+        raise kind(f"{name}={value!r} must be a positive integer.")
     return value
 
 
