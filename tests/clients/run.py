@@ -125,8 +125,8 @@ REFUSALS = {
         """,
     "accel accepts it": "load_disk_without_a_folder move_an_offloaded_model concatenate",
     "the reference fails by accident, with an AttributeError, IndexError or TypeError of Python": """
-        gather_text gather_number parallelism_config backward_of_a_number unwrap_nothing dispatch_and_no_data skip_first_batches_of_a_list
-        not_torch size_type find_batch_size_of_a_scalar save_state_without_a_folder
+        gather_text gather_number parallelism_config backward_of_a_number unwrap_nothing dispatch_and_no_data
+        skip_first_batches_of_a_list not_torch size_type find_batch_size_of_a_scalar save_state_without_a_folder
         """,
     "the exception is that of the library that the reference calls": "device_7 broken_config save_nowhere",
     "checked without Transformer Engine, too": "te_format te_amax",
