@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Cases, StepClock, as_json, files, main, timed, weights
+from harness import RANK, Cases, StepClock, as_json, files, main, timed, weights
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from transformers import (
     AutoModelForCausalLM,
@@ -75,8 +76,12 @@ MODELS = {"llama": llama, "llama_tied": lambda: llama(True), "gpt2": gpt2, "t5":
 def saved(folder: Path, name: str, shard: str = "150KB") -> Path:
     torch.manual_seed(0)
     target = folder / name
-    if not target.exists():
-        MODELS[name]().save_pretrained(target, max_shard_size=shard)
+    if RANK == 0 and not target.exists():
+        part = folder / f"{name}.part"  # the other ranks must not see a directory that is half full
+        MODELS[name]().save_pretrained(part, max_shard_size=shard)
+        part.rename(target)
+    while not target.exists():
+        time.sleep(0.05)
     return target
 
 

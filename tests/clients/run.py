@@ -194,12 +194,12 @@ def main() -> int:
                 reference, tolerance = recorded.get(f"{file} {processes}", {}).get(name), RECORDED_TOLERANCE
             good, text = judge(name, processes, result, reference, tolerance)
             row = rows.setdefault((client_of(name, file), processes), Row())
-            row.count(good, text)
             times = [entry["step"] * 1000 for entry in (result, theirs.get(name, {})) if "step" in entry]
             if len(times) == 2 and "fsdp" not in name:
                 row.ratios.append(times[0] / times[1])
             if len(times) == 2 and name == "many_steps" and times[0] > STEP_LIMIT * times[1]:
                 good, text = False, f"{text}, but a step takes {times[0] / times[1]:.2f} times as long"
+            row.count(good, text)
             total, failed = total + 1, failed + (not good)
             shown = "".join(f"{time:>9.1f} ms" for time in times)
             print(f"{processes:<10}{name:<36}{('' if good else 'WRONG: ') + text:<66}{shown}", flush=True)
