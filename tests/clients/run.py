@@ -150,7 +150,7 @@ class Row:
             self.results["equal to the bit"] += int(alike[1])
             self.results["other"] += int(alike[2]) - int(alike[1])
         else:
-            special = text.startswith(("equal to", "not possible"))
+            special = text in ("equal to the bit", f"equal to {TOLERANCE}") or text.startswith("not possible")
             self.results[text if special else "other" if good else "wrong"] += 1
 
     @property
