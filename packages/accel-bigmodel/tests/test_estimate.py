@@ -578,8 +578,10 @@ def test_offload_command(layered: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert run([str(layered), "--offload", "--json", "--sequences", "3"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["sequences"] == 3 and content["on_disk"] == 0 and content["tokens_per_second"] > 0
+    save_file({"h.0.weight": torch.ones(8, 8, dtype=torch.int8)}, layered / "quantized.safetensors")
     for arguments, message in (
         (["nobody/nothing", "--offload"], "no local safetensors files"),
+        ([str(layered / "quantized.safetensors"), "--offload"], "no matrices in a floating point dtype"),
         ([str(layered), "--offload", "--max_memory", "lots"], "--max_memory=lots: 'lots' is not a size"),
     ):
         with pytest.raises(ConfigurationError, match=message):

@@ -23,6 +23,7 @@ from .sources import config_path, read_config
 
 SAMPLE_BYTES = 512 * 2**20
 _ROUNDS = 5  # the fastest counts: what else runs on the machine only adds to a time
+_COMPUTED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _EMBEDDING = re.compile(r"embed|wte|wpe|shared\.weight$")
 _HEAD = re.compile(r"lm_head|embed_out|^output\.|^head\.|cls\.predictions")
 _EXPERT = re.compile(r"\.experts\.")
@@ -180,9 +181,15 @@ def _sample(layers: Sequence[Sequence[_Tensor]]) -> list[_Tensor]:
     sample: list[_Tensor] = []
     for layer in layers:
         used = [tensor for tensor in layer if tensor.read and 1 <= len(tensor.entry.shape) <= 2]
+        used = [tensor for tensor in used if tensor.entry.dtype in _COMPUTED]
         if sample and sum(tensor.entry.nbytes for tensor in (*sample, *used)) > SAMPLE_BYTES:
             break
         sample += used
+    if not any(len(tensor.entry.shape) == 2 for tensor in sample):
+        raise ConfigurationError(
+            "the files hold no matrices in a floating point dtype of at least 16 bits, with which a CPU could compute: "
+            "--offload predicts the speed of such models only"
+        )
     return sample
 
 
