@@ -3,8 +3,8 @@
     python benchmarks/bigmodel_experts.py [--gigabytes 1.0]
 
 scripts/bench bigmodel runs it after bench_bigmodel.py. Models of Transformers with random weights, saved by
-save_pretrained, generate greedily. cache_experts() may keep a quarter of the experts' bytes. "All experts" is the same
-model with preload_module_classes, which loads the experts of a layer as a whole. Before each token the files are
+save_pretrained, generate greedily, with memory for a quarter of the experts' bytes: cache_experts() in accel. "All
+experts" is the same model with preload_module_classes, which loads the experts of a layer as a whole. Before each token the files are
 dropped from the page cache, because a machine with memory for a quarter of the experts has none to cache them all; the
 second row has them in the page cache. The reference generates in a process of its own, with the same files and
 placement.
@@ -112,7 +112,7 @@ def work(library: str, name: str, folder: Path) -> None:
     torch.set_num_threads(1)
     kind = kind_of(name)
     with torch.device("meta"):
-        options = {"device_map": device_map_of(kind(kind.config_class.from_pretrained(folder)))}
+        options: dict[str, Any] = {"device_map": device_map_of(kind(kind.config_class.from_pretrained(folder)))}
     models: dict[str, Any] = {}
     if library == "reference":
         models["reference"] = kind.from_pretrained(folder, **options, offload_folder=folder / "offload").eval()
@@ -124,16 +124,19 @@ def work(library: str, name: str, folder: Path) -> None:
         # Stacked as the model holds them, so that the walk over all of them reads them in place.
         stacked = folder / "stacked.safetensors"
         save_file(in_memory.state_dict(), stacked)
-        del in_memory
+        experts = [in_memory.get_submodule(f"model.layers.{layer}.mlp.experts") for layer in range(LAYERS)]
+        total = sum(parameter.nbytes for module in experts for parameter in module.parameters())
+        rest = sum(parameter.nbytes for parameter in in_memory.parameters()) - total
+        count = experts[0].num_experts
+        options["max_memory"] = {"cpu": rest + total // 4}
+        del in_memory, experts
         whole = [f"{kind.__name__.removesuffix('ForCausalLM')}Experts"]
         for label, checkpoint, classes in (("accel", folder, None), ("all experts", stacked, whole)):
             with init_empty_weights():
                 empty = kind(kind.config_class.from_pretrained(folder)).eval()
             models[label] = load_checkpoint_and_dispatch(empty, checkpoint, **options, preload_module_classes=classes)
-        experts = [models["accel"].get_submodule(f"model.layers.{layer}.mlp.experts") for layer in range(LAYERS)]
-        total = sum(parameter.nbytes for module in experts for parameter in module.parameters())
         kept = cache_experts(models["accel"], total / 4)
-        figures = {"bytes": total, "kept": kept, "experts": experts[0].num_experts}
+        figures = {"bytes": total, "kept": kept, "experts": count}
         figures["equal"] = timed_tokens(models["accel"], lambda: None)[0] == expected
     cold, same_cold = compare(models, folder, True, ROUNDS)
     cached, same_cached = compare(models, folder, False, ROUNDS)
