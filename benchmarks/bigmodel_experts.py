@@ -4,10 +4,10 @@
 
 scripts/bench bigmodel runs it after bench_bigmodel.py. Models of Transformers with random weights, saved by
 save_pretrained, generate greedily, with memory for a quarter of the experts' bytes: cache_experts() in accel. "All
-experts" is the same model with preload_module_classes, which loads the experts of a layer as a whole. Before each token the files are
-dropped from the page cache, because a machine with memory for a quarter of the experts has none to cache them all; the
-second row has them in the page cache. The reference generates in a process of its own, with the same files and
-placement.
+experts" is the same model with preload_module_classes, which loads the experts of a layer as a whole. Before each token
+the files are dropped from the page cache, because a machine with memory for a quarter of the experts has none to cache
+them all; the second row has them in the page cache. The reference generates in a process of its own, with the same
+files and placement.
 """
 
 from __future__ import annotations

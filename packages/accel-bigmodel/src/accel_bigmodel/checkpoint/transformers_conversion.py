@@ -28,7 +28,7 @@ from .tensor_files import CheckpointFile
 class Conversion:
     """A checkpoint as Transformers names it for a model."""
 
-    files: dict[str, CheckpointFile]  # the file of each tensor, by its name in the model
+    files: dict[str, CheckpointFile | ConvertedFile]  # the file of each tensor, by its name in the model
     stored_names: dict[str, str]  # its name in the file, except of converted tensors
     converted: list[ConvertedFile]  # those of the files that are computed from others
 

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,7 +39,9 @@ class ExpertWeights:
         self.name = name
         self.dim = 0
         self.value: torch.Tensor | None = None
-        self._stack, self._file, self._start = None, None, 0
+        self._stack: Any = None
+        self._file: SafetensorsFile | Path | None = None
+        self._start = 0
         info = source.index.get(name) if isinstance(source, OffloadedWeightsLoader) else None
         if not isinstance(source, OffloadedWeightsLoader) or name in source.state_dict or info is None:
             self.value = source[name]
@@ -47,13 +50,15 @@ class ExpertWeights:
             self._stack = info["stack"]
             self.dim, self.shape, self.stored_dtype = self._stack.dim, self._stack.shape, self._stack.dtype
         elif info.get("safetensors_file") is not None:
-            self._file = source.open_file(info["safetensors_file"])
-            entry = self._file.entries[info.get("weight_name", name)]
+            opened = source.open_file(info["safetensors_file"])
+            entry = opened.entries[info.get("weight_name", name)]
+            self._file = opened
             self.shape, self.stored_dtype, self._start = entry.shape, entry.dtype, entry.start
         else:
             assert source.save_folder is not None
-            self._file = source.save_folder / f"{info.get('file', name)}.dat"
-            load_offloaded_weight(self._file, info)  # compares the sizes
+            path = source.save_folder / f"{info.get('file', name)}.dat"
+            load_offloaded_weight(path, info)  # compares the sizes
+            self._file = path
             self.shape, self.stored_dtype = tuple(info["shape"]), as_dtype(info["dtype"])
         converts = self.value is None and info is not None and "dtype" in info
         self.dtype = as_dtype(info["dtype"]) if converts and info is not None else self.stored_dtype
@@ -106,7 +111,8 @@ class ExpertWeights:
 
 
 def _read_bytes(piece: _Piece, out: torch.Tensor) -> None:
-    memory = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+    values: Any = out.reshape(-1).view(torch.uint8).numpy()
+    memory = memoryview(values)
     if isinstance(piece.file, SafetensorsFile):
         piece.file.read_bytes(piece.start, memory)
         return
