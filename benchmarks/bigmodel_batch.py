@@ -18,7 +18,7 @@ from typing import Any
 import _measure
 import torch
 
-SEQUENCES, NEW_TOKENS, ROUNDS = 64, 8, 5
+SEQUENCES, PROMPT, NEW_TOKENS, ROUNDS = 64, 4, 8, 3
 TARGET = 8.0
 LAYERS, WIDTH = 8, 1024
 
@@ -50,7 +50,7 @@ def main(gigabytes: float) -> None:
         with init_empty_weights():
             model = transformers.LlamaForCausalLM(config).eval()
         load_checkpoint_and_dispatch(model, folder, device_map={"": "disk"})
-        prompts = torch.randint(1, 1000, (SEQUENCES, 16))
+        prompts = torch.randint(1, 1000, (SEQUENCES, PROMPT))
         expected = tokens_a_second(plain, prompts)[1]
         ratios, alone, batched = [], [], []
         equal = True
@@ -61,7 +61,7 @@ def main(gigabytes: float) -> None:
             ratios.append(many / one)
             alone.append(one)
             batched.append(many)
-    _measure.heading(f"A model of {size / 1e9:.2f} GB on disk, {NEW_TOKENS} tokens after prompts of 16")
+    _measure.heading(f"A model of {size / 1e9:.2f} GB on disk, {NEW_TOKENS} tokens after prompts of {PROMPT}")
     _measure.row("accel: one sequence after another", f"{statistics.median(alone):.2f} tokens/s")
     figure = statistics.median(ratios)
     _measure.row(f"accel: {SEQUENCES} sequences in a batch", f"{statistics.median(batched):.1f} tokens/s")

@@ -18,7 +18,7 @@ from typing import Any
 import _measure
 import torch
 
-STEPS, ROUNDS = 12, 5
+STEPS, ROUNDS = 10, 3
 TARGET = 0.15
 LAYERS, WIDTH = 12, 1536
 

@@ -26,7 +26,7 @@ import _measure
 import torch
 from safetensors.torch import save_file
 
-TOKENS, ROUNDS = 12, 5
+TOKENS, ROUNDS = 10, 3
 TARGET = 3.0
 LAYERS = 4
 

@@ -108,7 +108,7 @@ def trace() -> list[Span]:
 
 COLORS = {"compute": "#3b7dd8", "read": "#e08a2e", "wait": "#c0392b"}
 LANES = {"compute": 70, "read": 130}
-LEFT, RIGHT, HEIGHT, BAR = 150, 20, 230, 34
+LEFT, RIGHT, HEIGHT, BAR = 110, 20, 240, 34
 
 
 def draw(measured: list[Span]) -> str:
@@ -124,9 +124,14 @@ def draw(measured: list[Span]) -> str:
         'font-family="sans-serif" font-size="13">',
         f'<rect width="{width}" height="{HEIGHT}" fill="white"/>',
         f'<text x="10" y="26" font-size="15">{escape(title)}</text>',
-        f'<text x="10" y="{LANES["compute"] + 22}">computes</text>',
-        f'<text x="10" y="{LANES["read"] + 22}">thread reads</text>',
+        f'<text x="10" y="{LANES["compute"] + 22}">the forward</text>',
+        f'<text x="10" y="{LANES["read"] + 22}">thread</text>',
     ]
+    legend = {"compute": "computes", "read": "reads the next block", "wait": "reads a block that was not read ahead"}
+    for number, (what, text) in enumerate(legend.items()):
+        x = LEFT + 170 * number
+        parts.append(f'<rect x="{x}" y="{HEIGHT - 22}" width="12" height="12" fill="{COLORS[what]}"/>')
+        parts.append(f'<text x="{x + 18}" y="{HEIGHT - 12}">{text}</text>')
     labelled: set[tuple[str, int]] = set()
     for what, block, begin, end in sorted(measured, key=lambda span: span[2]):
         lane = LANES["read" if what == "read" else "compute"]
