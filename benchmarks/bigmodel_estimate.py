@@ -2,8 +2,8 @@
 
     python benchmarks/bigmodel_estimate.py [--gigabytes 1.0]
 
-scripts/bench bigmodel runs it after bench_bigmodel.py. Prediction and run are measured in turns, because other processes
-of a shared machine slow both.
+scripts/bench bigmodel runs it after bench_bigmodel.py. Prediction and run are measured in turns, because other
+processes of a shared machine slow both.
 """
 
 from __future__ import annotations

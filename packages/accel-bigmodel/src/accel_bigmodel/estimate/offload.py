@@ -22,8 +22,8 @@ from .model import files_of, layer_of
 from .sources import config_path, read_config
 
 SAMPLE_BYTES = 512 * 2**20
-# Passes over the sample. Their mean counts: what else runs on the machine slows generation by the same factor, while the
-# fastest of short passes would miss it.
+# Passes over the sample. Their mean counts: what else runs on the machine slows generation by the same factor, while
+# the fastest of short passes would miss it.
 _PASSES = 8
 _COMPUTED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _EMBEDDING = re.compile(r"embed|wte|wpe|shared\.weight$")
