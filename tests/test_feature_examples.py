@@ -162,7 +162,7 @@ def output_of(example: Example, folder: Path | None) -> list[str]:
         pytest.param(
             example,
             id=" ".join([Path(example.script).stem, *example.words]),
-            # One launch of 5 to 10 seconds each; two of them are in the fast tier, besides digits.py (test_examples.py).
+            # One launch of 5 to 10 seconds each; two are in the fast tier, and digits.py (test_examples.py).
             marks=() if example.fast else pytest.mark.slow,
         )
         for example in RUNS
