@@ -234,7 +234,7 @@ def test_slurm_script(file: Path) -> None:
 
 def test_every_example_is_listed_and_run() -> None:
     page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
-    here = (ROOT / "tests").glob("test_*.py")
+    here = [*(ROOT / "tests").glob("test_*.py"), *ROOT.glob("packages/*/tests/test_*.py")]
     sources = "\n".join(path.read_text(encoding="utf-8") for path in here)
     helpers = {"common"}
     for script in [*EXAMPLES.rglob("*.py"), *EXAMPLES.rglob("*.ipynb"), *EXAMPLES.glob("slurm/*.sh")]:
