@@ -111,6 +111,17 @@ install_deepspeed() {
     fi
 }
 
+# torchft requires a newer torch than the oldest that is tested, and has no wheels for some systems.
+install_torchft() {
+    is_current torchft && return
+    say "installing $(pinned torchft)"
+    if pip_install "$(pinned torchft)"; then
+        mark_current torchft
+    else
+        say "$(pinned torchft) cannot be installed here: the tests of replicas are skipped"
+    fi
+}
+
 ensure() {
     # Two scripts at once must not install into one environment; the lock goes with the shell that holds it.
     exec 9>"$VENV.lock"
@@ -119,7 +130,7 @@ ensure() {
     install_packages
     install_megatron "$1"
     install_group "$1"
-    if [ "$1" = test ]; then install_deepspeed; fi
+    if [ "$1" = test ]; then install_deepspeed; install_torchft; fi
     exec 9>&-
     export PATH="$VENV/bin:$PATH"
 }

@@ -31,9 +31,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mesh": {"fsdp": {**BLOCKS, "fsdp_version": 2}, "mesh": {"dp_shard_size": 2}},
     "mesh_ddp": {"mesh": {"dp_replicate_size": 2}},
 }
-# test_deepspeed_training.py, test_mesh_pipeline.py and tests/test_xla_*.py check these, which need an engine, a model
-# that can be split, or another device.
-ELSEWHERE = {"deepspeed", "mesh_pp", "xla", "xla_spmd"}
+# test_deepspeed_training.py, test_fault_tolerance.py, test_mesh_pipeline.py and tests/test_xla_*.py check these, which
+# need an engine, a model that can be split, or another device.
+ELSEWHERE = {"deepspeed", "ft", "mesh_pp", "xla", "xla_spmd"}
 
 
 class Block(nn.Module):

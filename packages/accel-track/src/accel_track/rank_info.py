@@ -24,8 +24,8 @@ def rank() -> int:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0."""
-    return rank() == 0
+    """Whether this is rank 0, and no other replica of a fault-tolerant run logs."""
+    return PartialState().is_main_process if PartialState._shared_state else rank() == 0
 
 
 def on_main_process(function: F) -> F:

@@ -150,6 +150,8 @@ class Accelerator(AcceleratorProperties):
         self.strategy = setup.strategy
         # Looked up once: this is on the path of every step.
         self._engine_strategy = setup.strategy if setup.strategy.uses_engine else None
+        overridden = type(setup.strategy).after_backward is not Strategy.after_backward
+        self._after_backward = setup.strategy.after_backward if overridden else None
         self.precision = setup.precision
         self.scaler = setup.precision.scaler
         self.prepared = Preparation(
@@ -158,12 +160,14 @@ class Accelerator(AcceleratorProperties):
         self._accumulation = Accumulation(
             setup.process, setup.gradient_state, setup.accumulation_plugin, setup.strategy, self.prepared.models
         )
+        self._tracking = setup.strategy.tracking(self._tracking)
         self._checkpointer = Checkpointer(setup, self.prepared, self._accumulation, self._tracking, project)
         settings = resolve(save_on_signal)
         self.preemption = None if settings is None else PreemptionHandler(settings, self)
         self.flag_tensor: torch.Tensor | None = None
         """The flag of :meth:`set_trigger` on this rank; None while it is not set."""
         self._startup_checks = None if setup.strategy.uses_engine else StartupChecks(self.prepared)
+        setup.strategy.start(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Signal handlers belong to this process.
@@ -316,6 +320,8 @@ class Accelerator(AcceleratorProperties):
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward(**kwargs)
+        if self._after_backward is not None:
+            self._after_backward()
 
     def _do_sync(self) -> None:
         """Count a micro batch and set ``sync_gradients``, for loops that call :meth:`no_sync` themselves."""
@@ -528,6 +534,8 @@ class Accelerator(AcceleratorProperties):
         if save_model_func_kwargs:
             names = ", ".join(save_model_func_kwargs)
             logger.warning_once(f"save_state got {names}, which has no effect with {type(self.strategy).__name__}.")
+        if self.process_state.stands_by:
+            return self._checkpointer.count_save(output_dir)
         return self._checkpointer.save_state(output_dir, safe_serialization, blocking)
 
     def wait_for_save(self) -> None:
@@ -592,14 +600,16 @@ class Accelerator(AcceleratorProperties):
             CheckpointError: it is damaged, or does not fit what was prepared.
             ConfigurationError: there is no directory to look in.
         """
-        newest = self._checkpointer.newest(None if self.preemption is None else self.preemption.settings.output_dir)
-        if newest is None:
-            return False
-        self.load_state(newest, strict=True)
-        for loader in self.prepared.dataloaders:
-            if isinstance(loader, PreparedLoader):
-                loader.pass_over_finished_epoch(False)
-        return True
+        output_dir = None if self.preemption is None else self.preemption.settings.output_dir
+        newest = None
+        if not self.strategy.joins_runs or output_dir is not None or self.project_dir is not None:
+            newest = self._checkpointer.newest(output_dir)
+        if newest is not None:
+            self.load_state(newest, strict=True)
+            for loader in self.prepared.dataloaders:
+                if isinstance(loader, PreparedLoader):
+                    loader.pass_over_finished_epoch(False)
+        return self.strategy.join_run() or newest is not None
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include objects in saved states.
@@ -774,6 +784,7 @@ class Accelerator(AcceleratorProperties):
             CheckpointError: a save started with ``blocking=False`` has failed.
             TrackerError: in strict mode (TrackingKwargs), a tracker has failed.
         """
+        self.strategy.finish()
         try:
             self.wait_for_save()
         finally:

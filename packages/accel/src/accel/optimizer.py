@@ -37,6 +37,8 @@ class AcceleratedOptimizer(Optimizer):
         self.device_placement = device_placement
         self._is_overflow = False
         self._step_called = False
+        self.step_gate: Callable[[], bool] | None = None
+        """Asked before each step, which is skipped if the answer is False; see the strategies."""
         self.steps_taken = 0
         """Steps of the wrapped optimizer, including those of earlier runs whose state was loaded."""
         if device_placement and optimizer.state:
@@ -131,6 +133,10 @@ class AcceleratedOptimizer(Optimizer):
             return None
         if self.steps_taken == 0 and closure is None:
             warn_without_gradients(self.optimizer)
+        if self.step_gate is not None:
+            self._is_overflow = not self.step_gate()
+            if self._is_overflow:
+                return None
         if self.scaler is None:
             self.steps_taken += 1
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
@@ -158,7 +164,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because gradients had overflowed."""
+        """Whether the last step was skipped: gradients had overflowed, or a replica had failed."""
         return self._is_overflow
 
     def __getattr__(self, name: str) -> Any:

@@ -95,6 +95,11 @@ class AcceleratorProperties(ProcessControl):
         return self.process_state.local_process_index
 
     @property
+    def stands_by(self) -> bool:  # type: ignore[override]
+        """Whether another replica of a fault-tolerant run logs and saves."""
+        return self.process_state.stands_by
+
+    @property
     def multi_device(self) -> bool:
         """Whether several processes train, each with the full model on its own device."""
         return self.process_state.use_distributed
@@ -111,7 +116,7 @@ class AcceleratorProperties(ProcessControl):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was skipped because gradients had overflowed."""
+        """Whether the last step of any prepared optimizer was skipped: gradients overflowed, or a replica failed."""
         return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
     @property

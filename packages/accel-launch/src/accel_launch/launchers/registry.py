@@ -17,6 +17,7 @@ _BUILT_IN = {
     "tpu": "accel_launch.launchers.tpu:TpuLauncher",
     "tpu_pod": "accel_launch.launchers.tpu_pod:TpuPodLauncher",
     "sagemaker": "accel_launch.launchers.sagemaker:SageMakerLauncher",
+    "ft": "accel_launch.launchers.ft:FaultTolerantLauncher",
     "single": "accel_launch.launchers.single:SingleLauncher",
     "elastic": "accel_launch.launchers.elastic:ElasticLauncher",
 }
@@ -28,7 +29,7 @@ def choose_launcher(plan: LaunchPlan) -> Launcher:
     """The first launcher that accepts the plan; those of other packages come first."""
     built_in = plan.mode.value
     if plan.mode is LaunchMode.LOCAL:
-        built_in = "elastic" if plan.needs_agent else "single"
+        built_in = "ft" if plan.option("ft") else "elastic" if plan.needs_agent else "single"
     for name in [*(name for name in LAUNCHERS if name not in _BUILT_IN), built_in]:
         launcher = LAUNCHERS.load(name)()
         if launcher.accepts(plan):

@@ -15,6 +15,7 @@ from .declaration import describe as describe
 from .declaration import option as option
 from .deepspeed import DeepSpeedOptions as DeepSpeedOptions
 from .deepspeed import check_deepspeed_file as check_deepspeed_file
+from .fault_tolerance import FaultToleranceOptions as FaultToleranceOptions
 from .fp8 import FP8Options as FP8Options
 from .fsdp import FsdpOptions as FsdpOptions
 from .launch import HardwareOptions as HardwareOptions

@@ -222,6 +222,30 @@ def _check_megatron(settings: Resolution) -> None:
         )
 
 
+def _check_replicas(settings: Resolution) -> None:
+    """Reject what cannot be combined with fault-tolerant replicas."""
+    if not settings["ft"]:
+        return
+    for name in (*ENGINES, "use_parallelism_config"):
+        if settings[name]:
+            raise ConfigurationError(
+                f"{settings.where('ft')} and {settings.where(name)} cannot be combined: each replica holds the full "
+                "model in one process. Leave one of them out."
+            )
+    for name, single in (("num_machines", 1), ("num_processes", 1)):
+        if settings[name] not in (None, single):
+            raise ConfigurationError(
+                f"{settings.where('ft')} and {settings.where(name)} cannot be combined: replicas are single processes "
+                f"of this machine. Leave it out, and set --num_replicas."
+            )
+    replicas = settings["num_replicas"] + settings["num_spares"]
+    if settings["min_replicas"] > replicas:
+        raise ConfigurationError(
+            f"{settings.where('min_replicas')} is more than all {replicas} replicas (num_replicas and num_spares). "
+            "Give a smaller number."
+        )
+
+
 RULES: tuple[Callable[[Resolution], None], ...] = (
     _check_run_type,
     _check_rank,
@@ -229,4 +253,5 @@ RULES: tuple[Callable[[Resolution], None], ...] = (
     _check_deepspeed,
     _check_mesh,
     _check_megatron,
+    _check_replicas,
 )

@@ -143,7 +143,7 @@ class ParadigmOptions(OptionGroup):
 
     title = "training engine"
     description = (
-        "At most one of DeepSpeed, FSDP and Megatron-LM. Left out, every process holds a full copy of the model."
+        "At most one of DeepSpeed, FSDP, Megatron-LM and --ft. Left out, every process holds a full copy of the model."
     )
 
     use_deepspeed: bool = _switch(
@@ -173,4 +173,8 @@ class ParadigmOptions(OptionGroup):
         help="Arrange the processes as a device mesh of the sizes below; implied by a parallelism_config in a file.",
         question="Do you want to combine several kinds of parallelism (a device mesh)?",
         asked_when={"use_fsdp": (True,)},
+    )
+    ft: bool = _switch(
+        False,
+        help="Train with replicas that go on without those that are killed, and take them back (torchft).",
     )

@@ -48,6 +48,7 @@ class AcceleratorState(ProcessControl, SharedState):
     num_processes: int = _from_partial("num_processes", "The world size.")
     process_index: int = _from_partial("process_index", "The rank.")
     local_process_index: int = _from_partial("local_process_index", "The rank among the processes of this node.")
+    stands_by: bool = _from_partial("stands_by", "Whether another replica of a fault-tolerant run logs and saves.")
     device: torch.device = _from_partial("device", "The device of this process.")
     backend: str | None = _from_partial("backend", "Name of the communication backend, or None in a single process.")
     debug: bool = _from_partial("debug", "Whether collectives check their inputs first.")

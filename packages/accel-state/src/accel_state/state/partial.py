@@ -50,6 +50,7 @@ class PartialState(ProcessControl, SharedState):
         collectives: the collectives (a null object in a single process).
         device_backend: the operations of this type of device.
         environment: the launcher that started this process.
+        stands_by: whether another replica of a fault-tolerant run logs and saves, so that this is not the main process.
 
     Raises:
         ConfigurationError: the environment contradicts itself, or torch is built without torch.distributed.
@@ -68,6 +69,7 @@ class PartialState(ProcessControl, SharedState):
     collectives: Collectives
     device_backend: Device
     environment: Environment
+    stands_by: bool = False
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__()

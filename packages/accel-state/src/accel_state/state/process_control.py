@@ -37,6 +37,8 @@ class ProcessControl:
         @property
         def local_process_index(self) -> int: ...
 
+        stands_by: bool
+
     def wait_for_everyone(self) -> None:
         """Wait until every process has reached this call; returns at once in a single process."""
         raise NotImplementedError
@@ -49,12 +51,12 @@ class ProcessControl:
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
-        return self.process_index == 0
+        return self.process_index == 0 and not self.stands_by
 
     @property
     def is_local_main_process(self) -> bool:
         """Whether this is local rank 0, the first process of its node."""
-        return self.local_process_index == 0
+        return self.local_process_index == 0 and not self.stands_by
 
     @property
     def is_last_process(self) -> bool:

@@ -124,6 +124,12 @@ class Checkpointer:
         project.iteration += 1
         return target
 
+    def count_save(self, output_dir: str | os.PathLike[str] | None) -> Path:
+        """The path of a state that another process saves."""
+        target = self._target(output_dir)
+        self.project.iteration += 1
+        return target
+
     def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
         project = self.project
         if not project.automatic_checkpoint_naming:
@@ -150,7 +156,8 @@ class Checkpointer:
     def _is_writer(self) -> bool:
         """Whether this process writes what is common to all ranks (of its node, with ``save_on_each_node``)."""
         process = self._process
-        return (process.local_process_index if self.project.save_on_each_node else process.process_index) == 0
+        rank = process.local_process_index if self.project.save_on_each_node else process.process_index
+        return rank == 0 and not process.stands_by
 
     def _collectives_of_background(self) -> Collectives:
         """Collectives for a thread next to the training loop: a process group of its own, made when first needed."""

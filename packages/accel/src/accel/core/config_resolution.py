@@ -41,6 +41,7 @@ LAUNCHED = {
     "use_fsdp": "fsdp",
     "use_megatron_lm": "megatron",
     "use_parallelism_config": "mesh",
+    "ft": "ft",
 }
 
 # The attributes of the shared state that hold the settings of an engine, where they are not `<engine>_plugin`.

@@ -108,6 +108,7 @@ class Preparation:
         place = self.device_placement if device_placement is None else device_placement
         self.setup.strategy.remap_optimizer(optimizer)
         prepared = AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.setup.precision.scaler)
+        prepared.step_gate = self.setup.strategy.step_gate
         self.setup.precision.watch(optimizer)
         return _add(self.optimizers, _mark(prepared))
 
@@ -126,7 +127,7 @@ class Preparation:
             driven or self.optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.loader_settings.split_batches,
-            num_processes=self.setup.strategy.data_collectives.world_size * self.setup.strategy.batches_per_process,
+            num_processes=self.setup.strategy.updates_per_step,
         )
         return _add(self.schedulers, _mark(prepared))
 
@@ -151,6 +152,9 @@ class Preparation:
             slice_fn_for_dispatch=slice_fn_for_dispatch,
             batches_per_step=self.setup.strategy.batches_per_process,
             **asdict(self.loader_settings),
+        )
+        prepared = self.setup.strategy.adapt_loader(
+            prepared, self.loader_settings.split_batches, self.loader_settings.even_batches
         )
         sampler = get_sampler(prepared)
         if isinstance(sampler, SeedableRandomSampler):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from accel_state import DistributedType, GradientAccumulationPlugin, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
+from accel_track.tracking import TrackerRun
 
 from .._torch_compat import foreach_mul_
 from ..core.types import Gathered, Layout
@@ -40,6 +41,8 @@ class Strategy:
         uses_engine: whether an engine (such as DeepSpeed's) holds the gradients, runs the backward pass, and saves and
             loads its own state; see :meth:`backward` and :meth:`plan_state`.
         saves_gradients: whether the gradients of an open accumulation window can be saved and restored.
+        step_gate: asked by a prepared optimizer before each step, which it skips if the answer is False; None for
+            strategies that apply every step.
         data_mesh: the device mesh whose axes define which ranks get the same samples; None if every rank gets its own.
     """
 
@@ -49,6 +52,7 @@ class Strategy:
     joins_uneven_inputs: ClassVar[bool] = False
     uses_engine: ClassVar[bool] = False
     saves_gradients: bool = True
+    step_gate: Callable[[], bool] | None = None
     data_mesh: Any = None
 
     state: PartialState
@@ -75,6 +79,20 @@ class Strategy:
         """
         self.state = state
         self.handlers = handlers
+
+    def start(self, accelerator: Any) -> None:
+        """Called once, when the Accelerator is complete; for strategies that follow the whole run."""
+
+    joins_runs: ClassVar[bool] = False
+    """Whether :meth:`join_run` can do more than return False."""
+
+    def tracking(self, run: TrackerRun) -> TrackerRun:
+        """The trackers to log to, given those of this process."""
+        return run
+
+    def join_run(self) -> bool:
+        """Join a run that others have begun, with their state; whether there was one. See ``Accelerator.resume``."""
+        return False
 
     # -- topology ----------------------------------------------------------------------------------------------------
 
@@ -104,6 +122,11 @@ class Strategy:
     def batches_per_process(self) -> int:
         """How many batches of a loader this process computes at once, one for each part of its devices."""
         return 1
+
+    @property
+    def updates_per_step(self) -> int:
+        """How many batches of a loader's own size a global step has, by which schedules advance."""
+        return self.data_collectives.world_size * self.batches_per_process
 
     @property
     def averaging_collectives(self) -> Collectives:
@@ -180,8 +203,15 @@ class Strategy:
     def forget(self) -> None:
         """Drop references to prepared objects."""
 
+    def finish(self) -> None:
+        """Called when training has ended, before saves and trackers are finished."""
+
     def close(self) -> None:
         """Release what must be released before the process group is destroyed."""
+
+    def adapt_loader(self, loader: Any, split_batches: bool, even_batches: bool) -> Any:
+        """The loader to return from ``prepare``, given the one for this process."""
+        return loader
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
@@ -213,6 +243,9 @@ class Strategy:
             **kwargs: for ``torch.Tensor.backward``.
         """
         loss.backward(**kwargs)
+
+    def after_backward(self) -> None:
+        """Called after each ``accelerator.backward``."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block whose backward passes accumulate gradients locally."""

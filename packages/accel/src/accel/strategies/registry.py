@@ -20,6 +20,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "mesh_ddp": "accel.strategies.ddp:MeshDDPStrategy",
         "xla": "accel.strategies.xla:XlaStrategy",
         "xla_spmd": "accel.strategies.xla_spmd:XlaSpmdStrategy",
+        "ft": "accel.strategies.ft:FaultTolerantStrategy",
         "mesh_pp": "accel.strategies.mesh_pp:PipelineStrategy",
     },
     entry_point_group="accel.strategies",

@@ -75,6 +75,8 @@ class Accumulation:
         """Micro batches in a full window."""
         self.strategy = strategy
         self._skips_sync = strategy if strategy.skips_gradient_sync else None
+        # A strategy that deals steps knows the place of each batch in its window.
+        self._deals: Any = strategy if hasattr(strategy, "begin_batch") else None
         self._prepared_models = prepared_models
         # The windows of a loader are dropped with it.
         self._by_loader: weakref.WeakKeyDictionary[Any, dict[Models, Window]] = weakref.WeakKeyDictionary()
@@ -83,6 +85,7 @@ class Accumulation:
         self._without_loader: dict[Models, Window] = {}
         self._checked: set[Models] = set()
         self.current: Window | None = None
+        self._dealt: Window | None = None
         self.has_accumulated = False
         """Whether there may be open windows."""
 
@@ -151,6 +154,8 @@ class Accumulation:
 
     def begin_step(self, models: Models) -> bool:
         """Count a micro batch, and return whether it ends its window."""
+        if self._deals is not None and self._deals.in_step:
+            return self._begin_dealt(models)
         if self.num_steps == 1 and not self.has_accumulated:
             # The fast path of loops that never accumulate.
             self.current = Window(models, 1, 1)
@@ -175,6 +180,14 @@ class Accumulation:
                 self._close_short(window)
         self.gradient_state.sync_gradients = sync
         return bool(sync)
+
+    def _begin_dealt(self, models: Models) -> bool:
+        """Take the place of a micro batch in its window from the strategy that deals them."""
+        batch = self._deals.batch
+        by_items = self._dealt.by_items if batch.index and self._dealt is not None else None
+        self.current = self._dealt = Window(models, batch.window, batch.index + 1, by_items)
+        self.gradient_state.sync_gradients = batch.is_last
+        return bool(batch.is_last)
 
     def _windows_of(self, loader: Any) -> dict[Models, Window]:
         """The windows of a loader, which the next step then finds without a lookup."""
@@ -209,6 +222,9 @@ class Accumulation:
         sum_of_items = loss * num_items if reduction == "mean" else loss
         window = self.current or Window(models=(), divisor=1, position=1)
         window.expect(by_items=True)
+        if self._deals is not None and self._deals.in_step:
+            self._deals.add_items(num_items)
+            return sum_of_items
         has_gradients = window.position > 1 or window.normaliser is not None
         window.items = window.items + num_items
         if not self.gradient_state.sync_gradients:

@@ -1,0 +1,1 @@
+"""Training on replicas that may be killed at any moment."""
