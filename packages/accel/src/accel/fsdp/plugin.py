@@ -212,9 +212,10 @@ class FullyShardedDataParallelPlugin:
         self.transformer_cls_names_to_wrap = names
         if self.min_num_params is None:
             self.min_num_params = launched.min_num_params
-        if isinstance(self.min_num_params, float) and self.min_num_params.is_integer():
-            self.min_num_params = int(self.min_num_params)
-        if isinstance(self.min_num_params, bool) or not isinstance(self.min_num_params, int):
+        given: Any = self.min_num_params
+        if isinstance(given, float) and given.is_integer():
+            self.min_num_params = given = int(given)
+        if isinstance(given, bool) or not isinstance(given, int):
             raise ArgumentTypeError(
                 f"min_num_params={self.min_num_params!r} must be an integer: a number of parameter elements, such as "
                 "100_000_000."
