@@ -132,7 +132,9 @@ def train_in_half_precision(cases: list[Any], steps: int) -> list[list[float]]:
     cuda_on_cpu()
     differences = []
     for name, precision, plugin in cases:
-        dtype = torch.bfloat16 if precision == "bf16" else None
+        # Transformers computes the losses of T5 and Megatron-BERT in bf16, with three digits; they are float32 here.
+        in_float32 = precision == "fp16" or name in ("t5", "megatron-bert")
+        dtype = None if in_float32 else torch.bfloat16
         losses, _ = matrix.reference(name, steps, dtype=dtype)
         run = matrix.Run(name, precision, **plugin)
         original = matrix.create(name).state_dict()
@@ -160,7 +162,7 @@ def test_half_precision() -> None:
 def test_half_precision_on_four_ranks() -> None:
     for found in run_world(train_in_half_precision, 4, FOUR_HALF, 20, timeout=580):
         # Sums in another order are rounded differently, and 20 steps enlarge it.
-        assert all(same and difference < 2e-2 and not skipped for same, difference, skipped in found), found
+        assert all(same and difference < 1e-2 and not skipped for same, difference, skipped in found), found
 
 
 def train_with_the_loop_of_a_script() -> dict[str, Any]:
