@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from accel_bigmodel import (
     load_checkpoint_and_dispatch,
     remove_hook_from_submodules,
 )
+from accel_bigmodel.offload.prefetch import Prefetcher
 from accel_state import devices
 
 pytestmark = [
@@ -101,3 +103,61 @@ def test_models_take_turns(device: torch.device) -> None:
 def test_its_memory_is_known(device: torch.device) -> None:
     limits = get_max_memory()
     assert limits[0] > 0 and list(limits) == [*range(len(limits) - 1), "cpu"]
+
+
+def timed_layers(device: torch.device, layers: int, width: int) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    return dispatch_model(model, {**{str(index): "cpu" for index in range(layers - 1)}, str(layers - 1): device.index})
+
+
+def test_the_next_weights_arrive_while_the_current_ones_are_used(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = devices.get(device.type)
+    if not hasattr(kind.module, "Stream"):
+        pytest.skip(f"{device.type} has no streams")
+    layers, width = 8, 4096
+    model = timed_layers(device, layers, width)
+    arrived, computed = {}, {}
+    fetch = Prefetcher._fetch
+
+    def event(stream: object) -> Any:
+        found = kind.module.Event(enable_timing=True)
+        found.record(stream)
+        return found
+
+    def noting(self: Prefetcher, index: int) -> Any:
+        values, _ = fetch(self, index)
+        arrived[index] = event(self._staging[device]._stream)
+        return values, arrived[index]
+
+    monkeypatch.setattr(Prefetcher, "_fetch", noting)
+    for index, layer in enumerate(model):
+        layer.register_forward_hook(
+            lambda *_, index=index: computed.update({index: event(kind.module.current_stream(device))})
+        )
+    rows = torch.ones(2**15, width, device=device)
+    with torch.no_grad():
+        for _ in range(2):
+            begin = event(kind.module.current_stream(device))
+            model(rows)
+            kind.module.synchronize()
+    # Layer k + 1 has arrived before layer k is computed.
+    early = [begin.elapsed_time(arrived[k + 1]) < begin.elapsed_time(computed[k]) for k in range(layers - 2)]
+    assert sum(early) >= len(early) - 1, early
+
+
+def test_a_host_that_is_ahead_does_not_copy_the_whole_model(device: torch.device) -> None:
+    kind = devices.get(device.type)
+    layers, width = 24, 2048  # 16 MB each
+    model = timed_layers(device, layers, width)
+    rows = torch.ones(2**16, width, device=device)
+    with torch.no_grad():
+        for _ in range(2):
+            kind.module.synchronize()
+            kind.module.reset_peak_memory_stats()
+            base = kind.memory_allocated(0)
+            model(rows)
+            kind.module.synchronize()
+    activations = 3 * rows.nbytes
+    assert kind.module.max_memory_allocated() - base <= activations + 5 * width * width * 4

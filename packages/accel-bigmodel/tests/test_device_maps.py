@@ -246,6 +246,16 @@ def test_splitting_and_options() -> None:
     assert found == {"0": "cpu", "1": 0, "2": "cpu"}
 
 
+def test_a_map_that_is_not_cleaned_names_the_members_of_the_model() -> None:
+    model, limits = Small(), {"cpu": 10**6}
+    assert infer_auto_device_map(model, limits, clean_result=False) == dict.fromkeys(
+        ["linear1", "batchnorm", "linear2"], "cpu"
+    )
+    assert infer_auto_device_map(model, limits) == {"": "cpu"}
+    assert infer_auto_device_map(model.linear1, limits, clean_result=False) == {"weight": "cpu", "bias": "cpu"}
+    assert infer_auto_device_map(nn.ReLU(), limits, clean_result=False) == {"": "cpu"}
+
+
 def test_verbose_tells_each_decision(capsys: pytest.CaptureFixture[str]) -> None:
     infer_auto_device_map(Small(), {0: 140, 1: 200}, verbose=True)
     told = capsys.readouterr().out

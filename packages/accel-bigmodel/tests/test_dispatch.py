@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import json
+import mmap
 import os
 import pickle
 import select
@@ -25,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel_bigmodel import (
+    AlignDevicesHook,
     OffloadedWeightsLoader,
     align_module_device,
     cpu_offload,
@@ -39,16 +41,26 @@ from accel_bigmodel import (
     offload_state_dict,
     remove_hook_from_submodules,
 )
+from accel_bigmodel.checkpoint import mapped_pages
 from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
 from accel_bigmodel.hooks.attach import align_hooks
+from accel_bigmodel.offload import prefetch, staging
 from accel_bigmodel.offload.prefetch import Prefetcher
 from accel_state.errors import ConfigurationError
 
 
-def on_disk(file: Path, device_map: dict | None = None, **settings) -> Net:
+def on_disk(file: Path, device_map: dict | None = None, max_memory: dict | None = None, **settings) -> Net:
     with init_empty_weights():
         model = Net(**settings).eval()
-    return load_checkpoint_and_dispatch(model, file, device_map=device_map or {"": "disk"})
+    return load_checkpoint_and_dispatch(model, file, device_map=device_map or {"": "disk"}, max_memory=max_memory)
+
+
+def streamed_from_disk(file: Path, **settings) -> Net:
+    """A model of which no weight stays mapped between forwards."""
+    with init_empty_weights():
+        model = Net(**settings).eval()
+    load_checkpoint_in_model(model, file, device_map={"": "disk"})
+    return dispatch_model(model, {"": "disk"})
 
 
 def same(one: object, other: object) -> bool:
@@ -321,7 +333,7 @@ class Watched:
 def test_autograd_keeps_no_offloaded_weights(tmp_path: Path) -> None:
     model = net(blocks=6, width=64)
     file = save(model, tmp_path / "model.safetensors")
-    loaded = on_disk(file, blocks_on(model, "disk"), blocks=6, width=64)
+    loaded = on_disk(file, blocks_on(model, "disk"), max_memory={"cpu": 0}, blocks=6, width=64)
     alive: list[weakref.ref] = []
     for block in loaded.blocks:
         block.up._old_forward = Watched(block.up, alive)
@@ -352,8 +364,9 @@ def test_any_order_of_modules(tmp_path: Path) -> None:
     assert same(loaded(words()), model(words()))
 
 
-def test_the_next_weights_are_read_in_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = on_disk(save(net(), tmp_path / "model.safetensors"))
+@pytest.fixture
+def fetches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads in which groups of weights are read, one for each read."""
     read_by: list[str] = []
     fetch = Prefetcher._fetch
 
@@ -362,13 +375,178 @@ def test_the_next_weights_are_read_in_the_thread(tmp_path: Path, monkeypatch: py
         return fetch(self, index)
 
     monkeypatch.setattr(Prefetcher, "_fetch", note)
+    return read_by
+
+
+def offloading_hooks(model: nn.Module) -> list[AlignDevicesHook]:
+    return [hook for module in model.modules() for hook in align_hooks(module) if hook.slots]
+
+
+def test_the_next_weights_are_read_in_the_thread(tmp_path: Path, fetches: list[str]) -> None:
+    loaded = streamed_from_disk(save(net(), tmp_path / "model.safetensors"))
     loaded(words())
-    hooks = sum(bool(hook.slots) for module in loaded.modules() for hook in align_hooks(module))
-    assert sum(name.startswith("accel-prefetch") for name in read_by) == hooks - 1, "only the first is waited for"
-    read_by.clear()
+    hooks = len(offloading_hooks(loaded))
+    assert sum(name.startswith("accel-prefetch") for name in fetches) == hooks - 1, "only the first is waited for"
+    fetches.clear()
     loaded.blocks[2].up(torch.ones(1, 16))
     loaded(words())
-    assert sum(not name.startswith("accel-prefetch") for name in read_by) <= 3
+    assert len(fetches) >= hooks, "nothing stays mapped"
+    assert sum(not name.startswith("accel-prefetch") for name in fetches) <= 3
+
+
+def test_weights_stay_mapped_as_far_as_there_is_room(tmp_path: Path, fetches: list[str]) -> None:
+    model = net(blocks=6, width=64)
+    file = save(model, tmp_path / "model.safetensors")
+    expected = model(words())
+    loaded = on_disk(file, blocks=6, width=64)
+    assert same(loaded(words()), expected)
+    fetches.clear()
+    with torch.inference_mode():
+        assert same(loaded(words()), expected)
+    assert not fetches
+    largest = max(hook.weight_group(module).nbytes for module in loaded.modules() for hook in align_hooks(module))
+    limit = 5 * largest
+    bounded = on_disk(file, max_memory={"cpu": limit}, blocks=6, width=64)
+    for _ in range(3):
+        fetches.clear()
+        assert same(bounded(words()), expected)
+    hooks = offloading_hooks(bounded)
+    prefetcher = hooks[0].prefetcher
+    kept = sum(prefetcher._groups[index].nbytes for index in prefetcher._kept if index != 0)  # 0: a lookup table
+    assert 2 * largest <= kept <= limit - 2 * largest
+    assert len(fetches) == len(hooks) - len(prefetcher._kept) > 0
+
+
+def test_what_is_written_into_offloaded_weights_is_lost(tmp_path: Path) -> None:
+    loaded = on_disk(save(net(), tmp_path / "model.safetensors"))
+    expected = loaded(words())
+    with align_module_device(loaded.blocks[1].up):
+        loaded.blocks[1].up.weight.data.zero_()
+    assert same(loaded(words()), expected)
+
+    def write(layer: nn.Module, inputs: object) -> None:
+        with torch.no_grad():
+            layer.bias.add_(100)
+
+    up = loaded.blocks[1].up
+    up.forward.module._old_forward = Before(up, write)
+    assert not same(loaded(words()), expected)
+    up.forward.module._old_forward = Before(up, lambda *_: None)
+    assert same(loaded(words()), expected)
+
+
+class Before:
+    """A forward after an action on its module."""
+
+    def __init__(self, module: nn.Module, action: Any) -> None:
+        self.module, self.action = module, action
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.action(self.module, x)
+        return type(self.module).forward(self.module, x)
+
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="resident sizes are read from /proc")
+
+
+@needs_linux
+def test_the_resident_size_keeps_to_max_memory(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1024, 256, bias=False) if i % 2 else nn.Linear(256, 1024) for i in range(32)))
+
+    plain = build()
+    file = tmp_path / "model.safetensors"
+    save_file(plain.state_dict(), file)
+    row = torch.ones(1, 256)
+    expected = plain(row)
+    device_map = {str(index): "disk" if index < 30 else "cpu" for index in range(32)}
+    peaks = {}
+    for mebibytes in (8, 64):
+        with init_empty_weights():
+            model = build()
+        load_checkpoint_and_dispatch(model, file, device_map=device_map, max_memory={"cpu": mebibytes * 2**20})
+        torch.testing.assert_close(plain(row), expected)
+        with torch.no_grad():
+            for _ in range(2):
+                gc.collect()
+                Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+                before = resident("VmRSS")
+                torch.testing.assert_close(model(row), expected)
+        peaks[mebibytes] = resident("VmHWM") - before
+        kept = sum(p.nbytes for values in model[0]._hf_hook.prefetcher._kept.values() for p in values.values())
+        assert kept <= mebibytes * 2**20
+        del model
+    # The first forward has mapped what stays mapped.
+    assert peaks[8] <= 8 * 2**20 and peaks[64] <= 2**21
+
+
+def resident(key: str) -> int:
+    return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) * 1024
+
+
+@needs_linux
+def test_a_truncated_file_is_an_error_instead_of_a_crash(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    file = tmp_path / "model.safetensors"
+    save_file(model.state_dict(), file)
+    load_checkpoint_and_dispatch(model, file, device_map={"": "disk"})
+    mapped = SafetensorsFile(file).tensors(["1.weight"])["1.weight"].view(-1).view(torch.uint8)
+    os.truncate(file, 2**16)
+    with pytest.raises(OSError, match=r"was truncated; load the model again: .*model\.safetensors"):
+        model(torch.ones(1, 256))
+    # The file can also become shorter once it is mapped.
+    if mapped_pages._madvise()(mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, 0) != 0:
+        pytest.skip("this kernel lacks MADV_POPULATE_READ (Linux 5.14)")
+    with pytest.raises(OSError, match="was truncated"):
+        mapped_pages.populate(mapped, file)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu"), lambda m: m.to_empty(device="cpu")],
+    ids=["half", "to(dtype)", "to(device)", "to_empty"],
+)
+def test_offloaded_weights_refuse_conversions(convert: Any, tmp_path: Path) -> None:
+    file = save(net(), tmp_path / "model.safetensors")
+    loaded = on_disk(file, {**blocks_on(net(), "cpu"), "blocks.2": "disk"})
+    for model in (loaded, loaded.blocks[2], loaded.blocks[2].up, copy.deepcopy(loaded), cpu_offload(net())):
+        with pytest.raises(ConfigurationError, match=r"is offloaded, so it cannot be .*load_checkpoint_and_dispatch"):
+            convert(model)
+    assert same(loaded(words()), net()(words())), "nothing was converted"
+    assert loaded.blocks[0].half().up.weight.dtype is torch.float16
+    assert loaded.float().blocks[0].up.weight.dtype is torch.float32, "offloaded weights have this dtype"
+    remove_hook_from_submodules(loaded)
+    assert "_apply" not in loaded.__dict__ and "_apply" not in loaded.blocks[2].__dict__
+
+
+def test_weights_reach_a_device_through_staging_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path to accelerators, on the CPU: without streams, which tests/test_accelerators.py checks."""
+    monkeypatch.setattr(staging, "_BUFFER_BYTES", 1000)
+    values = {
+        "float": torch.rand(40, 9),
+        "transposed": torch.rand(7, 5).t(),
+        "flags": torch.tensor([True, False]),
+        "half": torch.rand(3).half(),
+        "scalar": torch.tensor(3.0, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "parameter": nn.Parameter(torch.rand(600)),
+    }
+    copies = staging.StagedCopies(torch.device("cpu"), 10**6)
+    for _ in range(3):
+        sent, arrival = copies.send(values)
+        assert arrival is None and list(sent) == list(values)
+        for name, value in values.items():
+            assert torch.equal(sent[name], value) and sent[name].dtype == value.dtype
+            assert sent[name].data_ptr() != value.data_ptr() or not value.numel()
+        for name in values:
+            sent[name].zero_()  # no weight lies in another or in a buffer
+    file = save(net(), tmp_path / "model.safetensors")
+    loaded = streamed_from_disk(file)
+    monkeypatch.setattr(prefetch, "_is_host", lambda device: False)
+    expected = net()(words())
+    for _ in range(3):
+        assert same(loaded(words()), expected)
+    assert list(offloading_hooks(loaded)[0].prefetcher._staging) == [torch.device("cpu")]
 
 
 def test_the_reading_thread_ends_with_its_model(tmp_path: Path) -> None:
@@ -410,7 +588,7 @@ def sum_in_forked_process(model: Net) -> float:
 
 @pytest.mark.timeout(300)
 def test_a_forked_process_reads_for_itself(tmp_path: Path) -> None:
-    loaded = on_disk(save(net(), tmp_path / "model.safetensors"))
+    loaded = streamed_from_disk(save(net(), tmp_path / "model.safetensors"))
     expected = loaded(words())["logits"].sum().item()
     assert sum_in_forked_process(loaded) == pytest.approx(expected, rel=1e-5)
 
@@ -419,7 +597,7 @@ def test_a_forked_process_reads_for_itself(tmp_path: Path) -> None:
 def test_a_process_forked_while_the_thread_reads_does_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = on_disk(save(net(), tmp_path / "model.safetensors"))
+    loaded = streamed_from_disk(save(net(), tmp_path / "model.safetensors"))
     expected = loaded(words())["logits"].sum().item()
     fetch = Prefetcher._fetch
     reading, read_on, here = threading.Event(), threading.Event(), os.getpid()

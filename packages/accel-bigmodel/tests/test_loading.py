@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
+import select
+import struct
+import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +25,11 @@ from accel_bigmodel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
     load_state_dict,
+    loading,
     shard_checkpoint,
 )
+from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
+from accel_bigmodel.checkpoint.safetensors_writer import write_safetensors
 from accel_state.errors import ConfigurationError
 
 
@@ -371,3 +379,44 @@ def test_loading_warns_of_nothing_when_all_fits(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", ResourceWarning)  # of another test's garbage
         load_checkpoint_and_dispatch(empty(), file, device_map={"": "disk"}, strict=True)
+
+
+def test_written_weights_begin_at_cache_lines(tmp_path: Path) -> None:
+    tensors = {f"{index}.weight": torch.rand(16, 3 + index) for index in range(9)}
+    tensors |= {"a.odd": torch.arange(3, dtype=torch.int8), "b.wide": torch.rand(3, dtype=torch.float64)}
+    path = tmp_path / "model.safetensors"
+    for extra in range(0, 64, 7):
+        with open(path, "wb") as file:
+            write_safetensors({**tensors, "x" * extra: torch.ones(1)}, file)
+        opened = SafetensorsFile(path)
+        for name, entry in opened.entries.items():
+            assert entry.start % (64 if entry.nbytes % 64 == 0 else entry.dtype.itemsize) == 0, name
+        found = load_file(path)
+        assert all(torch.equal(found[name], value) for name, value in tensors.items())
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="a terminal is needed")
+def test_a_long_load_shows_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = save(net(), tmp_path / "model.safetensors")
+    monkeypatch.setattr(loading, "_BAR_DELAY", 0)
+
+    def shown(stream: Any, delay: float) -> None:
+        monkeypatch.setattr(loading, "_BAR_DELAY", delay)
+        monkeypatch.setattr(sys, "stderr", stream)
+        load_checkpoint_in_model(net(), file)
+        stream.flush()
+
+    pipe = io.StringIO()
+    shown(pipe, 0)
+    assert not pipe.getvalue(), "not a terminal"
+    import fcntl
+    import termios
+
+    reader, writer = os.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    with os.fdopen(writer, "w") as terminal:
+        shown(terminal, 1000)
+        assert not select.select([reader], [], [], 0.2)[0], "a short load"
+        shown(terminal, 0)
+        assert select.select([reader], [], [], 60)[0] and b"Loading weights: " in os.read(reader, 2**16)
+    os.close(reader)

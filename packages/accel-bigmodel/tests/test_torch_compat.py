@@ -23,3 +23,16 @@ def test_fake_tensors_and_storages() -> None:
     with compat.FakeTensorMode():
         tensor = torch.ones(2, 3)
     assert compat.storage_key(tensor) == compat.storage_key(tensor[0]) != compat.storage_key(torch.ones(1))
+
+
+def test_conversions_pass_through_one_method() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    seen = []
+
+    def noting(convert, recurse=True):
+        seen.append(recurse)
+        return compat.apply_to_tensors(module[0], convert, recurse)
+
+    module[0].__dict__[compat.APPLY] = noting
+    assert module.half()[0].weight.dtype is torch.float16 and module.to(torch.float64)[0].bias.dtype is torch.float64
+    assert seen == [True, True]

@@ -17,6 +17,7 @@ from accel import Accelerator, ProjectConfiguration
 from accel.checkpoint import weights_io
 from accel.checkpoint.weights_io import clean_state_dict_for_safetensors
 from accel.utils import extract_model_from_parallel, id_tensor_storage, is_compiled_module, load, save
+from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
 from accel_state import ConfigurationError
 from accel_state.testing import run_world
 
@@ -241,6 +242,11 @@ def test_safetensors_files_are_aligned_and_complete(tmp_path: Path) -> None:
     assert all(
         loaded[name].dtype == tensors[name].dtype and torch.equal(loaded[name], tensors[name]) for name in tensors
     )
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))), tmp_path / "m", max_shard_size="2KB")
+    shards = [SafetensorsFile(path) for path in (tmp_path / "m").glob("*.safetensors")]
+    assert len(shards) > 2
+    assert all(entry.start % 64 == 0 for shard in shards for entry in shard.entries.values())
 
 
 def test_a_type_that_safetensors_does_not_have(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,18 @@ def children_of(module: nn.Module) -> dict[str, Any]:
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Names of a module's buffers that its state dict leaves out; torch has no public query."""
     return module._non_persistent_buffers_set
+
+
+# Through this method Module.to(), half(), cuda() and so on convert all tensors; torch has no hook around them.
+APPLY = "_apply"
+
+
+def apply_to_tensors(
+    module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """Convert all tensors of a module as its class does."""
+    result: nn.Module = type(module)._apply(module, convert, recurse)
+    return result
 
 
 def storage_key(tensor: torch.Tensor) -> int:

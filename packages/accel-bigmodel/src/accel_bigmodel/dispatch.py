@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_state import devices
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.humanize import counted
 
 from .device_map.device_map_checks import check_device_map, check_devices
 from .device_map.infer import infer_auto_device_map
-from .device_map.memory import HOST_AND_DISK, MaxMemory, get_balanced_memory
+from .device_map.memory import HOST_AND_DISK, MaxMemory, get_balanced_memory, get_max_memory
 from .hooks.align import AlignDevicesHook
 from .hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_prefetcher
-from .hooks.base import add_hook_to_module, remove_hook_from_submodules
+from .hooks.base import add_hook_to_module, check_conversions, remove_hook_from_submodules
 from .loading import OffloadRecord, load_checkpoint_in_model, offload_record, on_meta
 from .offload.parent_read_params import is_param_container, reading_module, reads_child_params
 from .offload.store import (
@@ -28,7 +30,7 @@ from .offload.store import (
     extract_submodules_state_dict,
     offload_state_dict,
 )
-from .sizes import direct_members
+from .sizes import direct_members, named_tensors
 from .tensors import Location, TiedParamsMap, as_device, set_module_tensor_to_device
 from .tied_params import (
     check_tied_parameters_on_same_device,
@@ -102,6 +104,7 @@ def _offload_all(
         model, execution_device, True, weights, offload_buffers=offload_buffers, preload_module_classes=classes
     )
     attach_prefetcher(model)
+    check_conversions(model)
     return model
 
 
@@ -116,6 +119,7 @@ def dispatch_model(
     skip_keys: str | Sequence[str] | None = None,
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
+    max_memory: MaxMemory | None = None,
 ) -> nn.Module:
     """Distribute a model over devices, and attach hooks that move inputs and offloaded weights to where they run.
 
@@ -131,6 +135,9 @@ def dispatch_model(
         offload_buffers: offload buffers with their modules instead of keeping them on the main device.
         skip_keys: names of keyword arguments, or of items of outputs, that are not moved between devices.
         force_hooks: attach hooks even if all modules are on one device.
+        max_memory: as in :func:`get_max_memory`. What the limit of the main device leaves is the room for offloaded
+            weights: those in use, those fetched ahead and, on the CPU, files that stay mapped between forwards. None:
+            twice the largest module, and no files stay mapped.
 
     Returns:
         The model, with the map as ``hf_device_map``.
@@ -148,7 +155,7 @@ def dispatch_model(
     dispatcher = _Dispatcher(model, flat_map, main_device, offload_buffers)
     if dispatcher.needs_hooks or force_hooks:
         dispatcher.find_offloaded_weights(state_dict, offload_dir, offload_index)
-        dispatcher.attach_hooks(skip_keys, whole_classes)
+        dispatcher.attach_hooks(skip_keys, whole_classes, dispatcher.room(max_memory))
     else:
         dispatcher.read_weights(offload_dir, offload_index)
         dispatcher.refuse_empty(())
@@ -180,6 +187,7 @@ class _Dispatcher:
         accelerators = [location for location in device_map.values() if str(location) not in HOST_AND_DISK]
         if main is None:
             main = accelerators[0] if accelerators else "cpu"
+        self.main = main
         offloaded = {"disk"} if as_device(main).type == "cpu" else set(HOST_AND_DISK)
         self.offload = {name: str(location) in offloaded for name, location in device_map.items()}
         self.execution = {
@@ -282,7 +290,25 @@ class _Dispatcher:
                 "values in init_empty_weights(include_buffers=False)."
             )
 
-    def attach_hooks(self, skip_keys: str | Sequence[str] | None, preload_module_classes: Sequence[str]) -> None:
+    def room(self, max_memory: MaxMemory | None) -> int | None:
+        """Bytes that the limit of the main device leaves for offloaded weights; None without a limit."""
+        main = as_device(self.main)
+        key = "cpu" if main.type == "cpu" else main.index or 0
+        limit = None if max_memory is None else get_max_memory(dict(max_memory)).get(key)
+        if limit is None:
+            return None
+        resident: dict[int, int] = {}
+        for name, tensor in named_tensors(self.model):
+            stays = not location_of(name, self.offload) or not (
+                self.offload_buffers or isinstance(tensor, nn.Parameter)
+            )
+            if stays and str(location_of(name, self.execution)) == str(self.main):
+                resident[id(tensor)] = tensor.nbytes
+        return max(0, limit - sum(resident.values()))
+
+    def attach_hooks(
+        self, skip_keys: str | Sequence[str] | None, preload_module_classes: Sequence[str], room: int | None
+    ) -> None:
         """Place the weights, and attach the hooks."""
         tied = find_tied_parameters(self.model)
         check_tied_parameters_on_same_device(tied, self.device_map)
@@ -301,7 +327,8 @@ class _Dispatcher:
         for group in tied:
             if len({str(location_of(name, self.device_map)) for name in group}) == 1:
                 retie_parameters(self.model, [group])
-        attach_prefetcher(self.model)
+        attach_prefetcher(self.model, room)
+        check_conversions(self.model)
 
     def _place_single_tensors(self, names: Sequence[str], preload_module_classes: Sequence[str]) -> None:
         """Place tensors with their own map entry: those that a module whose parts are split up reads itself."""
@@ -393,7 +420,8 @@ def load_checkpoint_and_dispatch(
         device_map: devices of modules by name; or "auto" and "balanced" (distribute evenly over all accelerators),
             "balanced_low_0" (likewise, with as little as possible on the first one), "sequential" (fill one after the
             other). None: load without dispatching.
-        max_memory: as in :func:`get_max_memory`, for the named maps.
+        max_memory: as in :func:`get_max_memory`, for the named maps and for :func:`dispatch_model`. None: the memory
+            that is free now. The system takes the pages of mapped files back when it needs them.
         no_split_module_classes: classes whose modules are not split, for the named maps. None: the model's
             ``_no_split_modules``.
         offload_state_dict: ignored; accepted for compatibility.
@@ -421,6 +449,8 @@ def load_checkpoint_and_dispatch(
     )
     if device_map is None:
         return model
+    if max_memory is None and not _has_address_limit():
+        max_memory = {"cpu": devices.get("cpu").memory_free()}
     return dispatch_model(
         model,
         device_map,
@@ -429,7 +459,17 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        max_memory=max_memory,
     )
+
+
+def _has_address_limit() -> bool:
+    """Whether the process may map only so much (``ulimit -v``), so that no files should stay mapped."""
+    if sys.platform == "win32":
+        return False
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def named_device_map(

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_state import is_initialized, is_tqdm_available
+from accel_state import is_initialized
 from accel_state.errors import ConfigurationError, check_type
 
 from ._torch_compat import parameters_of
@@ -222,22 +222,31 @@ class _CheckpointLoader:
         tensors_of: dict[int, list[tuple[ModelTensor, str]]] = {}
         for tensor, source in self.sources:
             tensors_of.setdefault(id(self.file_of[source]), []).append((tensor, source))
-        for file in progress(self.files, "Loading weights"):
-            resident = []
-            for tensor, source in tensors_of.get(id(file), []):
-                if self._location(tensor) == "disk":
-                    self._leave_on_disk(file, tensor, source)
-                else:
-                    resident.append((tensor, source))
-            values = file.tensors({source for _, source in resident})
-            for tensor, source in resident:
-                self._put(tensor, source, values[source])
+        total = sum(tensor.tensor.nbytes for tensor, _ in self.sources)
+        with progress_bar("Loading weights", total=total, unit="B", unit_scale=True) as bar:
+            for file in self.files:
+                self._load_file(file, tensors_of.get(id(file), []), bar)
         if self.record.index:
             in_place = {"safetensors_file", "stack"}
             written = {name: entry for name, entry in self.record.index.items() if not in_place & entry.keys()}
             if written and self.directory is not None:
                 save_offload_index(written, self.directory)
             self.model.__dict__[_RECORD] = self.record
+
+    def _load_file(
+        self, file: CheckpointFile | ConvertedFile, tensors: Sequence[tuple[ModelTensor, str]], bar: Any
+    ) -> None:
+        resident = []
+        for tensor, source in tensors:
+            if self._location(tensor) == "disk":
+                self._leave_on_disk(file, tensor, source)
+                bar.update(tensor.tensor.nbytes)
+            else:
+                resident.append((tensor, source))
+        values = file.tensors({source for _, source in resident})
+        for tensor, source in resident:
+            self._put(tensor, source, values[source])
+            bar.update(tensor.tensor.nbytes)
 
     def _leave_on_disk(self, file: CheckpointFile | ConvertedFile, tensor: ModelTensor, source: str) -> None:
         stored = file.dtype(source)
@@ -334,22 +343,21 @@ def load_into_sharded_model(
         set_model_state_dict(model, state, options=options)
 
 
-T = TypeVar("T")
 # Seconds; shorter loads show no bar.
-_DELAY = 1.0
+_BAR_DELAY = 1.0
 
 
-def progress(items: Sequence[T], description: str) -> Iterable[T]:
-    """The items, with a progress bar on each node's main process once iterating takes longer than a second."""
-    if len(items) < 2 or not is_tqdm_available():
-        return items
+def progress_bar(description: str, **options: Any) -> Any:
+    """A bar of tqdm, which huggingface_hub requires, shown after a second if the output is a terminal.
+
+    It is shown on each node's main process. ``options`` are those of tqdm.
+    """
+    from tqdm import tqdm
+
+    disable = None  # only if the output is a terminal
     # Constructing a state could start process groups, so only an existing one is asked.
     if is_initialized():
         from accel_state import PartialState
 
-        if not PartialState().is_local_main_process:
-            return items
-    from tqdm.auto import tqdm
-
-    bar: Iterable[T] = tqdm(items, desc=description, delay=_DELAY, leave=False)
-    return bar
+        disable = None if PartialState().is_local_main_process else True
+    return tqdm(desc=description, delay=_BAR_DELAY, leave=False, disable=disable, **options)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from accel_bigmodel import check_device_map, dispatch_model, load_checkpoint_in_model, named_device_map
 from accel_bigmodel.checkpoint.checkpoint_mapping import check_match, match_checkpoint, model_tensors
 from accel_bigmodel.checkpoint.files import checkpoint_files
 from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
+from accel_bigmodel.checkpoint.safetensors_writer import write_safetensors
 from accel_bigmodel.checkpoint.tensor_files import CheckpointFile, open_file
-from accel_bigmodel.loading import progress
+from accel_bigmodel.loading import progress_bar
 from accel_bigmodel.tensors import Location, as_device
 from accel_bigmodel.tied_params import location_of
 from accel_state import devices
@@ -96,7 +96,7 @@ def load_and_quantize_model(
     quantization = _ModelQuantization(
         model, quantizer, weights, locations, None if offload_folder is None else Path(offload_folder)
     )
-    for name, linear in progress(list(layers.items()), "Quantizing"):
+    for name, linear in progress_bar("Quantizing", iterable=list(layers.items())):
         quantization.quantize_layer(name, linear, sources[name])
     quantization.load_other_weights(weights_location)
     quantization.dispatch()
@@ -272,7 +272,8 @@ class _ModelQuantization:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{name}.quantized.safetensors"
         temporary = path.with_suffix(f".{os.getpid()}.part")
-        save_file(tensors, temporary)
+        with open(temporary, "wb") as file:
+            write_safetensors(tensors, file)
         temporary.replace(path)
         return FileStore(SafetensorsFile(path), {key: key for key in tensors})
 

@@ -15,9 +15,10 @@ import torch
 
 from accel_state.errors import ConfigurationError
 
+from .mapped_pages import map_file, populate, read_sequentially
 from .safetensors_header import read_header
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -75,7 +76,7 @@ class SafetensorsFile:
 
     def _entry(self, name: str, item: Any, data_start: int, file_size: int) -> TensorEntry:
         try:
-            dtype, shape, (start, stop) = _DTYPES[item["dtype"]], tuple(item["shape"]), item["data_offsets"]
+            dtype, shape, (start, stop) = DTYPES[item["dtype"]], tuple(item["shape"]), item["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(f"{self.path}: invalid entry for {name!r} ({error!r}): {item}") from error
         entry = TensorEntry(dtype, shape, data_start + start, data_start + stop)
@@ -106,26 +107,32 @@ class SafetensorsFile:
         """Dtype of a tensor, without reading it."""
         return self.entries[name].dtype
 
-    def tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Map tensors; adjacent ones share a mapping."""
+    def tensors(self, names: Iterable[str], read_now: bool = False) -> dict[str, torch.Tensor]:
+        """Map tensors; adjacent ones share a mapping.
+
+        Args:
+            names: their names.
+            read_now: read all of their pages here, without holding the GIL, instead of when they are used.
+        """
         wanted = {name: self.entries[name] for name in names}
         mapped: dict[str, torch.Tensor] = {}
         for start, stop, inside in _byte_ranges(wanted):
             aligned = start - start % mmap.ALLOCATIONGRANULARITY
             memory: mmap.mmap | None = None
             if stop > start:
-                memory = mmap.mmap(self._descriptor, stop - aligned, access=mmap.ACCESS_COPY, offset=aligned)
+                memory = map_file(self._descriptor, aligned, stop - aligned, self.path)
+                if read_now:
+                    read_sequentially(memory)
             for name in inside:
-                mapped[name] = _view(memory, wanted[name], wanted[name].start - aligned)
+                data = _bytes(memory, wanted[name], wanted[name].start - aligned)
+                if read_now:
+                    populate(data, self.path)
+                mapped[name] = _view(data, wanted[name])
         return mapped
 
     def read(self, name: str) -> torch.Tensor:
         """Map one tensor."""
         return self.tensors((name,))[name]
-
-    def read_ahead(self, name: str) -> None:
-        """Ask the operating system to start reading a tensor into its page cache."""
-        self.read_ahead_bytes(self.entries[name].start, self.entries[name].nbytes)
 
     def read_ahead_bytes(self, start: int, nbytes: int) -> None:
         """Ask the operating system to start reading a byte range of the file into its page cache."""
@@ -155,11 +162,14 @@ def _reopen(path: Path, version: tuple[int, int, int]) -> SafetensorsFile:
     return file
 
 
-def _view(memory: mmap.mmap | None, entry: TensorEntry, offset: int) -> torch.Tensor:
+def _bytes(memory: mmap.mmap | None, entry: TensorEntry, offset: int) -> torch.Tensor:
     if memory is None or not entry.nbytes:
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    data = torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=offset)
-    if offset % entry.dtype.itemsize:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=offset)
+
+
+def _view(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    if data.data_ptr() % entry.dtype.itemsize:
         data = data.clone()  # elements must begin at multiples of their size
     return data.view(entry.dtype).view(entry.shape)
 

@@ -162,16 +162,10 @@ class ExpertStack:
         for expert in range(self.experts):
             start = 0
             for file, name in self.of_expert(expert):
-                value = file.read(name)
+                value = file.tensors((name,), read_now=True)[name]
                 stacked[expert].narrow(self.dim, start, value.shape[self.dim]).copy_(value)
                 start += value.shape[self.dim]
         return stacked
-
-    def read_ahead(self) -> None:
-        """Ask the operating system to start reading all experts into its page cache."""
-        for part in self.parts:
-            for file, name in part:
-                file.read_ahead(name)
 
 
 def conversion_of(model: nn.Module, files: Mapping[str, CheckpointFile]) -> Conversion | None:

@@ -131,7 +131,8 @@ def infer_auto_device_map(
         dtype: the dtype that floating point weights are converted to when loaded.
         special_dtypes: dtypes of single weights by full name.
         verbose: print each decision.
-        clean_result: replace the entries of a module's parts by one of the module where they are on one device.
+        clean_result: replace the entries of a module's parts by one of the module where they are on one device. Without
+            it a model that fits on one device has an entry for each of its direct members instead of "".
         offload_buffers: offload buffers together with the weights. Otherwise the main device reserves room for them.
         fallback_allocation: if the next layer does not fit on an empty device, place a later one that does.
 
@@ -157,7 +158,12 @@ def infer_auto_device_map(
         attempt.warn_of_buffers()
     if verbose:
         print("\n".join(attempt.log))
-    return clean_device_map(attempt.device_map) if clean_result else attempt.device_map
+    if clean_result:
+        return clean_device_map(attempt.device_map)
+    members = [name for name, _ in direct_members("", model)]
+    if members and "" in attempt.device_map:
+        return dict.fromkeys(members, attempt.device_map[""])
+    return attempt.device_map
 
 
 @dataclass

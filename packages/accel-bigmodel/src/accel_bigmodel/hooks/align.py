@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel_state.errors import ConfigurationError
 from accel_state.operations import find_device, send_to_device
 
 from .._torch_compat import buffers_of
@@ -189,9 +190,16 @@ class AlignDevicesHook(ModelHook):
         for slot in self.slots:
             slot.clear()
 
-    def onload(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
-        """Put the offloaded weights into the module, on ``device`` or the execution device, and return them."""
-        if self.prefetcher is not None and device is None:
+    def check_conversion(self, module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for slot in self.slots:
+            slot.check_conversion(module, convert)
+
+    def onload(self, device: torch.device | None = None, read_anew: bool = False) -> dict[str, torch.Tensor]:
+        """Put the offloaded weights into the module, on ``device`` or the execution device, and return them.
+
+        With ``read_anew`` no later forward sees what is written into them.
+        """
+        if self.prefetcher is not None and device is None and not read_anew:
             values = self.prefetcher.take(self.prefetch_index, self.device)
         else:
             values = {slot.name: self._read(slot.name, device or self.device) for slot in self.slots}
@@ -252,6 +260,26 @@ class _Slot:
             set_module_tensor_to_device(self.owner, self.key, device, value=value, dtype=value.dtype)
 
         self._replace(self.placeholder, replace)
+
+    def check_conversion(self, module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Refuse a conversion that changes the placeholder: the values would keep their dtype and place."""
+        placeholder = self.placeholder
+        if self.table[self.key] is not placeholder:
+            return  # the values are here, during a forward
+        try:
+            with torch.no_grad():
+                converted = convert(placeholder)
+            is_same, wanted = converted.dtype == placeholder.dtype and converted.is_meta, converted.dtype
+        except NotImplementedError:  # torch: a tensor on the meta device has no values to move
+            is_same, wanted = False, placeholder.dtype
+        if is_same:
+            return
+        change = f"converted to {wanted}" if wanted != placeholder.dtype else "moved"
+        raise ConfigurationError(
+            f"{type(module).__name__}.{self.name} is offloaded, so it cannot be {change}: the forward would use the "
+            "stored values unchanged. Convert while loading, load_checkpoint_and_dispatch(..., dtype=...), or call "
+            "remove_hook_from_submodules(model) and dispatch again with another device_map."
+        )
 
     def clear(self) -> None:
         """Release the values."""

@@ -144,8 +144,12 @@ def attach_align_device_hook_on_blocks(
         add_hook_to_module(module, AlignDevicesHook(io_same_device=True, **hook_options), append=True)
 
 
-def attach_prefetcher(model: nn.Module) -> None:
-    """Let one thread fetch the weights for all hooks of a model that offload weights."""
+def attach_prefetcher(model: nn.Module, room: int | None = None) -> None:
+    """Let one thread fetch the weights for all hooks of a model that offload weights.
+
+    Args:
+        room: bytes for offloaded weights in use and those fetched ahead. None: twice the largest group.
+    """
     hooks = [
         (hook, module)
         for module in model.modules()
@@ -154,7 +158,7 @@ def attach_prefetcher(model: nn.Module) -> None:
         if hook.offload and hook.slots and not isinstance(hook, RoutedExpertsHook)
     ]
     if hooks:
-        prefetcher = Prefetcher([hook.weight_group(module) for hook, module in hooks])
+        prefetcher = Prefetcher([hook.weight_group(module) for hook, module in hooks], room)
         for index, (hook, _) in enumerate(hooks):
             hook.prefetcher, hook.prefetch_index = prefetcher, index
 
@@ -196,7 +200,7 @@ def align_module_device(module: nn.Module, execution_device: Location | None = N
     devices = {name: parameter.device for name, parameter in parameters.items()}
     try:
         for hook in offloading:
-            hook.onload(device)
+            hook.onload(device, read_anew=True)
         for name in parameters:
             assert device is not None
             set_module_tensor_to_device(module, name, device)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
+
+from .._torch_compat import APPLY, apply_to_tensors
 
 _accelerate_added_attributes: list[str] = []
 """Attributes that dispatching adds to a model's own, which callers delete when they remove hooks themselves: none."""
@@ -43,6 +46,9 @@ class ModelHook:
 
     def abort_forward(self, module: nn.Module) -> None:
         """Called in place of :meth:`post_forward` when the forward raised."""
+
+    def check_conversion(self, module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Called before ``convert`` is applied to all tensors of the module (``half()``, ``to()``); may refuse it."""
 
 
 class SequentialHook(ModelHook):
@@ -83,6 +89,10 @@ class SequentialHook(ModelHook):
     def abort_forward(self, module: nn.Module) -> None:
         for hook in self.hooks:
             hook.abort_forward(module)
+
+    def check_conversion(self, module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for hook in self.hooks:
+            hook.check_conversion(module, convert)
 
 
 class _Forward:
@@ -135,6 +145,33 @@ def _run_with_hook(module: Any, *args: Any, **kwargs: Any) -> Any:
     return hook.post_forward(module, output)
 
 
+class _CheckedApply:
+    """A module's method behind ``to()``, ``half()`` and so on, which asks the hooks first. An object, to be pickled."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for module in self.module.modules() if recurse else (self.module,):
+            hook = module.__dict__.get("_hf_hook")
+            if isinstance(hook, ModelHook):
+                hook.check_conversion(module, convert)
+        return apply_to_tensors(self.module, convert, recurse)
+
+
+def check_conversions(model: nn.Module) -> None:
+    """Let the hooks refuse conversions of a model, before any of its tensors is converted."""
+    names = {name for name, module in model.named_modules(remove_duplicate=False) if "_hf_hook" in module.__dict__}
+    holders = {""}
+    for name in names:
+        while name not in holders:
+            holders.add(name)
+            name = name.rpartition(".")[0]
+    for name in holders:
+        module = model.get_submodule(name)
+        module.__dict__[APPLY] = _CheckedApply(module)
+
+
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Run a hook around a module's forward.
 
@@ -183,6 +220,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
             if not isinstance(old_forward, _Forward):
                 module.forward = old_forward
     if recurse:
+        if isinstance(module.__dict__.get(APPLY), _CheckedApply):
+            del module.__dict__[APPLY]
         for child in module.children():
             remove_hook_from_module(child, recurse)
     return module

@@ -103,9 +103,9 @@ class RoutedExpertsHook(AlignDevicesHook):
         kind = getattr(getattr(module, "config", None), "_experts_implementation", None)
         self._keeps_order = kind in (None, "eager") and choice.shape[-1] > 2
 
-    def onload(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
-        if self._chosen is None or device is not None:
-            return super().onload(device)
+    def onload(self, device: torch.device | None = None, read_anew: bool = False) -> dict[str, torch.Tensor]:
+        if self._chosen is None or device is not None or read_anew:
+            return super().onload(device, read_anew)
         weights = self.expert_weights()
         target = self.device or torch.device("cpu")
         values = None if self.capacity else self._in_place(weights, target)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from accel_state import devices
-
+from .staging import StagedCopies
 from .store import OffloadedWeightsLoader
 
-_PAGE = 4096
-# The weights by name, and the stream event to wait for before using them on an accelerator.
+# How many groups after the current one are considered for fetching.
+_LOOK_AHEAD = 32
+# The weights by name, and the event of their arrival on an accelerator.
 _Fetched = tuple[dict[str, torch.Tensor], Any]
 
 
@@ -31,30 +31,55 @@ class WeightGroup:
     device: torch.device | None  # where they are needed. None: where they are
     is_lookup_table: bool  # few of their rows are used, so mapped pages are not read in advance
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the weights take once they are fetched."""
+        return 0 if self.is_lookup_table and _is_host(self.device) else self.nbytes
+
+    def is_mapped(self) -> bool:
+        """Whether all weights are used where they are in mapped files."""
+        source = self.source
+        if not _is_host(self.device) or not isinstance(source, OffloadedWeightsLoader):
+            return False
+        return all(source.is_mapped(name) for name in self.source_names)
+
 
 class Prefetcher:
     """Fetches the weights of a model's hooks in a thread, in the order in which they will be needed.
 
-    The order is that of the last forward; before the first one, that of the model. Besides the weights in use it holds
-    at most one more group, or as many as fit into the size of the largest group. Requests out of order are served at
-    once.
+    The order is that of the last forward; before the first one, that of the model. Requests out of order are served at
+    once. Mapped weights stay mapped between forwards, as many as there is room for, because mapping their pages anew
+    can take longer than computing with them. Which ones is fixed: of weights used in a circle, those used least
+    recently are the next ones.
+
+    Args:
+        groups: the weights of each hook.
+        room: bytes for weights in use, fetched ahead, and kept mapped. None: twice the largest group, and none kept.
     """
 
-    def __init__(self, groups: Sequence[WeightGroup]) -> None:
+    def __init__(self, groups: Sequence[WeightGroup], room: int | None = None) -> None:
         self._groups = list(groups)
-        self._window = max((group.nbytes for group in groups), default=0)
+        self._largest = max((group.held_bytes for group in groups), default=0)
+        self._room = 2 * self._largest if room is None else min(room, 2 * self._largest)
+        self._keep: set[int] = set()
+        spare = (room or 0) - self._room
+        for index, group in enumerate(groups):
+            if group.held_bytes <= spare and group.is_mapped():
+                self._keep.add(index)
+                spare -= group.held_bytes
         self._next = [*range(1, len(groups)), -1]
         self._reset()
         _PREFETCHERS.add(self)
 
     def _reset(self) -> None:
         self._last = -1
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}
         self._ready: dict[int, Future[_Fetched]] = {}
         self._executor: ThreadPoolExecutor | None = None
-        self._streams: dict[torch.device, Any] = {}
+        self._staging: dict[torch.device, StagedCopies] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_groups": self._groups, "_window": self._window, "_next": self._next}
+        return {name: getattr(self, name) for name in ("_groups", "_largest", "_room", "_keep", "_next")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -67,60 +92,70 @@ class Prefetcher:
         if group.device != device:
             group.device = device
             self._ready.pop(index, None)
-        future = self._ready.pop(index, None)
-        if future is None:
-            self.cancel()  # what was fetched follows another order
-            values, arrival = self._fetch(index)
-        else:
-            values, arrival = future.result()
+            self._keep.discard(index)
+            self._kept.pop(index, None)
+        values, arrival = self._kept.get(index), None
+        if values is None or any(value._version for value in values.values()):  # a forward has written into them
+            future = self._ready.pop(index, None)
+            if future is None:
+                self.cancel()  # what was fetched follows another order
+                values, arrival = self._fetch(index)
+            else:
+                values, arrival = future.result()
+            if index in self._keep:
+                self._kept[index] = values
         # The step from the last group to the first is not learned: fetching it would keep memory between forwards.
         if self._last >= 0 and index > 0:
             self._next[self._last] = index
         self._last = index
-        self._fetch_next(index)
-        if arrival is not None and device is not None:
-            stream = devices.get(device.type).module.current_stream(device)
-            stream.wait_event(arrival)
-            for value in values.values():
-                value.record_stream(stream)
+        staging = None if device is None else self._staging.get(device)
+        earlier = None if staging is None else staging.receive(values, arrival)
+        if len(self._kept) < len(self._groups):
+            self._fetch_next(index, earlier)
         return values
 
     def cancel(self) -> None:
         """Release what was fetched ahead."""
+        for future in self._ready.values():
+            future.cancel()
         self._ready.clear()
 
-    def _fetch_next(self, current: int) -> None:
-        nbytes, index = 0, self._next[current]
-        visited = {current}
-        while index >= 0 and index not in visited:
-            visited.add(index)
-            nbytes += self._groups[index].nbytes
-            if nbytes > self._window and len(visited) > 2:
+    def _fetch_next(self, current: int, earlier: Any) -> None:
+        held, index = self._groups[current].held_bytes, current
+        for _ in range(_LOOK_AHEAD):
+            index = self._next[index]
+            if index < 0 or index == current:
+                return
+            if index in self._kept:
+                continue
+            held += self._groups[index].held_bytes
+            if held > self._room:
                 return
             if index not in self._ready:
                 if self._executor is None:
                     self._executor = ThreadPoolExecutor(1, thread_name_prefix="accel-prefetch")
                 # A weak reference, so that the thread ends when the model is released.
-                self._ready[index] = self._executor.submit(_fetch_for, weakref.ref(self), index)
-            index = self._next[index]
+                self._ready[index] = self._executor.submit(_fetch_for, weakref.ref(self), index, earlier)
 
     def _fetch(self, index: int) -> _Fetched:
         group = self._groups[index]
-        values = {}
-        for name, source_name in zip(group.names, group.source_names, strict=True):
-            values[name] = _read(group.source, source_name, group.is_lookup_table)
-        if group.device is None or group.device.type == "cpu":
+        if isinstance(group.source, OffloadedWeightsLoader):
+            # Weights that are kept may be used in another mode than this.
+            with torch.inference_mode(False):
+                found = group.source.read_many(group.source_names, read_now=not group.is_lookup_table)
+        else:
+            found = {name: group.source[name] for name in group.source_names}
+        values = {name: found[source] for name, source in zip(group.names, group.source_names, strict=True)}
+        if group.device is None or _is_host(group.device):
             return values, None
-        device_type = devices.get(group.device.type) if group.device.type in devices.names() else None
-        if device_type is None or not hasattr(device_type.module, "Stream"):
-            return {name: value.to(group.device) for name, value in values.items()}, None
-        if group.device not in self._streams:
-            self._streams[group.device] = device_type.module.Stream(device=group.device)
-        with device_type.module.stream(self._streams[group.device]):
-            sent = {name: _pinned(value).to(group.device, non_blocking=True) for name, value in values.items()}
-            arrival = device_type.module.Event()
-            arrival.record(self._streams[group.device])
-        return sent, arrival
+        if group.device not in self._staging:
+            self._staging[group.device] = StagedCopies(group.device, self._largest)
+        return self._staging[group.device].send(values)
+
+
+def _is_host(device: torch.device | None) -> bool:
+    """Whether weights are used where they are in host memory, or in a mapped file."""
+    return device is None or device.type == "cpu"
 
 
 _PREFETCHERS: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
@@ -136,21 +171,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _fetch_for(owner: weakref.ref[Prefetcher], index: int) -> _Fetched:
+def _fetch_for(owner: weakref.ref[Prefetcher], index: int, earlier: Any) -> _Fetched:
+    if earlier is not None:
+        # Weights that are not used any more are released on the device before more are copied there. Otherwise a host
+        # that is ahead of its device would copy the whole model.
+        earlier.synchronize()
     prefetcher = owner()
     return ({}, None) if prefetcher is None else prefetcher._fetch(index)
-
-
-def _read(source: Mapping[str, torch.Tensor], name: str, is_lookup_table: bool) -> torch.Tensor:
-    if is_lookup_table or not isinstance(source, OffloadedWeightsLoader) or name in source.state_dict:
-        return source[name]
-    source.read_ahead(name)
-    value = source[name]
-    if value.is_contiguous() and value.numel():
-        # Reading a byte of each page here makes the disk work before the forward does.
-        value.detach().reshape(-1).view(torch.uint8)[::_PAGE].sum()
-    return value
-
-
-def _pinned(value: torch.Tensor) -> torch.Tensor:
-    return value if value.device.type != "cpu" or value.is_pinned() else value.contiguous().pin_memory()

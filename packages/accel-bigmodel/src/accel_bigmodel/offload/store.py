@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from accel_state.errors import ConfigurationError
 
+from ..checkpoint.mapped_pages import map_file, populate, read_sequentially
 from ..checkpoint.safetensors_file import SafetensorsFile
 from ..tensors import as_dtype
 
@@ -50,16 +50,25 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     Raises:
         ConfigurationError: the size of the file differs from the index.
     """
-    dtype, shape = as_dtype(weight_info["dtype"]), tuple(weight_info["shape"])
-    expected, actual = math.prod(shape) * dtype.itemsize, os.path.getsize(weight_file)
+    return _map_weight(weight_file, weight_info)
+
+
+def _map_weight(file: str | os.PathLike[str], info: Mapping[str, Any], read_now: bool = False) -> torch.Tensor:
+    dtype, shape = as_dtype(info["dtype"]), tuple(info["shape"])
+    expected, actual = math.prod(shape) * dtype.itemsize, os.path.getsize(file)
     if expected != actual:
         raise ConfigurationError(
-            f"{weight_file} has {actual} bytes, but its index says {expected}. Offload the weights again."
+            f"{file} has {actual} bytes, but its index says {expected}. Offload the weights again."
         )
     if expected == 0:
         return torch.empty(shape, dtype=dtype)
-    mapped = np.memmap(weight_file, dtype=np.uint8, mode="c", shape=(expected,))
-    return torch.from_numpy(np.asarray(mapped)).view(dtype).view(shape)
+    with open(file, "rb") as opened:
+        memory = map_file(opened.fileno(), 0, expected, file)
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    if read_now:
+        read_sequentially(memory)
+        populate(data, file)
+    return data.view(dtype).view(shape)
 
 
 def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
@@ -150,8 +159,13 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         return self.read_many((key,))[key]
 
-    def read_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Several weights; those of one safetensors file are mapped together."""
+    def read_many(self, keys: Iterable[str], read_now: bool = False) -> dict[str, torch.Tensor]:
+        """Several weights; those of one safetensors file are mapped together.
+
+        Args:
+            keys: their names.
+            read_now: read the pages of mapped weights here, without holding the GIL, instead of when they are used.
+        """
         values: dict[str, torch.Tensor] = {}
         in_file: dict[str, dict[str, str]] = {}
         for key in keys:
@@ -166,22 +180,25 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             elif self.save_folder is None:
                 raise ConfigurationError(f"{key} is in a directory of offloaded weights: give save_folder=")
             else:
-                value = load_offloaded_weight(self.save_folder / f"{info.get('file', key)}.dat", info)
+                value = _map_weight(self.save_folder / f"{info.get('file', key)}.dat", info, read_now)
                 values[key] = value if self.device is None else value.to(self.device)
         for path, names in in_file.items():
-            tensors = self.open_file(path).tensors(set(names.values()))
+            tensors = self.open_file(path).tensors(set(names.values()), read_now)
             for key, name in names.items():
                 dtype = as_dtype(self.index[key]["dtype"]) if "dtype" in self.index[key] else None
                 values[key] = tensors[name].to(device=self.device, dtype=dtype)
         return values
 
-    def read_ahead(self, key: str) -> None:
-        """Ask the operating system to start reading a weight from its safetensors file."""
-        info = self.index.get(key, {})
+    def is_mapped(self, key: str) -> bool:
+        """Whether a weight is used where it is in a mapped file, without a copy."""
+        if key in self.state_dict or self.device is not None:
+            return False
+        info = self.index[key]
         if "stack" in info:
-            info["stack"].read_ahead()
-        elif info.get("safetensors_file") is not None:
-            self.open_file(info["safetensors_file"]).read_ahead(info.get("weight_name", key))
+            return False
+        if info.get("safetensors_file") is None or "dtype" not in info:
+            return True
+        return self.open_file(info["safetensors_file"]).dtype(info.get("weight_name", key)) == as_dtype(info["dtype"])
 
     def open_file(self, path: str) -> SafetensorsFile:
         """A safetensors file of the index, which stays open."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from accel_bigmodel.checkpoint.safetensors_writer import write_safetensors
 from accel_data import SeedableRandomSampler, get_sampler
 from accel_state.devices.base import Device
 
@@ -28,7 +29,7 @@ from .names import (
     rng_file,
 )
 from .safe_load import MANIFEST_MARK
-from .weights_io import MODEL_NAME, SAFE_MODEL_NAME, safetensors_content, write_safetensors
+from .weights_io import MODEL_NAME, SAFE_MODEL_NAME, safetensors_content
 
 _HOST_KEYS = ("random_state", "numpy_random_seed", "torch_manual_seed")
 

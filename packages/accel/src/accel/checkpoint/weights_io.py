@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_bigmodel.checkpoint.safetensors_writer import write_safetensors
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
@@ -24,28 +25,6 @@ WEIGHTS_NAME = f"{MODEL_NAME}.bin"
 SAFE_WEIGHTS_NAME = f"{SAFE_MODEL_NAME}.safetensors"
 WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
-
-# The names of types in the safetensors format, https://github.com/huggingface/safetensors
-_SAFETENSORS_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-# The data section begins at a multiple of this many bytes, so that mapped tensors are aligned for every data type.
-_ALIGNMENT = 64
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
@@ -116,37 +95,6 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         return load_file(f, device=str(map_location or "cpu"))
     kwargs.setdefault("weights_only", True)
     return torch.load(f, map_location=map_location, **kwargs)
-
-
-def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
-    """Write tensors in the safetensors format, one after another, to an object with ``write``."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # Wide elements come first, so that every tensor is aligned to its own element size.
-    ordered = []
-    for name, tensor in tensors.items():
-        ordered.append((-tensor.element_size(), name))
-    ordered.sort()
-    offset = 0
-    for _, name in ordered:
-        tensor = tensors[name]
-        if tensor.dtype not in _SAFETENSORS_TYPES:
-            raise ConfigurationError(
-                f"{name} has dtype {tensor.dtype}, which the safetensors format does not have. Save it with "
-                "safe_serialization=False."
-            )
-        header[name] = {
-            "dtype": _SAFETENSORS_TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    target.write(len(text).to_bytes(8, "little") + text)
-    for _, name in ordered:
-        elements = tensors[name].detach().cpu().contiguous().reshape(-1)
-        if elements.numel():
-            target.write(elements.view(torch.uint8).numpy().data)
 
 
 def safetensors_content(obj: Any) -> dict[str, torch.Tensor]:

@@ -1,0 +1,52 @@
+"""Writing tensors in the safetensors format, aligned for mapping."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accel_state.errors import ConfigurationError
+
+from .safetensors_file import DTYPES
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# The data section begins at a multiple of this many bytes, so mapped tensors begin at cache lines.
+_ALIGNMENT = 64
+
+
+def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
+    """Write tensors, one after another, to an object with ``write``.
+
+    Tensors whose size is a multiple of 64 bytes come first and begin at multiples of 64 bytes, as nearly all weights
+    do; of the others those with wide elements come first, so each is aligned to its own element size.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ordered = sorted(tensors, key=lambda name: _order(name, tensors[name]))
+    offset = 0
+    for name in ordered:
+        tensor = tensors[name]
+        if tensor.dtype not in _NAMES:
+            raise ConfigurationError(
+                f"{name} has dtype {tensor.dtype}, which the safetensors format does not have. Save it with "
+                "safe_serialization=False."
+            )
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    target.write(len(text).to_bytes(8, "little") + text)
+    for name in ordered:
+        elements = tensors[name].detach().cpu().contiguous().reshape(-1)
+        if elements.numel():
+            target.write(elements.view(torch.uint8).numpy().data)
+
+
+def _order(name: str, tensor: torch.Tensor) -> tuple[bool, int, str]:
+    return tensor.nbytes % _ALIGNMENT != 0, -tensor.element_size(), name

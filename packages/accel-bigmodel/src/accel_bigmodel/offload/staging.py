@@ -1,0 +1,122 @@
+"""Copying weights to an accelerator through pinned host memory, on a stream of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_state import devices
+
+# Of each of the two pinned buffers, at most: large enough for the full bandwidth of a bus, small beside the weights.
+_BUFFER_BYTES = 64 * 2**20
+# Weights of a group begin at multiples of this in their block of device memory, like separate allocations.
+_ALIGNMENT = 512
+
+
+class StagedCopies:
+    """Copies weights to a device; while one pinned buffer is copied to the device, the other one is filled.
+
+    On a device without streams the copies are synchronous, and the buffers are not pinned.
+
+    Args:
+        device: the device.
+        largest: the most bytes that are copied at once; smaller models need smaller buffers.
+    """
+
+    def __init__(self, device: torch.device, largest: int) -> None:
+        self.device = device
+        self._size = max(1, min(largest, _BUFFER_BYTES))
+        module: Any = devices.get(device.type).module if device.type in devices.names() else None
+        # torch.cpu has streams and events that do nothing.
+        self._module = module if device.type != "cpu" and hasattr(module, "Stream") else None
+        self._stream = None if self._module is None else self._module.Stream(device=device)
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._copied: list[Any] = [None, None]  # events after the last copy from each buffer
+        self._current, self._used = 0, 0
+        self._lock = threading.Lock()  # the prefetching thread and the main thread
+
+    def send(self, values: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Any]:
+        """Start copying weights to the device.
+
+        Returns:
+            The weights on the device, which are views of one block of memory, and the event of their arrival (None:
+            they have arrived).
+        """
+        with self._lock, self._on_stream():
+            plain = {
+                name: value.detach() for name, value in values.items() if type(value) in (torch.Tensor, nn.Parameter)
+            }
+            offsets, total = {}, 0
+            for name, value in plain.items():
+                offsets[name] = total
+                total += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
+            block = torch.empty(total, dtype=torch.uint8, device=self.device)
+            sent = {}
+            for name, value in values.items():
+                if name not in plain:  # quantized: its class knows how to move it
+                    sent[name] = value.to(self.device, non_blocking=True)
+                    continue
+                target = block[offsets[name] : offsets[name] + value.nbytes]
+                if value.numel():
+                    self._copy(plain[name].contiguous().reshape(-1).view(torch.uint8), target)
+                sent[name] = target.view(value.dtype).view(value.shape)
+            return sent, self._event()
+
+    def receive(self, values: Mapping[str, torch.Tensor], arrival: Any) -> Any:
+        """Let the current stream wait for weights that were sent.
+
+        Returns:
+            An event after all work that was submitted before; None on a device without streams.
+        """
+        if self._module is None:
+            return None
+        stream = self._module.current_stream(self.device)
+        earlier = self._module.Event()
+        earlier.record(stream)
+        stream.wait_event(arrival)
+        for value in values.values():
+            value.record_stream(stream)
+        return earlier
+
+    def _on_stream(self) -> Any:
+        return contextlib.nullcontext() if self._module is None else self._module.stream(self._stream)
+
+    def _event(self) -> Any:
+        if self._module is None:
+            return None
+        event = self._module.Event()
+        event.record(self._stream)
+        return event
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if source.device.type != "cpu" or source.is_pinned():
+            target.copy_(source, non_blocking=True)
+            return
+        position = 0
+        while position < source.numel():
+            if self._used == self._size:
+                self._copied[self._current] = self._event()
+                self._current, self._used = 1 - self._current, 0
+            buffer = self._buffer()
+            count = min(source.numel() - position, self._size - self._used)
+            piece = buffer[self._used : self._used + count]
+            piece.copy_(source[position : position + count])
+            target[position : position + count].copy_(piece, non_blocking=True)
+            self._used += count
+            position += count
+
+    def _buffer(self) -> torch.Tensor:
+        """The current buffer; one that is used from its beginning has been copied to the device entirely."""
+        buffer, copied = self._buffers[self._current], self._copied[self._current]
+        if buffer is None:
+            buffer = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._module is not None)
+            self._buffers[self._current] = buffer
+        if copied is not None:
+            copied.synchronize()
+            self._copied[self._current] = None
+        return buffer
