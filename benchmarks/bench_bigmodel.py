@@ -88,8 +88,8 @@ def loader(library: str, file: str, width: int) -> Callable[..., nn.Module]:
     )
 
 
-def on_disk() -> dict[str, str]:
-    return {f"blocks.{index}": "disk" if index < ON_DISK else "cpu" for index in range(BLOCKS)}
+def on_disk(count: int = ON_DISK) -> dict[str, str]:
+    return {f"blocks.{index}": "disk" if index < count else "cpu" for index in range(BLOCKS)}
 
 
 def inputs(rows: int, width: int) -> torch.Tensor:
@@ -160,7 +160,7 @@ def cold(library: str, file: str, width: int) -> dict[str, Any]:
         for turn in range(ROUNDS):
             seconds = {}
             for name in (RAW, "disk") if turn % 2 else ("disk", RAW):
-                action = partial(_read, file) if name == RAW else partial(load({"": "disk"}), hidden)
+                action = partial(_read, file) if name == RAW else partial(load(on_disk(BLOCKS)), hidden)
                 _drop(Path(file).parent)
                 begin = time.perf_counter()
                 action()

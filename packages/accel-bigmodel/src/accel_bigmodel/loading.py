@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,9 +115,12 @@ def load_checkpoint_in_model(
             f"{type(model).__name__} has offloaded weights, and its next forward would restore them: call "
             "remove_hook_from_submodules(model) first, or load_checkpoint_and_dispatch, which dispatches it again"
         )
-    from torch.distributed.tensor import DTensor
+    # Importing it takes longer than mapping the model; without it no parameter can be sharded.
+    tensor_module = sys.modules.get("torch.distributed.tensor")
 
-    is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    is_sharded = tensor_module is not None and any(
+        isinstance(parameter, tensor_module.DTensor) for parameter in model.parameters()
+    )
     if device_map is None and (broadcast_from_rank0 or not full_state_dict or is_sharded):
         load_into_sharded_model(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
         return
