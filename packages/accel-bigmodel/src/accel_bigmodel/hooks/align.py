@@ -66,6 +66,10 @@ def without_weights(values: Mapping[str, torch.Tensor], read: Callable[[str], to
 _REPLACEMENTS: Any = WeakIdKeyDictionary()
 
 
+class OffloadedConversionError(ConfigurationError, RuntimeError):
+    """``half()``, ``to()`` or another conversion of a module whose weights are offloaded."""
+
+
 class AlignDevicesHook(ModelHook):
     """Moves inputs to the device of a module's weights, and offloaded weights there for the duration of a forward.
 
@@ -275,7 +279,7 @@ class _Slot:
         if is_same:
             return
         change = f"converted to {wanted}" if wanted != placeholder.dtype else "moved"
-        raise ConfigurationError(
+        raise OffloadedConversionError(
             f"{type(module).__name__}.{self.name} is offloaded, so it cannot be {change}: the forward would use the "
             "stored values unchanged. Convert while loading, load_checkpoint_and_dispatch(..., dtype=...), or call "
             "remove_hook_from_submodules(model) and dispatch again with another device_map."
