@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -115,6 +116,7 @@ def main() -> None:
             os.close(read)
             code = 1
             try:
+                signal.alarm(SECONDS)  # a page that hangs ends, and is named
                 os.chdir(tempfile.mkdtemp(dir="."))
                 failures = run_page(items)
                 with os.fdopen(write, "w", encoding="utf-8") as pipe:

@@ -9,6 +9,7 @@ RUN_ELSEWHERE = {
     "packages/accel-data/README.md": "packages/accel-data/tests/test_readme.py",
     "packages/accel-fp8/README.md": "packages/accel-fp8/tests/test_readme.py",
     "packages/accel-quant/README.md": "packages/accel-quant/tests/test_readme.py",
+    "packages/accel-megatron/README.md": "packages/accel-megatron/tests, by scripts/test-megatron",
     # Fragments of scripts for several processes, or for libraries of environments of their own.
     "docs/guides/compat.md": "tests/clients, by scripts/test-clients",
     "docs/guides/elastic.md": "tests of accel-launch and examples",
@@ -111,6 +112,10 @@ NOT_RUN: dict[tuple[str, str], str] = {
         "test_readme.py and examples/quantize.py save and load"
     ),
     ("docs/guides/quantization.md", "device_map = {"): "needs a GPU",
+    (
+        "docs/tutorials/notebook.md",
+        "notebook_launcher(",
+    ): "examples/notebook.ipynb does the same: test_feature_examples.py",
     ("docs/guides/tpu.md", "import torch_xla"): "needs torch_xla: tests/test_xla_training.py",
     ("docs/guides/tracking.md", "from accel.utils import TrackingKwargs"): "needs wandb: scripts/test-trackers",
 }
