@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -351,17 +351,38 @@ def load_into_sharded_model(
 _BAR_DELAY = 1.0
 
 
+class _NoBar:
+    """What :func:`progress_bar` returns where none is shown."""
+
+    def __init__(self, iterable: Iterable[Any] = ()) -> None:
+        self._items = iterable
+
+    def __enter__(self) -> _NoBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def update(self, count: int) -> None:
+        """Show nothing."""
+
+
 def progress_bar(description: str, **options: Any) -> Any:
     """A bar of tqdm, which huggingface_hub requires, shown after a second if the output is a terminal.
 
-    It is shown on each node's main process. ``options`` are those of tqdm.
+    It is shown on each node's main process. ``options`` are those of tqdm, which is imported only then.
     """
-    from tqdm import tqdm
-
-    disable = None  # only if the output is a terminal
+    is_shown = sys.stderr is not None and sys.stderr.isatty()
     # Constructing a state could start process groups, so only an existing one is asked.
-    if is_initialized():
+    if is_shown and is_initialized():
         from accel_state import PartialState
 
-        disable = None if PartialState().is_local_main_process else True
-    return tqdm(desc=description, delay=_BAR_DELAY, leave=False, disable=disable, **options)
+        is_shown = PartialState().is_local_main_process
+    if not is_shown:
+        return _NoBar(options.get("iterable", ()))
+    from tqdm import tqdm
+
+    return tqdm(desc=description, delay=_BAR_DELAY, leave=False, **options)
