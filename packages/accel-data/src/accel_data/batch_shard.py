@@ -64,11 +64,6 @@ class EpochProgress:
     remainder: int = -1  # samples in the last global step that are not padding; -1 if a gather has nothing to drop
     real: dict[int, int] = field(default_factory=dict)  # samples that are not padding, by step, if any are
 
-    def position_after(self, steps: int) -> int:
-        """Position in the stream after that many steps of this epoch."""
-        position = self.start + steps * self.step_size
-        return position if self.length is None else min(position, max(self.start, self.length))
-
 
 class ShardedSampler:
     """Base of sharded samplers, which can begin an epoch anywhere and know the last batch when they draw it."""

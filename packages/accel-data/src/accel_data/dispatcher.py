@@ -167,7 +167,7 @@ class DataLoaderDispatcher(PreparedLoader):
             step = self.splitter.split(batches, padding, iteration.first_batch)
             step.last = last
             if iteration.progress is not None:
-                step.position = iteration.progress.position_after(count * batches_per_step)
+                step.position = iteration.position_after(iteration.progress, count * batches_per_step)
             else:
                 step.position = iteration.position + count * batches_per_step * self._units_per_batch
             yield step

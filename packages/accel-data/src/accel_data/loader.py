@@ -240,7 +240,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _position(self, iteration: Iteration) -> int:
         """Units of the stream handed out by all ranks together."""
         if iteration.progress is not None:
-            return iteration.progress.position_after(iteration.steps) * self.layout.position_scale
+            return iteration.position_after(iteration.progress, iteration.steps) * self.layout.position_scale
         return iteration.position + iteration.steps * self._units_per_batch
 
     def state_dict(self) -> dict[str, Any]:

@@ -128,6 +128,11 @@ class Iteration:
     finished: bool = False  # whether its last batch was handed out
     open: bool = True  # False once it ended or was abandoned
 
+    def position_after(self, progress: EpochProgress, steps: int) -> int:
+        """Position in the stream of a sharded sampler after that many of its steps."""
+        position = progress.start + steps * progress.step_size
+        return position if progress.length is None else min(position, max(progress.start, progress.length))
+
     def close(self) -> None:
         """Mark the iteration as ended or abandoned."""
         self.open = False
