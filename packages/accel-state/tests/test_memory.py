@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,6 +13,15 @@ from hypothesis import strategies as st
 
 from accel_state.errors import ConfigurationError
 from accel_state.memory import clear_device_cache, find_executable_batch_size, release_memory, should_reduce_batch_size
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collections_are_quick() -> Iterator[None]:
+    """Each failed attempt collects garbage; what other tests left in this process need not be looked at again."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 OUT_OF_MEMORY = [
     torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
@@ -80,7 +90,6 @@ def test_the_host_really_runs_out():
     assert allocate(torch.float32) == 4 * 2**22
 
 
-# Each attempt that fails collects garbage, which takes time in a process that has imported torch.
 @settings(max_examples=8, deadline=None)
 @given(start=st.integers(1, 24), fits=st.integers(1, 24))
 def test_the_reduction_finds_the_first_that_fits(start, fits):
