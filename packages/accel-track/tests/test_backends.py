@@ -236,5 +236,5 @@ def test_mlflow_names_what_is_wrong_and_deletes_a_run_that_was_not_used(tmp_path
     json_error, type_error, nested_error, stage = run(WRONG, "mlflow", tmp_path)
     assert json_error.startswith("ConfigurationError: tags='{' is not JSON")
     assert type_error == "ConfigurationError: tags=3 is of type int. Pass a dictionary or a JSON object."
-    assert nested_error.startswith("ConfigurationError: nested_run=True needs a run to be nested in")
+    assert nested_error.startswith("ConfigurationError: nested_run=True needs an active run")
     assert stage == "deleted"
