@@ -426,9 +426,12 @@ model, optimizer, training, evaluation = accelerator.prepare(model, optimizer, t
 accelerator.print("resumed" if accelerator.resume() else "fresh")
 
 def wait_in(loop, step):
-    # For the signal, however late it comes; or until nobody is to wait any more.
+    # For the signal, however late it comes; or until nobody is to wait any more. In the first steps the ranks still
+    # For the signal, however late it comes; or until nobody is to wait any more. In the first steps ranks still
+    if step != 4:
+        return
     (folder / f"{loop}{accelerator.process_index}").touch()
-    while loop == sys.argv[2] and step == 4 and (folder / "hold").exists() and accelerator.preemption.received is None:
+    while loop == sys.argv[2] and (folder / "hold").exists() and accelerator.preemption.received is None:
         time.sleep(0.01)
 
 for epoch in range(training.iteration, 2):
