@@ -426,8 +426,8 @@ model, optimizer, training, evaluation = accelerator.prepare(model, optimizer, t
 accelerator.print("resumed" if accelerator.resume() else "fresh")
 
 def wait_in(loop, step):
-    # For the signal, however late it comes; or until nobody is to wait any more. In the first steps the ranks still
     # For the signal, however late it comes; or until nobody is to wait any more. In the first steps ranks still
+    # compare batches and calls through the store: torch writes frames of C++ if that ends in the middle of a call.
     if step != 4:
         return
     (folder / f"{loop}{accelerator.process_index}").touch()
