@@ -35,8 +35,14 @@ class TpuDevice(Device):
     def device_count(self) -> int:
         return torch.accelerator.device_count() if self.is_available() else 0
 
+    def device(self, local_rank: int) -> torch.device:
+        """The device that torch_tpu bound this process to when it was started; a process cannot change it."""
+        if not self.is_available():
+            return super().device(local_rank)  # which names what is missing
+        return self.current()
+
     def set_current(self, device: torch.device) -> None:
-        torch.accelerator.set_device_index(device.index or 0)
+        """Do nothing: torch_tpu binds a process to its device."""
 
     def current(self) -> torch.device:
         return torch.device(self.name, torch.accelerator.current_device_index())
@@ -73,18 +79,12 @@ class TpuDevice(Device):
         return int(free), int(total)
 
     def get_rng_state(self) -> torch.Tensor:
-        return self._generator(self.current().index or 0).get_state()
+        return self._generator().get_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        self._generator(self.current().index or 0).set_state(state)
+        self._generator().set_state(state)
 
-    def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [self._generator(index).get_state() for index in range(self.device_count())]
-
-    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
-        for index, state in enumerate(states):
-            self._generator(index).set_state(state)
-
-    def _generator(self, index: int) -> torch.Generator:
-        generator: torch.Generator = self.module.default_generators[index]
+    def _generator(self) -> torch.Generator:
+        # torch_tpu 0.2 refuses its get_rng_state to others in favour of a function that torch 2.13 does not have.
+        generator: torch.Generator = self.module.default_generators[torch.accelerator.current_device_index()]
         return generator
