@@ -1,13 +1,18 @@
 """Kill replicas of a fault-tolerant run again and again, and check that no step and no sample was lost.
 
-    python benchmarks/kill_replicas.py                    4 replicas, 2,000 steps, 200 kills
-    python benchmarks/kill_replicas.py --spares 1 --steps 400 --kills 40
-    python benchmarks/kill_replicas.py --restarts --steps 400 --kills 10     all processes restarted from checkpoints
-    python benchmarks/kill_replicas.py --overhead         steps without kills, against DDP, in five interleaved rounds
+    python benchmarks/kill_replicas.py --results kills.jsonl                 4 replicas, 2,000 steps, 200 kills
+    python benchmarks/kill_replicas.py --results kills.jsonl --spares 1 --first 40
+    python benchmarks/kill_replicas.py --results kills.jsonl --restarts --first 20
+    python benchmarks/kill_replicas.py --results kills.jsonl --overhead
 
-The schedule of kills (SIGKILL or SIGSTOP, which replica, after which step) follows from --seed, which is printed. Each
-replica writes the samples of every step it computes; a checker joins these files, and compares them with the order that
-plain PyTorch draws, and the final weights with those of a run without kills (--reference FILE keeps their sha256).
+Each prints a table of all results in the file. The schedule of kills (SIGKILL or SIGSTOP, which replica, after which
+step, how long after) follows from --seed, which is printed; --first N is the run up to its first N kills. --restarts
+runs the same schedule with --max_restarts, where all processes continue from a state. --overhead compares steps
+without kills with those of DDP, in five interleaved rounds.
+
+Each replica writes the samples and the loss of every share that it computes. A checker joins these files; it compares
+them with the order that plain PyTorch draws, and the final weights with those of a run without kills. Steps last
+--pause seconds while a replica is being restarted, and go on without a pause from a kill to the next committed step.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -24,17 +30,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from replica_script import BATCH, SAMPLES, SEED
+from replica_script import SEED, Settings
 
 SCRIPT = Path(__file__).with_name("replica_script.py")
 STOP_LIMIT = 2.0  # --replica_timeout
+SAVE_EVERY = 20  # steps, with --restarts
+MOST_DELAY = 0.4  # seconds between a committed step and a kill; steps last longer, so kills hit all parts of one
+OVERDUE_PAUSE = 3.0  # length of steps while a kill waits for a replica that could be killed
 
 
 @dataclass
@@ -44,7 +55,8 @@ class Kill:
     after: int  # committed steps
     replica: int
     number: int  # the signal
-    at: float | None = None  # when
+    delay: float  # seconds
+    at: float = math.inf  # when
     before: int = 0  # the latest committed step then
     recovered: float | None = None  # seconds until the next one
 
@@ -54,11 +66,14 @@ class Life:
     """What one process has written."""
 
     path: Path
-    replica: str
     offset: int = 0
     pid: int = 0
     joined: bool = False
-    events: list[list[Any]] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def replica(self) -> str:
+        return self.path.name.partition(".")[0]
 
     def read(self) -> list[list[Any]]:
         """The new lines."""
@@ -72,8 +87,17 @@ class Life:
             if event[0] == "start":
                 self.pid = event[1]
             self.joined = self.joined or event[0] == "done"
-        self.events += new
         return new
+
+    def runs(self) -> bool:
+        """Whether the process trains: it was neither killed nor stopped."""
+        try:
+            process = psutil.Process(self.pid)
+            if str(SCRIPT) not in process.cmdline():  # another process has the number now
+                return False
+            return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
 
 
 class Watch:
@@ -82,29 +106,24 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lives: dict[Path, Life] = {}
+        self.times: dict[int, float] = {}  # when each step was committed first
         self.committed = -1
-        self.committed_at = 0.0
 
     def look(self) -> None:
         for path in self.folder.glob("*.jsonl"):
-            life = self.lives.setdefault(path, Life(path, path.name.split(".")[0]))
+            self.lives.setdefault(path, Life(path))
+        for life in self.lives.values():
+            if life.ended:
+                continue
+            life.ended = life.joined and not life.runs()  # a process that is stopped writes nothing, too
             for event in life.read():
-                if event[0] == "done" and event[1] > self.committed:
-                    self.committed, self.committed_at = event[1], event[-1]
+                if event[0] == "done":
+                    self.committed = max(self.committed, event[1])
+                    self.times[event[1]] = min(event[-1], self.times.get(event[1], math.inf))
 
     def alive(self) -> dict[str, Life]:
         """The process of each replica that trains."""
-        return {life.replica: life for life in self.lives.values() if life.joined and _runs(life.pid)}
-
-
-def _runs(pid: int) -> bool:
-    try:
-        process = psutil.Process(pid)
-        if str(SCRIPT) not in process.cmdline():  # another process has the number now
-            return False
-        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
-    except psutil.Error:
-        return False
+        return {life.replica: life for life in self.lives.values() if life.joined and not life.ended and life.runs()}
 
 
 def schedule(arguments: argparse.Namespace) -> list[Kill]:
@@ -113,152 +132,237 @@ def schedule(arguments: argparse.Namespace) -> list[Kill]:
     steps = sorted(draw.sample(range(5, arguments.steps - 5), arguments.kills))
     replicas = arguments.replicas + arguments.spares
     numbers = (signal.SIGKILL, signal.SIGSTOP)
-    return [Kill(step, draw.randrange(replicas), draw.choice(numbers)) for step in steps]
+    kills = [Kill(step, draw.randrange(replicas), draw.choice(numbers), draw.random() * MOST_DELAY) for step in steps]
+    return kills[: arguments.first]
 
 
-def command(arguments: argparse.Namespace, folder: Path, launch: list[str], save_every: int = 0) -> list[str]:
-    words = [str(folder), *map(str, (arguments.steps, arguments.width, save_every, arguments.pause))]
-    return [sys.executable, "-m", "accel_launch", "launch", "--cpu", *launch, str(SCRIPT), *words]
+def command(settings: Settings, launch: Sequence[str]) -> list[str]:
+    launcher = [sys.executable, "-m", "accel_launch", "launch", "--cpu", "--num_cpu_threads_per_process", "1"]
+    return [*launcher, *launch, str(SCRIPT), json.dumps(asdict(settings))]
 
 
-def replicas(arguments: argparse.Namespace) -> list[str]:
-    return [
-        *("--ft", "--num_replicas", str(arguments.replicas), "--num_spares", str(arguments.spares)),
-        *("--replica_timeout", str(STOP_LIMIT), "--num_cpu_threads_per_process", "1"),
-    ]
+def ft_options(replicas: int, spares: int) -> list[str]:
+    counts = ["--num_replicas", str(replicas), "--num_spares", str(spares)]
+    return ["--ft", *counts, "--replica_timeout", str(STOP_LIMIT)]
 
 
-def run_with_kills(words: list[str], folder: Path, kills: list[Kill], whole: bool) -> float:
-    """Run a command, and kill by the schedule; returns its seconds.
+class Harness:
+    """One run of a command, with the kills of a schedule."""
 
-    Args:
-        words: the command.
-        folder: where its processes write.
-        kills: the schedule.
-        whole: a stopped process is not noticed by the launcher, so it is killed after the limit.
-    """
-    began = time.time()
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=log)
-    watch, planned, stopped = Watch(folder), list(kills), []
-    waiting: list[Kill] = []
-    while process.poll() is None:
+    def __init__(self, words: Sequence[str], folder: Path, processes: int, kills: Sequence[Kill], pause: float) -> None:
+        self.words, self.folder, self.processes, self.pause = words, folder, processes, pause
+        self.kills, self.planned, self.recovering = kills, list(kills), list[Kill]()
+        self.stopped: list[tuple[int, float]] = []
+        self.watch = Watch(folder)
+        self._pace = ""
+        self._set_pace(0.0)
+
+    def _set_pace(self, seconds: float) -> None:
+        if str(seconds) != self._pace:
+            self._pace = str(seconds)
+            unfinished = self.folder / "pace.part"
+            unfinished.write_text(self._pace)
+            unfinished.replace(self.folder / "pace")
+
+    def run(self, restarts_all: bool = False) -> float:
+        """Run the command; returns its seconds.
+
+        Args:
+            restarts_all: any death ends all processes, and nobody but the harness notices one that is stopped.
+        """
+        began = time.time()
+        with (self.folder / "log").open("wb") as log:
+            process = subprocess.Popen(self.words, stdout=log, stderr=log)
+        try:
+            while process.poll() is None:
+                self._look(restarts_all)
+                time.sleep(0.01)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+        self._note_recovered()
+        if process.returncode:
+            sys.exit(f"the run ended with exit code {process.returncode}:\n{(self.folder / 'log').read_text()[-4000:]}")
+        missing = [kill for kill in self.kills if kill.recovered is None]
+        if missing:
+            sys.exit(f"{len(missing)} kills of the schedule could not be made; give a longer --pause.")
+        return time.time() - began
+
+    def _look(self, restarts_all: bool) -> None:
+        self._note_recovered()
+        self._end_stopped()
+        if self.recovering or not self.planned:
+            return
+        watch, kill = self.watch, self.planned[0]
+        alive = watch.alive()
+        late = watch.committed - kill.after
+        self._set_pace(OVERDUE_PAUSE if late > 5 else self.pause if late >= -2 or len(alive) < self.processes else 0.0)
+        if late < 0 or len(alive) < (1 if restarts_all else 2):
+            return
+        before = watch.committed
+        time.sleep(kill.delay)
         watch.look()
-        for kill in list(waiting):
-            if watch.committed > kill.before:
-                kill.recovered = watch.committed_at - kill.at
-                waiting.remove(kill)
-        if planned and not waiting and watch.committed >= planned[0].after:
-            alive = watch.alive()
-            if len(alive) > 1 or (whole and alive):
-                kill = planned.pop(0)
-                life = alive.get(str(kill.replica)) or sorted(alive.items())[kill.replica % len(alive)][1]
-                watch.look()
-                kill.at, kill.before = time.time(), watch.committed
-                os.kill(life.pid, kill.number)
-                waiting.append(kill)
-                if whole and kill.number == signal.SIGSTOP:
-                    stopped.append((life.pid, time.time() + STOP_LIMIT))
-        for pid, when in list(stopped):
+        life = alive.get(str(kill.replica)) or sorted(alive.items())[kill.replica % len(alive)][1]
+        if watch.committed != before or not life.runs():
+            return  # with its delay after another step
+        self.planned.pop(0)
+        kill.at, kill.before = time.time(), watch.committed
+        os.kill(life.pid, kill.number)
+        self._set_pace(0.0)
+        self.recovering.append(kill)
+        if restarts_all and kill.number == signal.SIGSTOP:
+            self.stopped.append((life.pid, kill.at + STOP_LIMIT))
+
+    def _note_recovered(self) -> None:
+        self.watch.look()
+        for kill in list(self.recovering):
+            later = [at for step, at in self.watch.times.items() if step > kill.before]
+            if later:
+                kill.recovered = min(later) - kill.at
+                self.recovering.remove(kill)
+
+    def _end_stopped(self) -> None:
+        for pid, when in list(self.stopped):
             if time.time() > when:
-                stopped.remove((pid, when))
+                self.stopped.remove((pid, when))
                 with contextlib.suppress(psutil.Error):
                     if str(SCRIPT) in psutil.Process(pid).cmdline():
                         os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
-    watch.look()
-    for kill in waiting:
-        if watch.committed > kill.before:
-            kill.recovered = watch.committed_at - kill.at
-    if process.returncode:
-        sys.exit(f"the run ended with exit code {process.returncode}:\n{(folder / 'log').read_text()[-4000:]}")
-    return time.time() - began
 
 
-def expected_order(replicas: int, steps: int) -> list[list[list[int]]]:
-    """The samples of every shard of every step, drawn with plain PyTorch."""
-    order: list[list[list[int]]] = []
-    epoch = 0
-    while len(order) < steps:
-        drawn = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
-        size = BATCH * replicas
-        for begin in range(0, SAMPLES, size):
-            step = drawn[begin : begin + size]
-            order.append([step[shard * BATCH : (shard + 1) * BATCH] for shard in range(replicas)])
+def expected_order(replicas: int, settings: Settings) -> list[set[tuple[int, ...]]]:
+    """The samples of the shards of every step, drawn with plain PyTorch."""
+    order: list[set[tuple[int, ...]]] = []
+    epoch, size = 0, settings.batch * replicas
+    while len(order) < settings.steps:
+        drawn = torch.randperm(settings.samples, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+        for begin in range(0, settings.samples, size):
+            order.append({tuple(drawn[at : at + settings.batch]) for at in range(begin, begin + size, settings.batch)})
         epoch += 1
-    return order[:steps]
+    return order[: settings.steps]
 
 
-def check(folder: Path, replicas: int, steps: int) -> dict[str, Any]:
-    """Join what the processes have written; raises SystemExit if a step or a sample was lost."""
+@dataclass
+class Joined:
+    """What all processes of a run have written, together."""
+
+    processes: int
+    lost: list[int]  # steps that nobody committed
+    wrong: list[int]  # steps with other samples than plain PyTorch draws
+    unequal: list[int]  # steps of which a share had another loss when it was computed again
+    again: int  # steps that rank 0 computed again
+    hashes: set[str]
+
+
+def join(folder: Path, replicas: int, settings: Settings) -> Joined:
+    """Join the files of the processes."""
     dealt: dict[int, dict[tuple[int, ...], set[float]]] = defaultdict(lambda: defaultdict(set))
-    done: dict[int, int] = defaultdict(int)
-    hashes, lives = set(), 0
-    for path in folder.glob("*.jsonl"):
-        lives += 1
+    done: Counter[int] = Counter()
+    hashes: set[str] = set()
+    paths = list(folder.glob("*.jsonl"))
+    for path in paths:
         for line in path.read_text().splitlines():
             event = json.loads(line)
             if event[0] == "dealt":
                 dealt[event[1]][tuple(event[2])].add(event[3])
             elif event[0] == "done":
-                done[event[1]] += 1
+                done[event[1]] += path.name.startswith("0.")
             elif event[0] == "end":
                 hashes.add(event[1])
-    lost = [step for step in range(steps) if not done[step]]
-    order = expected_order(replicas, steps)
-    wrong = [step for step in range(steps) if set(dealt[step]) != set(map(tuple, order[step]))]
-    unequal = [step for step in dealt if any(len(losses) > 1 for losses in dealt[step].values())]
-    if lost or wrong or unequal or len(hashes) != 1:
-        sys.exit(
-            f"steps without a commit: {lost}; with other samples: {wrong}; losses that differ: {unequal}; {hashes}"
-        )
-    return {"processes": lives, "sha256": hashes.pop()}
+    order = expected_order(replicas, settings)
+    return Joined(
+        len(paths),
+        [step for step in range(settings.steps) if step not in done],
+        [step for step in range(settings.steps) if set(dealt[step]) != order[step]],
+        [step for step in dealt if any(len(losses) > 1 for losses in dealt[step].values())],
+        sum(done.values()) - len(+done),
+        hashes,
+    )
 
 
-def report(name: str, kills: list[Kill], seconds: float, facts: dict[str, Any]) -> None:
-    for kind in (signal.SIGKILL, signal.SIGSTOP):
-        times = sorted(kill.recovered for kill in kills if kill.number == kind and kill.recovered is not None)
+def row_of(name: str, kills: Sequence[Kill], seconds: float, found: Joined, reference: str) -> list[str]:
+    """A row of the table."""
+    cells = []
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        times = sorted(kill.recovered for kill in kills if kill.number == number and kill.recovered is not None)
         if times:
             tail = times[min(len(times) - 1, round(0.95 * len(times)))]
-            print(
-                f"{name}: {len(times)} {kind.name}: to the next committed step median {statistics.median(times):.2f} s,"
-                f" 95 % within {tail:.2f} s, longest {times[-1]:.2f} s"
-            )
-    done = sum(kill.at is not None for kill in kills)
-    print(f"{name}: {done} kills in {seconds:.0f} s; {', '.join(f'{key} {value}' for key, value in facts.items())}")
+            cells.append(f"{len(times)}: {statistics.median(times):.1f} s ({tail:.1f} s, {times[-1]:.1f} s)")
+        else:
+            cells.append("")
+    same = "equal" if found.hashes == {reference} else "differ"
+    lost, wrong = str(len(found.lost)), str(len(found.wrong))
+    return [name, *cells, lost, wrong, str(found.again), same, f"{seconds / 60:.0f} min"]
 
 
-def reference_hash(arguments: argparse.Namespace) -> str:
+COLUMNS = (
+    *("Run", "SIGKILL: median (95 %, longest)", "SIGSTOP", "Steps lost", "Steps with other samples"),
+    *("Steps computed again", "Weights", "Time"),
+)
+
+
+def keep_row(arguments: argparse.Namespace, row: list[str]) -> None:
+    """Add a row to the results, and print all of them."""
+    rows = [row]
+    if arguments.results is not None:
+        with arguments.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        rows = [json.loads(line) for line in arguments.results.read_text(encoding="utf-8").splitlines()]
+    for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows):
+        print(f"| {' | '.join(cells)} |")
+
+
+def reference_hash(arguments: argparse.Namespace, settings: Settings) -> str:
     """The sha256 of the weights of a run without kills."""
-    key = f"{arguments.replicas} {arguments.steps} {arguments.width}"
-    kept = json.loads(arguments.reference.read_text()) if arguments.reference and arguments.reference.exists() else {}
-    if key not in kept:
-        with tempfile.TemporaryDirectory() as folder:
-            quiet = argparse.Namespace(**{**vars(arguments), "spares": 0, "pause": 0.0})
-            seconds = run_with_kills(command(quiet, Path(folder), replicas(quiet)), Path(folder), [], False)
-            facts = check(Path(folder), arguments.replicas, arguments.steps)
-            print(f"without kills: {seconds:.0f} s, sha256 {facts['sha256']}", flush=True)
-            kept[key] = facts["sha256"]
-        if arguments.reference:
-            arguments.reference.write_text(json.dumps(kept))
-    return str(kept[key])
+    with tempfile.TemporaryDirectory() as name:
+        quiet = Settings(**{**asdict(settings), "folder": name, "save_every": 0})
+        processes = ["--num_processes", str(arguments.replicas)]
+        words = command(quiet, processes if arguments.restarts else ft_options(arguments.replicas, 0))
+        seconds = Harness(words, Path(name), arguments.replicas, [], 0.0).run()
+        found = join(Path(name), arguments.replicas, quiet)
+    if found.lost or found.wrong or len(found.hashes) != 1:
+        sys.exit(f"the run without kills is wrong: {found}")
+    print(f"without kills: {seconds:.0f} s, sha256 {min(found.hashes)}", flush=True)
+    return min(found.hashes)
+
+
+def measure_kills(arguments: argparse.Namespace, folder: Path) -> None:
+    kills = schedule(arguments)
+    steps = arguments.steps if arguments.first is None else kills[-1].after + SAVE_EVERY
+    settings = Settings(str(folder), steps, arguments.width, save_every=SAVE_EVERY if arguments.restarts else 0)
+    print(f"seed {arguments.seed}, {steps} steps, {len(kills)} kills", flush=True)
+    reference = reference_hash(arguments, settings)
+    processes = arguments.replicas + arguments.spares
+    if arguments.restarts:
+        name = f"--num_processes {arguments.replicas} --max_restarts"
+        launch = ["--num_processes", str(arguments.replicas), "--max_restarts", str(10 * len(kills))]
+    else:
+        name = f"--ft --num_replicas {arguments.replicas}"
+        name += f" --num_spares {arguments.spares}" if arguments.spares else ""
+        launch = ft_options(arguments.replicas, arguments.spares)
+    seconds = Harness(command(settings, launch), folder, processes, kills, arguments.pause).run(arguments.restarts)
+    found = join(folder, arguments.replicas, settings)
+    print(f"{found.processes} processes, sha256 {', '.join(sorted(found.hashes))}")
+    keep_row(arguments, row_of(f"`{name}`", kills, seconds, found, reference))
+    if found.lost or found.wrong or found.hashes != {reference} or (found.unequal and not arguments.restarts):
+        sys.exit(f"steps lost: {found.lost}; with other samples: {found.wrong}; with other losses: {found.unequal}")
 
 
 def measure_overhead(arguments: argparse.Namespace) -> None:
     """Seconds of a step without kills, against DDP: five interleaved rounds, medians."""
-    arguments.pause = 0.0
-    variants = {
-        "ddp": ["--num_processes", str(arguments.replicas), "--num_cpu_threads_per_process", "1"],
-        "ft": replicas(arguments),
-    }
+    variants = {"ddp": ["--num_processes", str(arguments.replicas)], "ft": ft_options(arguments.replicas, 0)}
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(5):
         for name, launch in variants.items():
             with tempfile.TemporaryDirectory() as folder:
-                run_with_kills(command(arguments, Path(folder), launch), Path(folder), [], False)
+                settings = Settings(folder, arguments.steps, arguments.width, arguments.batch, 100 * arguments.batch)
+                Harness(command(settings, launch), Path(folder), arguments.replicas, [], 0.0).run()
                 path = next(Path(folder).glob("0.*.jsonl"))
                 done = [json.loads(line)[-1] for line in path.read_text().splitlines() if '"done"' in line]
-            times[name].append((done[-1] - done[10]) / (len(done) - 11))
+            steps = [after - before for before, after in pairwise(done[10:])]
+            times[name].append(statistics.median(steps))
+            print(f"{name}: {1000 * times[name][-1]:.1f} ms", flush=True)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     rounds = [ft / ddp for ft, ddp in zip(times["ft"], times["ddp"], strict=True)]
     print(f"a step: {', '.join(f'{name} {1000 * value:.1f} ms' for name, value in medians.items())}")
@@ -271,37 +375,23 @@ def main() -> None:
     parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--first", type=int, metavar="N", help="only the first N kills of the schedule")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--width", type=int, default=64, help="hidden units of the model")
-    parser.add_argument("--pause", type=float, default=0.3, help="seconds that each step takes at least")
-    parser.add_argument("--restarts", action="store_true", help="--max_restarts with a state saved every 20 steps")
+    parser.add_argument("--batch", type=int, default=256, help="batch size of a replica, with --overhead")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds of a step while a replica is restarted")
+    parser.add_argument("--restarts", action="store_true", help=f"--max_restarts, a state every {SAVE_EVERY} steps")
     parser.add_argument("--overhead", action="store_true")
-    parser.add_argument("--reference", type=Path, help="file with the sha256 of runs without kills")
+    parser.add_argument("--results", type=Path, help="file of rows of the table, to which this run adds its own")
     parser.add_argument("--keep", type=Path, help="a directory for the files of the run")
     arguments = parser.parse_args()
     if arguments.overhead:
         measure_overhead(arguments)
         return
-    print(f"seed {arguments.seed}, {arguments.steps} steps, {arguments.kills} kills", flush=True)
     folder = arguments.keep or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    kills = schedule(arguments)
     try:
-        if arguments.restarts:
-            launch = ["--num_processes", str(arguments.replicas), "--max_restarts", str(10 * arguments.kills)]
-            launch += ["--num_cpu_threads_per_process", "1"]
-            seconds = run_with_kills(command(arguments, folder, launch, 20), folder, kills, True)
-            events = [json.loads(line) for path in folder.glob("0.*.jsonl") for line in path.read_text().splitlines()]
-            again = sum(event[0] == "done" for event in events) - arguments.steps
-            report("--max_restarts", kills, seconds, {"steps computed again": again})
-            return
-        expected = reference_hash(arguments)
-        seconds = run_with_kills(command(arguments, folder, replicas(arguments)), folder, kills, False)
-        facts = check(folder, arguments.replicas, arguments.steps)
-        report(f"--ft, {arguments.spares} spares", kills, seconds, facts)
-        if facts["sha256"] != expected:
-            sys.exit(f"the weights differ from those of a run without kills, {expected}")
-        print("no committed step and no sample was lost, and the weights are those of the run without kills")
+        measure_kills(arguments, folder)
     finally:
         if not arguments.keep:
             shutil.rmtree(folder, ignore_errors=True)

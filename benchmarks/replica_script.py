@@ -1,7 +1,6 @@
 """The training script of kill_replicas.py: each process writes what it computes to a file of its own.
 
-A line is [kind, step, shard size, sample ids, loss, seconds]; "dealt" before a step is voted on, "done" after it was
-applied.
+A line is [kind, step, sample ids, loss, seconds]; "dealt" before a step is voted on, "done" after it was applied.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,9 +19,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration
 
-SAMPLES = 8000
-BATCH = 8
 SEED = 20
+
+
+@dataclass
+class Settings:
+    """What kill_replicas.py passes as JSON."""
+
+    folder: str
+    steps: int
+    width: int = 64
+    batch: int = 8
+    samples: int = 8000
+    save_every: int = 0
 
 
 class Records:
@@ -35,8 +45,25 @@ class Records:
         os.write(self._file, (json.dumps([*event, time.time()]) + "\n").encode())
 
 
+class Pace:
+    """Makes steps as long as the harness asks for at this moment, in the file "pace"."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "pace"
+        self._began = time.monotonic()
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+
+    def wait(self, part: float) -> None:
+        """Wait until this part of the step is over."""
+        while time.monotonic() - self._began < part * float(self._file.read_text()):
+            time.sleep(0.02)
+
+
 def main() -> None:
-    folder, steps, width, save_every, pause = Path(sys.argv[1]), *map(int, sys.argv[2:5]), float(sys.argv[5])
+    settings = Settings(**json.loads(sys.argv[1]))
+    folder, steps, save_every = Path(settings.folder), settings.steps, settings.save_every
     torch.manual_seed(SEED)
     project = ProjectConfiguration(str(folder / "states"), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(
@@ -45,26 +72,29 @@ def main() -> None:
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=SEED),
     )
     number = os.environ.get("ACCELERATE_FT_REPLICA") or str(accelerator.process_index)
-    records = Records(folder, number)
+    records, pace = Records(folder, number), Pace(folder)
     records.write("start", os.getpid(), number)
-    x = torch.randn(SAMPLES, 64, generator=torch.Generator().manual_seed(1))
-    data = TensorDataset(x, (x.sum(1) > 0).long(), torch.arange(SAMPLES))
-    model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 2))
+    x = torch.randn(settings.samples, 64, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, (x.sum(1) > 0).long(), torch.arange(settings.samples))
+    width = settings.width
+    hidden = (nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, width), nn.ReLU())
+    model = nn.Sequential(*hidden, nn.Linear(width, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    loader = DataLoader(data, batch_size=settings.batch, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if save_every or "ACCELERATE_FT" in os.environ:
         accelerator.resume()
     records.write("joined", optimizer.steps_taken)
     while optimizer.steps_taken < steps:
         for inputs, labels, ids in loader:
+            step = optimizer.steps_taken
+            pace.begin()
             with accelerator.accumulate(model):
-                step = optimizer.steps_taken
                 loss = nn.functional.cross_entropy(model(inputs), labels)
-                accelerator.backward(loss)
                 records.write("dealt", step, ids.tolist(), loss.item())
-                if accelerator.sync_gradients:
-                    time.sleep(pause)
+                pace.wait(0.7)  # a replica that is killed here aborts the step for all
+                accelerator.backward(loss)
+                pace.wait(1.0)  # and here the others have its gradients
                 optimizer.step()
                 optimizer.zero_grad()
             if optimizer.steps_taken > step:
