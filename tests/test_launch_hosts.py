@@ -9,13 +9,15 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from components import namespaces
 from components.digits import ARGUMENTS, LAUNCH, SCRIPT, check_loss, environment
+from torch import nn
 
 _MISSING = namespaces.missing()
 # Two launchers, and up to four ranks that import torch, perhaps twice.
@@ -48,6 +50,55 @@ if rank == 0:
     print("weight", weight.tolist(), "restarts", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
 dist.barrier()
 dist.destroy_process_group()
+"""
+
+SIZES = """
+# Notes the number of ranks of each start, and ends after the third.
+import os, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    with open("sizes", "a") as file:
+        file.write(f"{dist.get_world_size()}\\n")
+while True:
+    ready = torch.tensor(len(open("sizes").readlines()) == 3)
+    dist.all_reduce(ready, dist.ReduceOp.MIN)
+    if ready:
+        break
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+REPLICA = """
+# Trains until the step in the file "last", and notes how many replicas computed each step.
+import os, time
+import torch
+from pathlib import Path
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accel import Accelerator
+torch.manual_seed(3)
+accelerator, last = Accelerator(cpu=True), Path("last")
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+accelerator.resume()
+sizes = open(f"sizes{os.environ['ACCELERATE_FT_REPLICA']}", "a", buffering=1)
+while not (last.exists() and optimizer.steps_taken >= int(last.read_text())):
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(x) - y).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+            sizes.write(f"{optimizer.steps_taken} {accelerator.strategy._group.size}\\n")
+            time.sleep(0.1)
+            if last.exists() and optimizer.steps_taken >= int(last.read_text()):
+                break
+torch.save(model.state_dict(), f"end{os.environ['ACCELERATE_FT_REPLICA']}")
+accelerator.end_training()
 """
 
 
@@ -141,6 +192,100 @@ def test_a_killed_worker_is_started_again(hosts, tmp_path, backend, each: int, v
     # With c10d a machine counts the restarts that its own ranks have asked for.
     assert backend == "c10d" or restarts == "1\n"
     assert "starting all processes again (restart 1 of 1)" in run.errors
+
+
+@pytest.mark.slow  # three rendezvous, each with its waiting times
+def test_machines_join_and_leave(hosts, tmp_path) -> None:
+    """One of two machines begins; the other one joins, and is lost."""
+    (tmp_path / "s.py").write_text(SIZES)
+    words = [
+        *("--cpu", "--num_machines=1:2", "--num_processes=2", "--max_restarts=3", "--rdzv_backend=c10d"),
+        *("--main_process_ip=10.77.0.1", "--main_process_port=29513"),
+        "--rdzv_conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5",
+    ]
+
+    def start(host: int) -> subprocess.Popen[str]:
+        command = hosts.command(host, [*LAUNCH, *words, "s.py"])
+        return subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+
+    def wait_for(sizes: str) -> None:
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "sizes").exists() or (tmp_path / "sizes").read_text() != sizes:
+            assert time.monotonic() < deadline and all(one.poll() is None for one in started), sizes
+            time.sleep(0.1)
+
+    started = [start(0)]
+    try:
+        wait_for("1\n")
+        started.append(start(1))
+        wait_for("1\n2\n")
+        started[1].terminate()
+        _, errors = started[0].communicate(timeout=100)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert started[0].returncode == 0, errors
+    assert (tmp_path / "sizes").read_text() == "1\n2\n1\n"
+    assert "a process failed or machines changed" in errors
+
+
+@pytest.mark.slow  # two hosts, and time limits that must pass
+@pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft: pip install 'accel[ft]'")
+def test_a_cable_is_cut_and_mended(hosts, tmp_path) -> None:
+    """The replica on the machine of the lighthouse goes on alone; the other one takes its share again."""
+    (tmp_path / "s.py").write_text(REPLICA)
+    words = ["--cpu", "--ft", "--num_replicas=2", "--replica_timeout=3", "--num_machines=2"]
+    words += ["--main_process_ip=10.77.0.1", "--main_process_port=29514"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [
+        subprocess.Popen(
+            hosts.command(host, [*LAUNCH, *words, f"--machine_rank={host}", "s.py"]),
+            cwd=tmp_path,
+            env=environment(),
+            **pipes,
+        )
+        for host in (0, 1)
+    ]
+
+    def sizes(host: int) -> list[str]:
+        file = tmp_path / f"sizes{host}"
+        return [line.split()[1] for line in file.read_text().splitlines()] if file.exists() else []
+
+    def wait_for(what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 100
+        while not what():
+            assert time.monotonic() < deadline and all(one.poll() is None for one in started), (sizes(0), sizes(1))
+            time.sleep(0.1)
+
+    try:
+        wait_for(lambda: sizes(1).count("2") > 5)
+        hosts.set_cable(plugged=False)
+        wait_for(lambda: sizes(0).count("1") > 15)
+        alone = len(sizes(0))
+        hosts.set_cable(plugged=True)
+        wait_for(lambda: sizes(0)[alone:].count("2") > 5)
+        last = int((tmp_path / "sizes0").read_text().splitlines()[-1].split()[0]) + 10
+        (tmp_path / "last.part").write_text(str(last))
+        (tmp_path / "last.part").rename(tmp_path / "last")
+        outputs = [process.communicate(timeout=100)[0] for process in started]
+    finally:
+        hosts.set_cable(plugged=True)
+        for process in started:
+            process.terminate()
+            process.communicate()
+    assert [process.returncode for process in started] == [0, 0], outputs
+    ends = [torch.load(tmp_path / f"end{host}") for host in (0, 1)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    torch.manual_seed(3)
+    x, y, model = torch.randn(64, 4), torch.randn(64, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(last):
+        part = slice(step % 8 * 8, step % 8 * 8 + 8)
+        optimizer.zero_grad()
+        (model(x[part]) - y[part]).pow(2).mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(ends[0], model.state_dict())
 
 
 @pytest.mark.slow  # starts ranks on two hosts; test_this_machine_works is fast, on one host

@@ -63,6 +63,10 @@ class Hosts:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
+    def set_cable(self, plugged: bool) -> None:
+        """Cut the cable at host1, or mend it."""
+        _ip("-n", self.names[1], "link", "set", self._cables[1], "up" if plugged else "down")
+
     def command(self, host: int, words: list[str]) -> list[str]:
         """A command as it is run on one of the hosts."""
         script = f'hostname host{host}; exec "$@"'

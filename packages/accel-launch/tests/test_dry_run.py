@@ -6,7 +6,10 @@ import json
 
 import pytest
 
+from accel_launch.config.read import read_config
+from accel_launch.config.write import nest, write_file
 from accel_launch.elastic.worker import decode
+from accel_state.options.resources import MachineRange
 
 SHOW = """
 import json, os, sys
@@ -79,6 +82,17 @@ def test_every_machine_is_shown(dry) -> None:
     )
     assert "the rendezvous at h:29500 assigns the ranks of the machines" in other["notes"]
     assert "MASTER_ADDR" not in other["ranks"][0] and "machine_rank" not in other["notes"][1]
+
+
+def test_a_range_of_machines(dry, tmp_path) -> None:
+    words = ("--cpu", "--num_processes=4", "--num_machines=1:2", "--main_process_ip=h", "--rdzv_backend=c10d")
+    starts = dry(*words, "--max_restarts=1", "s.py")
+    assert [start["machine"] for start in starts] == ["machine 0 of up to 2, this one", "machine 1 of up to 2"]
+    assert {rank["GROUP_WORLD_SIZE"] for start in starts for rank in start["ranks"]} == {"2"}
+    assert any(note.startswith("begins with 1 of them") for note in starts[0]["notes"])
+    for name in ("c.yaml", "c.json"):
+        write_file(tmp_path / name, nest({"num_machines": MachineRange(4, 2), "rdzv_backend": "c10d"}))
+        assert read_config(tmp_path / name).entries["num_machines"].value == "2:4"
 
 
 def test_as_text(shell) -> None:

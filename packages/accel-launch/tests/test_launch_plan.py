@@ -17,6 +17,7 @@ from accel_launch.accelerators.registry import ACCELERATORS, VisibleDevices
 from accel_launch.cpus import default_cpu_processes, usable_cores
 from accel_launch.elastic.report import RankFailure, describe, first_failure, shell_exit_code, with_hint
 from accel_launch.launch_plan import make_plan
+from accel_launch.launchers import ft
 from accel_launch.ports import is_free
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, load_groups, resolve
@@ -270,3 +271,34 @@ def test_what_the_launcher_knows_of_a_failure() -> None:
     assert with_hint(lost, [], 2) is lost
     own = replace(lost, traceback="Traceback ...\nValueError: boom\n")
     assert with_hint(own, [0], 2) is own
+
+
+class TestReplicas:
+    def test_each_replica_has_devices_of_its_own(self, tmp_path, four_gpus, monkeypatch) -> None:
+        monkeypatch.setattr(ft, "find_visible", plan_module.find_visible)
+        for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+            monkeypatch.delenv(name, raising=False)
+        made = plan(tmp_path, ft="true", num_replicas="3", num_spares="1")
+        (start,) = ft.FaultTolerantLauncher().commands(made)
+        names = ("ACCELERATE_FT_REPLICA", "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "WORLD_SIZE")
+        assert [tuple(rank[name] for name in names) for rank in start.ranks] == [
+            (str(number), str(number), "0", "1") for number in range(4)
+        ]
+        replica = ft.Replica(2, tmp_path / "progress", restarts=1)
+        (started,) = ft.variables(made, replica, "http://localhost:1", tmp_path)
+        assert started["CUDA_VISIBLE_DEVICES"] == "2" and started["ACCELERATE_FT_RESTARTS"] == "1"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-b,0,1")
+        shards = {"use_fsdp": "true", "fsdp_version": "2", "processes_per_replica": "2"}
+        made = plan(tmp_path, ft="true", num_replicas="2", **shards)
+        (start,) = ft.FaultTolerantLauncher().commands(made)
+        assert [tuple(rank[name] for name in names) for rank in start.ranks] == [
+            *(("0", "3,GPU-b", "0", "2"), ("0", "3,GPU-b", "1", "2")),
+            *(("1", "0,1", "0", "2"), ("1", "0,1", "1", "2")),
+        ]
+        made = plan(tmp_path, ft="true", num_replicas="3", **shards)
+        with pytest.raises(
+            ConfigurationError, match="3 replicas .* of 2 processes each need 6 GPUs here, and 4 are visible"
+        ):
+            ft.FaultTolerantLauncher().run(made)
+        made = plan(tmp_path, ft="true", num_replicas="9", cpu="true")
+        assert all("CUDA_VISIBLE_DEVICES" not in rank for rank in ft.FaultTolerantLauncher().commands(made)[0].ranks)

@@ -5,6 +5,7 @@ differently.
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,12 @@ class TestWhole:
             {"use_megatron_lm": "true", "megatron_lm_tp_degree": "2", "num_processes": "3"},
             ["--num_processes 3 is not a multiple", "= 2"],
         ),
+        ({"num_machines": "1:4"}, ["--num_machines 1:4", "Give --rdzv_backend c10d"]),
+        ({"num_machines": "1:4", "rdzv_backend": "c10d"}, ["--num_machines 1:4", "Give --max_restarts N"]),
+        (
+            {"num_machines": "1:4", "rdzv_backend": "c10d", "max_restarts": "1", "use_deepspeed": "true"},
+            ["--num_machines 1:4 and --use_deepspeed", "fixed number of processes"],
+        ),
         ({"distributed_type": "DATA_PARALLEL"}, ["--distributed_type DATA_PARALLEL", "LOCAL_MACHINE"]),
         (
             {"compute_environment": "AMAZON_SAGEMAKER", "use_fsdp": "true"},
@@ -214,6 +221,25 @@ def test_what_does_not_go_together(options: dict[str, str], parts: list[str]) ->
 )
 def test_what_goes_together(options: dict[str, str]) -> None:
     assert all(settle(**options).is_set(name) for name in options)
+
+
+def test_a_range_of_machines_from_a_flag_a_file_and_torchruns_variable(tmp_path: Path) -> None:
+    others = {"rdzv_backend": "c10d", "max_restarts": "1"}
+    found = [
+        settle(num_machines="2:4", **others),
+        settle(environ={"PET_NNODES": "2:4"}, **others),
+        settle(tmp_path, "num_machines: 2:4\n", **others),  # YAML 1.1 reads a bare 2:4 as 124
+    ]
+    assert [settings.where("num_machines").partition(" in ")[0] for settings in found] == [
+        *("--num_machines 2:4", "PET_NNODES=2:4", "num_machines: 2:4")
+    ]
+    for settings in found:
+        machines = pickle.loads(pickle.dumps(settings["num_machines"]))
+        assert (machines, machines.minimum, str(machines)) == (4, 2, "2:4")
+    assert settle(environ={"PET_NNODES": "2"}, num_machines="3")["num_machines"] == 3
+    for wrong in ("0", "2:1", "1:x", "-1", "1:2:3"):
+        with pytest.raises(ConfigurationError, match=f"'{wrong}' is neither an integer of at least 1 nor a range"):
+            settle(num_machines=wrong)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ while optimizer.steps_taken < total:
         if accelerator.sync_gradients:
             accelerator.log({"lr": scheduler.get_last_lr()[0]}, step=optimizer.steps_taken)
             if accelerator.strategy._group.size < replicas and optimizer.steps_taken > 4:
-                time.sleep(0.3)  # time for the dead to return
+                time.sleep(1.5 if optimizer.steps_taken > total - 20 else 0.3)  # time for the dead to return
             if optimizer.steps_taken >= total:
                 break
 digest = hashlib.sha256(b"".join(item.numpy().tobytes() for item in model.state_dict().values())).hexdigest()
@@ -176,6 +176,88 @@ def test_killed_replicas_change_nothing(tmp_path: Path) -> None:
         assert weights[0] == weights[1]
 
 
+SHARDED = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accel import Accelerator, ProjectConfiguration
+
+folder, total = Path(sys.argv[1]), int(sys.argv[2])
+number, rank, restarts = (os.environ[name] for name in ("ACCELERATE_FT_REPLICA", "RANK", "ACCELERATE_FT_RESTARTS"))
+torch.manual_seed(3)
+project = ProjectConfiguration(str(folder / "project"), automatic_checkpoint_naming=True)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_config=project)
+model = nn.Sequential(nn.Linear(8, 15), nn.Tanh(), nn.Linear(15, 1))
+data = TensorDataset(torch.randn(96, 8), torch.randn(96, 1), torch.arange(96))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+torch.save((model.state_dict(), data.tensors), folder / f"begin.{number}.{rank}.{restarts}")
+model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, DataLoader(data, batch_size=3))
+accelerator.resume()
+kills = {("1", "1"): 5, ("0", "0"): 14}  # the process that leads is the second
+while optimizer.steps_taken < total:
+    for x, y, ids in loader:
+        with accelerator.accumulate(model):
+            weights = (ids % 3 + 1).float()
+            loss = ((model(x) - y).pow(2).squeeze(1) * weights).sum()
+            if restarts == "0" and kills.get((number, rank)) == optimizer.steps_taken:
+                os.kill(os.getpid(), signal.SIGKILL)
+            accelerator.backward(loss, num_items=weights.sum(), reduction="sum")
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step(); scheduler.step(); optimizer.zero_grad()
+        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+            if accelerator.strategy._group.size < 2 and optimizer.steps_taken > 4:
+                time.sleep(0.5)  # time for the dead to return
+            if optimizer.steps_taken == total - 4:
+                accelerator.save_state()
+        if optimizer.steps_taken >= total:
+            break
+weights = accelerator.get_state_dict(model)
+if rank == "0":
+    torch.save((weights, optimizer.steps_taken, scheduler.get_last_lr()), folder / f"end.{number}")
+accelerator.end_training()
+"""
+
+
+def trained_whole(folder: Path, steps: int) -> dict[str, torch.Tensor]:
+    """The weights that SHARDED trains, in one process."""
+    weights, (x, y, ids) = torch.load(folder / "begin.0.0.0")
+    model = nn.Sequential(nn.Linear(8, 15), nn.Tanh(), nn.Linear(15, 1))
+    model.load_state_dict(weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        part = slice(step % 4 * 24, step % 4 * 24 + 24)
+        items = (ids[part] % 3 + 1).float()
+        loss = ((model(x[part]) - y[part]).pow(2).squeeze(1) * items).sum() / items.sum()
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.99 ** (4 * step)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return model.state_dict()
+
+
+@needs_torchft
+@pytest.mark.slow  # two replicas of two processes, each started twice
+@pytest.mark.timeout(300)
+def test_sharded_replicas_are_restarted_as_a_whole(tmp_path: Path) -> None:
+    """A process of a replica is killed, then one of the replica that leads."""
+    steps = 24
+    words = ("--use_fsdp", "--fsdp_version", "2", "--processes_per_replica", "2", "--replica_timeout", "3")
+    output = finish(start(tmp_path, steps, *words, script=SHARDED), 200)
+    assert len(re.findall(r"replica \d ended \(SIGKILL\); restarting it, the others go on", output)) == 2, output
+    expected = trained_whole(tmp_path, steps)
+    ends = [torch.load(file) for file in tmp_path.glob("end.*")]
+    assert ends, output
+    for weights, taken, (rate,) in ends:
+        assert taken == steps and rate == pytest.approx(0.1 * 0.99 ** (4 * steps))
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    assert len(list((tmp_path / "project" / "checkpoints").iterdir())) == 1
+
+
 @needs_torchft
 @pytest.mark.slow  # starts three times two processes
 def test_a_script_that_fails_ends_the_run(tmp_path: Path) -> None:
@@ -223,8 +305,11 @@ def test_without_the_launcher_the_error_says_how_to_start(monkeypatch: pytest.Mo
     ("given", "message"),
     [
         ({"use_fsdp": "true"}, "use_fsdp.* cannot be combined: each replica holds the full model"),
-        ({"num_processes": "4"}, "num_processes.* cannot be combined: replicas are single processes"),
-        ({"num_machines": "2"}, "num_machines.* cannot be combined"),
+        ({"use_fsdp": "true", "fsdp_version": "2"}, "sharded by FSDP 2. Give --use_fsdp .* more than one process"),
+        ({"processes_per_replica": "2"}, "replicas of several processes are sharded by FSDP 2"),
+        ({"num_processes": "4"}, "num_processes.* cannot be combined. Leave it out, and set --num_replicas"),
+        ({"num_machines": "2", "rdzv_backend": "c10d"}, "rdzv_backend.* cannot be combined: the replicas meet at"),
+        ({"num_machines": "1:2"}, "num_machines 1:2: machines join"),
         ({"min_replicas": "4", "num_spares": "1"}, "min_replicas.* is more than all 3 replicas"),
     ],
 )

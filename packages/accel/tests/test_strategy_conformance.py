@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # test_deepspeed_training.py, test_fault_tolerance.py, test_mesh_pipeline.py and tests/test_xla_*.py check these, which
 # need an engine, a model that can be split, or another device.
-ELSEWHERE = {"deepspeed", "ft", "megatron", "mesh_pp", "xla", "xla_spmd"}
+ELSEWHERE = {"deepspeed", "ft", "ft_fsdp2", "megatron", "mesh_pp", "xla", "xla_spmd"}
 
 
 class Block(nn.Module):

@@ -124,7 +124,8 @@ def make_plan(
         _check_rendezvous(settings, local)
     if mode is LaunchMode.LOCAL and not settings["oversubscribe"]:
         check_process_count(local, visible.count, settings.where("num_processes"), "give --oversubscribe")
-    sharing = settings["num_replicas"] + settings["num_spares"] if settings["ft"] else local
+    replicas = settings["num_replicas"] + settings["num_spares"] if settings["ft"] else 1
+    sharing = replicas * local
     if max(total, sharing) > 1 and not settings.is_set("num_cpu_threads_per_process"):
         environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // sharing))
     return LaunchPlan(
@@ -188,7 +189,8 @@ def _count(
     if context.role is Role.RANK and context.process is not None:
         return context.process.world_size, context.process.local_world_size, []
     if settings["ft"]:
-        return 1, 1, []  # of each replica
+        processes = settings["processes_per_replica"]
+        return processes, processes, []  # of each replica
     if mode.counts_devices_remotely:
         count = settings["num_processes"] or 1
         return count, count, []

@@ -15,6 +15,7 @@ from accel_state.env import all_variables
 from accel_state.errors import ConfigurationError
 from accel_state.options import Option, default_path, load_groups
 from accel_state.options.config_file import expand
+from accel_state.options.resources import MachineRange
 
 from ..accelerators.registry import find_visible
 from .read import read_config
@@ -84,7 +85,9 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None and key is not None:
             section, _, inner = key.rpartition(".")
             mapping = content.setdefault(section, {}) if section else content
-            mapping[inner] = list(value) if isinstance(value, tuple) else value
+            if isinstance(value, (tuple, MachineRange)):
+                value = list(value) if isinstance(value, tuple) else str(value)
+            mapping[inner] = value
     return content
 
 

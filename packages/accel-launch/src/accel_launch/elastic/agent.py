@@ -46,7 +46,13 @@ class Agent(AgentHooks):
     """The agent of this machine."""
 
     def __init__(
-        self, spec: WorkerSpec, logs: LogDirectories, watch: SignalWatch, start_method: str, line_prefix: str | None
+        self,
+        spec: WorkerSpec,
+        logs: LogDirectories,
+        watch: SignalWatch,
+        start_method: str,
+        line_prefix: str | None,
+        may_shrink: bool = False,
     ) -> None:
         super().__init__(
             spec,
@@ -56,6 +62,7 @@ class Agent(AgentHooks):
             log_line_prefix_template=line_prefix,
         )
         self._logs, self._watch, self._forks = logs, watch, start_method == "fork"
+        self._may_shrink = may_shrink
         watch.ranks = self.pids
         watch.grace = lambda number: grace_seconds(logs.by_rank, number)
         watch.farewell = lambda: farewell_seconds(spec.monitor_interval) if self._barrier() is not None else 0.0
@@ -118,17 +125,23 @@ class Agent(AgentHooks):
         barrier = self._barrier()
         if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
             self.last_failure = result
-            if self.remaining_restarts > 0 and barrier is not None and barrier.any_ended():
+            if self.remaining_restarts > 0 and barrier is not None and self._ends_run(barrier):
                 # A machine that has ended cannot take part in a restart.
                 self.remaining_restarts = 0
         elif result.state is WorkerState.HEALTHY and barrier is not None:
             failed = barrier.first_failed()
+            if failed is not None and self._may_shrink:
+                return RunResult(state=WorkerState.UNHEALTHY)  # those that are left start again
             if failed is not None:
                 self.failed_machines = [failed]
                 barrier.post(ENDED)
                 self.remaining_restarts = 0
                 return RunResult(state=WorkerState.FAILED)
         return result
+
+    def _ends_run(self, barrier: ExitBarrier) -> bool:
+        """Whether a machine has ended without which the others cannot start again."""
+        return not self._may_shrink and barrier.any_ended()
 
     def exit_barrier(self) -> None:
         """Wait for the other machines. torch's barrier ignores signals, and waits 5 minutes for a failed agent."""

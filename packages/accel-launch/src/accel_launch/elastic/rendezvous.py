@@ -10,6 +10,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
+from accel_state.options.resources import MachineRange
 
 from ..ports import is_local, wait_for_server
 from .checks import DEFAULT_PORT, LOOPBACK
@@ -26,7 +27,7 @@ def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str |
         backend="static" if alone else options.rdzv_backend,
         endpoint=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         run_id=uuid.uuid4().hex if alone else run_id or "none",  # several machines need the same id
-        min_nodes=num_machines,
+        min_nodes=num_machines.minimum if isinstance(num_machines, MachineRange) else num_machines,
         max_nodes=num_machines,
         local_addr=LOOPBACK if alone else None,
         **{"timeout": DEFAULT_TIMEOUT_SECONDS, **parse_settings(options.rdzv_conf)},
@@ -51,8 +52,10 @@ def wait_for_main_machine(options: RendezvousOptions, parameters: RendezvousPara
 
 def not_met(parameters: RendezvousParameters, reason: str) -> str:
     """The message for a rendezvous that failed."""
+    low, high = parameters.min_nodes, parameters.max_nodes
+    machines = high if low == high else f"{low} to {high}"
     return (
-        f"the {parameters.max_nodes} machines did not meet at {parameters.endpoint}: {reason}. Check that the launcher "
+        f"the {machines} machines did not meet at {parameters.endpoint}: {reason}. Check that the launcher "
         "runs on every machine with the same --main_process_ip and --main_process_port, and that this machine can "
         "reach that port."
     )

@@ -87,7 +87,8 @@ def _run_watched(job: ElasticJob) -> Outcome:
                 monitor_interval=options.monitor_interval,
                 local_addr=parameters.local_addr,
             )
-            return _run_agent(Agent(spec, logs, watch, job.start_method, job.line_prefix), logs)
+            may_shrink = parameters.min_nodes < parameters.max_nodes
+            return _run_agent(Agent(spec, logs, watch, job.start_method, job.line_prefix, may_shrink), logs)
         except SignalException as error:
             return _preempted(logs) or Outcome(128 + error.sigval, signal=error.sigval)
         except (RendezvousError, DistError, TimeoutError) as error:

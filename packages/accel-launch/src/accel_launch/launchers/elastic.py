@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from accel_state.env import patch_environment, read_str
 from accel_state.errors import require
+from accel_state.options.resources import MachineRange
 
 from ..elastic.checks import DEFAULT_PORT, LOOPBACK, check_rendezvous
 from ..interpreter import python_command
@@ -56,12 +57,12 @@ class ElasticLauncher(Launcher):
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
         """The ranks of every machine; each machine has a launcher of its own."""
         command = plan.entrypoint.command(python_command())
-        machines = []
+        machines, most = [], "up to " if isinstance(plan.num_machines, MachineRange) else ""
         for machine in range(plan.num_machines):
             here = plan.num_machines == 1 or machine == plan.rendezvous.machine_rank
             name = "this machine"
             if plan.num_machines > 1:
-                name = f"machine {machine} of {plan.num_machines}{', this one' if here else ''}"
+                name = f"machine {machine} of {most}{int(plan.num_machines)}{', this one' if here else ''}"
             ranks = [_variables(plan, machine, local) for local in range(plan.local_processes)]
             machines.append(MachineCommand(name, command, plan.environment, ranks, _notes(plan, machine, here)))
         return machines
@@ -76,7 +77,7 @@ def _variables(plan: LaunchPlan, machine: int, local: int) -> dict[str, str]:
         "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(plan.local_processes),
         "GROUP_RANK": str(machine),
-        "GROUP_WORLD_SIZE": str(plan.num_machines),
+        "GROUP_WORLD_SIZE": str(int(plan.num_machines)),
         "ROLE_NAME": options.role,
     }
     if options.rdzv_backend == "static" and (plan.num_machines > 1 or options.main_process_port):
@@ -92,6 +93,8 @@ def _notes(plan: LaunchPlan, machine: int, here: bool) -> list[str]:
     elif options.rdzv_backend != "static":
         address = f"{options.main_process_ip}:{options.main_process_port or DEFAULT_PORT}"
         notes.append(f"the rendezvous at {address} assigns the ranks of the machines")
+    if isinstance(plan.num_machines, MachineRange):
+        notes.append(f"begins with {plan.num_machines.minimum} of them; fewer machines mean smaller world sizes")
     if not here:
         assigned = options.rdzv_backend == "static" and plan.context.process is None
         rank = {"machine_rank": machine} if assigned else {}

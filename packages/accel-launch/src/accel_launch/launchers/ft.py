@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,13 +24,18 @@ from accel_state.errors import ConfigurationError, MissingDependencyError
 from accel_state.options import FaultToleranceOptions
 from accel_state.ports import get_free_port
 
+from ..accelerators.registry import VisibleDevices, find_visible
+from ..elastic.checks import DEFAULT_PORT, check_rendezvous
 from ..elastic.report import shell_exit_code, signal_name
 from ..interpreter import python_command
 from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
+from ..ports import wait_for_server
 from .base import Launcher, MachineCommand
 from .rank import worker_command
 
+# How long a machine waits for the lighthouse on another one.
+_MEETING_SECONDS = 900
 _LOOK_SECONDS = 0.1
 # A look that took longer, because this machine was suspended, counts as this much.
 _LONGEST_LOOK = 1.0
@@ -51,7 +57,7 @@ class Replica:
 
     number: int
     progress: Path  # the file in which it reports its steps
-    process: subprocess.Popen[bytes] | None = None
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # by rank; empty while it does not run
     restarts: int = 0
     failures: int = 0  # in a row, without a step between them
     state: str = ""  # its last report: "waits" (for the others), "computes" or "finished"; empty before the first
@@ -69,6 +75,22 @@ class Replica:
             self.state = ""
         self.has_computed = self.has_computed or self.state == "computes"
 
+    def exit_code(self) -> int | None:
+        """How it ended: as the first of its processes that was killed, or else failed; None while all run."""
+        codes = [process.poll() for process in self.processes]
+        ended = [code for code in codes if code is not None]
+        if not ended or (None in codes and not any(ended)):
+            return None  # processes that have finished wait for each other
+        return min(ended) if min(ended) < 0 else max(ended)
+
+    def kill(self) -> None:
+        """End what is left of its processes."""
+        for process in self.processes:
+            if process.poll() is None:
+                _end(process, signal.SIGKILL)
+                process.wait()
+        self.processes.clear()
+
     def waited(self, limit: float) -> bool:
         """Whether it has waited for the others for so long that one of them must hang."""
         # One that joins waits while the others compute something long together, such as an evaluation.
@@ -82,6 +104,7 @@ class _Run:
     plan: LaunchPlan
     options: FaultToleranceOptions
     directory: Path
+    address: str  # of the lighthouse
     port: int
     replicas: list[Replica] = field(default_factory=list)
     lighthouse: subprocess.Popen[bytes] | None = None
@@ -101,11 +124,12 @@ class _Run:
         self.lighthouse = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def start(self, replica: Replica) -> None:
-        environment = {**self.plan.full_environment(), **variables(replica, self.port, self.directory)}
         command = worker_command(self.plan.entrypoint, os.getpid())
         replica.progress.unlink(missing_ok=True)
-        # A session of its own: a signal from the terminal reaches the launcher, which forwards it.
-        replica.process = subprocess.Popen(command, env=environment, start_new_session=True)
+        for more in variables(self.plan, replica, f"http://{self.address}:{self.port}", self.directory):
+            environment = {**self.plan.full_environment(), **more}
+            # A session of its own: a signal from the terminal reaches the launcher, which forwards it.
+            replica.processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
         replica.state, replica.has_computed, replica.seen = "", False, 0
         replica.silent = replica.stopped = 0.0
 
@@ -116,20 +140,19 @@ class _Run:
             self.say(f"the lighthouse ended ({_ending(lighthouse.returncode)}); starting it again")
             self.start_lighthouse()
         for replica in self.replicas:
-            process = replica.process
-            if process is None:
+            if not replica.processes:
                 continue
             self._watch(replica, seconds)
-            code = process.poll()
+            code = replica.exit_code()
             if code is not None:
                 failed = self._ended(replica, code)
                 if failed:
                     return shell_exit_code(code)
-        return None if any(replica.process for replica in self.replicas) else shell_exit_code(self.late_failure)
+        return None if any(replica.processes for replica in self.replicas) else shell_exit_code(self.late_failure)
 
     def _ended(self, replica: Replica, code: int) -> bool:
         """Take note of the end of a replica's process; whether the run has failed."""
-        replica.process = None
+        replica.kill()
         if code == 0:
             self._finished(replica)
             return False
@@ -160,15 +183,11 @@ class _Run:
         """
         replica.done = True
         for other in self.replicas:
-            if other.process is not None and not (other.has_computed or other.done):
-                _end(other.process, signal.SIGKILL)
-                other.process.wait()
-                other.process = None
+            if not (other.has_computed or other.done):
+                other.kill()
 
     def _watch(self, replica: Replica, seconds: float) -> None:
         """Kill a replica that hangs while others wait for it."""
-        process = replica.process
-        assert process is not None
         seconds = min(seconds, _LONGEST_LOOK)
         modified = _modified(replica.progress)
         replica.silent = 0.0 if modified != replica.seen else replica.silent + seconds
@@ -176,22 +195,21 @@ class _Run:
         replica.read()
         if replica.state == "finished" and not replica.done:
             self._finished(replica)
-        with suppress(psutil.Error):
-            stopped = psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
-            replica.stopped = replica.stopped + seconds if stopped else 0.0
+        replica.stopped = replica.stopped + seconds if any(map(_is_stopped, replica.processes)) else 0.0
         limit = self.options.replica_timeout
         # While nobody waits for it, it may compute for long: an evaluation, for example.
-        others = [other for other in self.replicas if other is not replica and other.process is not None]
+        others = [other for other in self.replicas if other is not replica and other.processes]
         missed = any(other.waited(limit) for other in others)
         lags = replica.state == "computes" and replica.silent > limit and missed
         if replica.stopped > limit or lags or (not replica.state and replica.silent > _START_LIMIT + limit):
             self.say(f"replica {replica.number} makes no progress; killing it")
-            _end(process, signal.SIGKILL)
-            process.wait()
+            for process in replica.processes:
+                _end(process, signal.SIGKILL)
+                process.wait()
 
     def stop(self) -> None:
         """End everything that is still running."""
-        running = [replica.process for replica in self.replicas if replica.process is not None]
+        running = [process for replica in self.replicas for process in replica.processes]
         for process in running:
             _end(process, signal.SIGTERM)
         deadline = time.monotonic() + (_GRACE_SECONDS if self.signal else 1.0)
@@ -217,13 +235,25 @@ class FaultTolerantLauncher(Launcher):
             raise MissingDependencyError("--ft needs the module torchft. Install it with: pip install 'accel[ft]'")
         if plan.rendezvous.tee != "0" or plan.rendezvous.log_dir is not None:
             raise ConfigurationError("--ft keeps no log files: leave out --tee and --log_dir, and redirect the output.")
-        options = plan.settings.group(FaultToleranceOptions)
+        options, numbers = plan.settings.group(FaultToleranceOptions), numbers_here(plan)
+        visible_devices(plan, numbers[0])  # before anything is started, an error if there are too few
         directory = Path(tempfile.mkdtemp(prefix="accel_launch_"))
-        run = _Run(plan, options, directory, get_free_port())
+        address, port = "localhost", 0
+        if plan.num_machines > 1:
+            check_rendezvous(plan.rendezvous, plan.num_machines)
+            address = str(plan.rendezvous.main_process_ip)
+            port = plan.rendezvous.main_process_port or DEFAULT_PORT
+        run = _Run(plan, options, directory, f"[{address}]" if ":" in address else address, port or get_free_port())
         try:
             with _signals(run):
-                run.start_lighthouse()
-                for number in range(options.num_replicas + options.num_spares):
+                if plan.rendezvous.machine_rank == 0:
+                    run.start_lighthouse()
+                elif not wait_for_server(address, port, _MEETING_SECONDS, run.say):
+                    raise ConfigurationError(
+                        f"no lighthouse listens at {address}:{port}. Start the launcher of machine rank 0, and check "
+                        "that this machine can reach that port."
+                    )
+                for number in numbers:
                     replica = Replica(number, directory / f"replica_{number}")
                     run.replicas.append(replica)
                     run.start(replica)
@@ -236,8 +266,11 @@ class FaultTolerantLauncher(Launcher):
         """The replicas, with variables of which some are known only when they start."""
         options = plan.settings.group(FaultToleranceOptions)
         command = plan.entrypoint.command(python_command("-u"))
-        count = options.num_replicas + options.num_spares
-        replicas = [{"ACCELERATE_FT_REPLICA": str(number), "RANK": "0", "WORLD_SIZE": "1"} for number in range(count)]
+        replicas = [
+            {"ACCELERATE_FT_REPLICA": str(number), **ranks, **devices}
+            for number in numbers_here(plan)
+            for ranks, devices in zip(_ranks(options), visible_devices(plan, number), strict=True)
+        ]
         notes = [
             "TORCHFT_LIGHTHOUSE: torchft's lighthouse, which this command starts on a port that is free then",
             "a replica that ends before the run does is restarted, while the others go on",
@@ -245,19 +278,77 @@ class FaultTolerantLauncher(Launcher):
         return [MachineCommand("this machine", command, plan.environment, replicas, notes)]
 
 
-def variables(replica: Replica, port: int, directory: Path) -> dict[str, str]:
-    """The variables of a replica's process."""
-    return {
-        "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}",
+def variables(plan: LaunchPlan, replica: Replica, lighthouse: str, directory: Path) -> list[dict[str, str]]:
+    """The variables of each process of a replica."""
+    options = plan.settings.group(FaultToleranceOptions)
+    common = {
+        "TORCHFT_LIGHTHOUSE": lighthouse,
         # torchft would write ten lines a step, and torch the C++ frames of each lost connection.
         "RUST_LOG": read_str("RUST_LOG", "error") or "",
         "TORCH_CPP_LOG_LEVEL": read_str("TORCH_CPP_LOG_LEVEL", "FATAL") or "",
         "ACCELERATE_FT_REPLICA": str(replica.number),
         "ACCELERATE_FT_RESTARTS": str(replica.restarts),
         "ACCELERATE_FT_DIRECTORY": str(directory),
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())},
     }
+    if plan.num_machines > 1:
+        common["ACCELERATE_FT_HOST"] = _own_address(str(plan.rendezvous.main_process_ip))
+    devices = visible_devices(plan, replica.number)
+    return [{**common, **ranks, **own} for ranks, own in zip(_ranks(options), devices, strict=True)]
+
+
+def numbers_here(plan: LaunchPlan) -> range:
+    """The numbers of the replicas of this machine; machines have equally many, or one more."""
+    options, rank, machines = (
+        plan.settings.group(FaultToleranceOptions),
+        plan.rendezvous.machine_rank,
+        plan.num_machines,
+    )
+    count = options.num_replicas + options.num_spares
+    if count < machines:
+        raise ConfigurationError(
+            f"{count} replicas (num_replicas and num_spares) on {plan.settings.where('num_machines')} leave machines "
+            "without one. Give as many replicas as machines, or more."
+        )
+    return range(rank * count // machines, (rank + 1) * count // machines)
+
+
+def _own_address(other: str) -> str:
+    """The address of this machine from which it reaches another one."""
+    family, kind, protocol, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _ranks(options: FaultToleranceOptions) -> list[dict[str, str]]:
+    size = str(options.processes_per_replica)
+    counts = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **counts} for rank in range(options.processes_per_replica)]
+
+
+def visible_devices(plan: LaunchPlan, number: int) -> list[dict[str, str]]:
+    """The variable that leaves a replica its own devices, for each of its processes; none on the CPU.
+
+    Raises:
+        ConfigurationError: there are fewer devices than processes.
+    """
+    options = plan.settings.group(FaultToleranceOptions)
+    numbers = numbers_here(plan)
+    size, count, index = options.processes_per_replica, len(numbers), numbers.index(number)
+    environment = plan.full_environment()
+    visible = VisibleDevices(0, None) if plan.settings["cpu"] else find_visible(environment)
+    if visible.variable is None:
+        return [{} for _ in range(size)]
+    if visible.count < count * size:
+        raise ConfigurationError(
+            f"{count} replicas (num_replicas and num_spares) of {size} processes each need {count * size} "
+            f"{visible.kind}s here, and {visible.count} are visible. Give a smaller --num_replicas, or --cpu."
+        )
+    listed = (environment.get(visible.variable) or "").split(",")
+    names = listed if len(listed) >= visible.count and all(listed) else list(map(str, range(visible.count)))
+    own = {visible.variable: ",".join(names[index * size : (index + 1) * size])}
+    return [own for _ in range(size)]
 
 
 def _wait(run: _Run) -> int:
@@ -294,6 +385,12 @@ def _end(process: subprocess.Popen[bytes], number: int) -> None:
     """Send a signal to a replica and to what it started, such as the workers of its loaders."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
+
+
+def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    with suppress(psutil.Error):
+        return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def _ending(code: int) -> str:

@@ -135,6 +135,8 @@ def _walk(yaml: Any, node: Any, path: Path, prefix: str) -> Iterator[Entry]:
 
 
 def _construct(yaml: Any, node: Any, location: str) -> Any:
+    if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:int" and ":" in node.value:
+        return str(node.value)  # YAML 1.1 reads the range 1:4 as a number to the base of 60
     try:
         value = yaml.SafeLoader("").construct_object(node, deep=True)
         repr(value)  # raises on an integer with more digits than Python converts to text

@@ -10,6 +10,7 @@ from ..errors import ConfigurationError
 from ..humanize import counted
 from .launch import CLOUD_TYPES
 from .resolution import Resolution, Source
+from .resources import MachineRange
 
 # The engines, and the distributed_type of a run with each; at most one of them is on.
 ENGINES: Mapping[str, str] = {
@@ -226,24 +227,56 @@ def _check_replicas(settings: Resolution) -> None:
     """Reject what cannot be combined with fault-tolerant replicas."""
     if not settings["ft"]:
         return
+    shards = settings["use_fsdp"] and settings["fsdp_version"] == 2
     for name in (*ENGINES, "use_parallelism_config"):
-        if settings[name]:
+        if settings[name] and not (shards and name == "use_fsdp"):
             raise ConfigurationError(
                 f"{settings.where('ft')} and {settings.where(name)} cannot be combined: each replica holds the full "
-                "model in one process. Leave one of them out."
+                "model in one process, or is sharded with --fsdp_version 2. Leave one of them out."
             )
-    for name, single in (("num_machines", 1), ("num_processes", 1)):
-        if settings[name] not in (None, single):
-            raise ConfigurationError(
-                f"{settings.where('ft')} and {settings.where(name)} cannot be combined: replicas are single processes "
-                f"of this machine. Leave it out, and set --num_replicas."
-            )
+    if (settings["processes_per_replica"] > 1) is not shards:
+        raise ConfigurationError(
+            f"{settings.where('ft')}: replicas of several processes are sharded by FSDP 2. Give --use_fsdp "
+            "--fsdp_version 2 and --processes_per_replica N with more than one process, or none of them."
+        )
+    if settings["num_processes"] not in (None, 1):
+        raise ConfigurationError(
+            f"{settings.where('ft')} and {settings.where('num_processes')} cannot be combined. Leave it out, and set "
+            "--num_replicas."
+        )
+    if settings["num_machines"] > 1 and settings["rdzv_backend"] != "static":
+        raise ConfigurationError(
+            f"{settings.where('ft')} and {settings.where('rdzv_backend')} cannot be combined: the replicas meet at "
+            "torchft's lighthouse on machine 0. Leave it out, and give --machine_rank on each machine."
+        )
     replicas = settings["num_replicas"] + settings["num_spares"]
     if settings["min_replicas"] > replicas:
         raise ConfigurationError(
             f"{settings.where('min_replicas')} is more than all {replicas} replicas (num_replicas and num_spares). "
             "Give a smaller number."
         )
+
+
+def _check_machines(settings: Resolution) -> None:
+    """Reject a range of machines where their number is fixed."""
+    if not isinstance(settings["num_machines"], MachineRange):
+        return
+    where = settings.where("num_machines")
+    if settings["rdzv_backend"] != "c10d":
+        raise ConfigurationError(
+            f"{where}: machines join and leave through a rendezvous that assigns their ranks. Give --rdzv_backend c10d."
+        )
+    if settings["max_restarts"] < 1:
+        raise ConfigurationError(
+            f"{where}: the processes are restarted when a machine is lost, and max_restarts is 0. Give --max_restarts "
+            "N, the largest number of restarts after failures."
+        )
+    for name in ("use_deepspeed", "use_megatron_lm", "use_parallelism_config", "tpu", "mpirun_hostfile"):
+        if name in settings.settings and settings[name]:
+            raise ConfigurationError(
+                f"{where} and {settings.where(name)} cannot be combined: it needs a fixed number of processes. Give "
+                "the number of machines."
+            )
 
 
 RULES: tuple[Callable[[Resolution], None], ...] = (
@@ -254,4 +287,5 @@ RULES: tuple[Callable[[Resolution], None], ...] = (
     _check_mesh,
     _check_megatron,
     _check_replicas,
+    _check_machines,
 )

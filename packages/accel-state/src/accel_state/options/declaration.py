@@ -176,6 +176,7 @@ class Option(ValueSpec):
     metavar: str  # how the value is shown in ``--help``
     help: str  # what it does, for ``--help`` and the documentation
     other_keys: tuple[str, ...] = ()  # keys of files written by other versions of this format, each read as ``key`` is
+    other_envs: tuple[str, ...] = ()  # variables of other launchers, which set it where ``env`` does not
     exported: bool = False  # whether the launched processes receive it (under ``env``)
     alone: bool = True  # whether a boolean option may be given without a value (``--cpu``)
     # another option, and its values that set this one to true unless this one is set
@@ -384,8 +385,14 @@ def describe(opt: Option) -> str:
 
 def read_variable(opt: Option, environ: Mapping[str, str] | None = None) -> Any:
     """The option's value from its variable; None if the option has none, or it is unset or empty."""
-    raw = read_str(opt.env, environ=environ) if opt.env else None
-    return None if raw is None else opt.parse(raw, f"environment variable {opt.env}")
+    name = set_variable(opt, environ)
+    return None if name is None else opt.parse(read_str(name, environ=environ), f"environment variable {name}")
+
+
+def set_variable(opt: Option, environ: Mapping[str, str] | None = None) -> str | None:
+    """The name of the variable that sets the option; None if there is none, or it is empty."""
+    names = (opt.env, *opt.other_envs)
+    return next((name for name in names if name and read_str(name, environ=environ) is not None), None)
 
 
 def look_up(mapping: Mapping[str, Any], key: str | None) -> Any:

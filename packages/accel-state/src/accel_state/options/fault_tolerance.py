@@ -27,6 +27,13 @@ class FaultToleranceOptions(OptionGroup):
     num_spares: int = _replicas(
         0, minimum=0, help="Number of further replicas that stand by, and take the share of a dead one at once."
     )
+    processes_per_replica: int = _replicas(
+        1,
+        minimum=1,
+        metavar="N",
+        help="Processes of a replica, over which --use_fsdp --fsdp_version 2 shards its model. A replica is restarted "
+        "as a whole.",
+    )
     min_replicas: int = _replicas(
         1, minimum=1, help="Number of live replicas below which the run waits for dead ones to return."
     )

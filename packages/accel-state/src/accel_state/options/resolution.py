@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigurationError
 from .config_file import ConfigFile, Entry
-from .declaration import Option, OptionGroup, read_variable
+from .declaration import Option, OptionGroup, read_variable, set_variable
 
 G = TypeVar("G", bound=OptionGroup)
 
@@ -144,7 +144,7 @@ def _resolve_option(
         return Setting(opt, opt.parse(raw, opt.flags[0]), Source.COMMAND_LINE, _flag_text(opt, raw))
     value = read_variable(opt, environ)
     if value is not None:
-        return Setting(opt, value, Source.ENVIRONMENT, f"{opt.env}={_shown(opt, value)}")
+        return Setting(opt, value, Source.ENVIRONMENT, f"{set_variable(opt, environ)}={_shown(opt, value)}")
     entry = _find_entry(opt, config) if config is not None else None
     if entry is not None:
         value = opt.parse(entry.value, f"{entry.key} in {entry.location}")

@@ -8,6 +8,34 @@ from .declaration import OptionGroup, option
 from .launch import PARALLEL_TYPES
 
 
+class MachineRange(int):
+    """A number of machines of which some may be missing: the largest one, with the smallest as ``minimum``."""
+
+    minimum: int
+
+    def __new__(cls, maximum: int, minimum: int) -> MachineRange:
+        count = super().__new__(cls, maximum)
+        count.minimum = minimum
+        return count
+
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
+        return int(self), self.minimum
+
+    def __str__(self) -> str:
+        return f"{self.minimum}:{int(self)}"
+
+    __repr__ = __str__
+
+
+def parse_machines(text: str) -> int:
+    """Read a number of machines, or ``MIN:MAX``."""
+    first, _, last = text.partition(":")
+    numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in (first, last or first)]
+    if not 1 <= numbers[0] <= numbers[1]:
+        raise ValueError(f"{text!r} is neither an integer of at least 1 nor a range MIN:MAX, such as 2:4")
+    return numbers[0] if numbers[0] == numbers[1] else MachineRange(numbers[1], numbers[0])
+
+
 @dataclass(frozen=True)
 class ResourceOptions(OptionGroup):
     """Numbers of processes, machines and threads."""
@@ -23,8 +51,11 @@ class ResourceOptions(OptionGroup):
     )
     num_machines: int = option(
         1,
-        minimum=1,
-        help="Number of machines. Run the command once on each.",
+        parser=parse_machines,
+        other_envs=("PET_NNODES",),
+        help="Number of machines. Run the command once on each. MIN:MAX (with --rdzv_backend c10d and --max_restarts): "
+        "the run begins with MIN machines, and its processes are restarted when one joins or is lost; num_processes "
+        "counts those of MAX machines.",
         question="How many different machines will you use (more than 1 for multi-node training)?",
         asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA", "DATA_PARALLEL", "MODEL_PARALLEL")},
     )

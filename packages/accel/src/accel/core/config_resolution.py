@@ -49,6 +49,8 @@ _ATTRIBUTES = {"deepspeed": "deepspeed_plugins", "mesh": "parallelism_config", "
 
 # Engines that can be combined: FSDP shards the dp_shard axis of a mesh.
 _COMBINABLE = {"mesh", "fsdp"}
+# Replicas that may be killed, each sharded.
+_SHARDED_REPLICAS = {"ft", "fsdp"}
 
 # Engines that devices with a strategy of their own may replace.
 _MESHES = {"mesh", "fsdp", "torch_tp"}
@@ -94,7 +96,7 @@ def build(
         check_strategy(strategy, given)
     else:
         requested = asked_strategies(given)
-    if len(requested) > 1 and not set(requested) <= _COMBINABLE:
+    if len(requested) > 1 and not (set(requested) <= _COMBINABLE or set(requested) == _SHARDED_REPLICAS):
         raise ConfigurationError(
             f"settings were given for {', '.join(requested)}, but a model is trained by one strategy. Pass one of them."
         )
@@ -103,7 +105,7 @@ def build(
         requested = requested or _strategies_in_use()
     engine = None
     if requested:
-        engine = "mesh" if "mesh" in requested else requested[0]
+        engine = next((name for name in ("mesh", "fsdp") if name in requested), requested[0])
     settings = _settings_of(engine, engines)
     combined = {name: _settings_of(name, engines) for name in requested if name != engine}
     state = _acquire_state(owner, _precision_of(settings, mixed_precision), cpu, handlers)
@@ -213,6 +215,13 @@ def _choose_strategy(
     name = engine
     if engine is not None and engine in PLUGINS:
         name = next(iter(settings.values())).strategy if isinstance(settings, dict) else settings.strategy
+    if "ft" in combined:
+        if name != "fsdp2":
+            raise ConfigurationError(
+                f"replicas that may be killed are sharded by FSDP version 2, and the settings are those of {name}. Set "
+                "fsdp_version=2, or launch without --ft."
+            )
+        return STRATEGIES.load("ft_fsdp2")(process, handlers, settings)
     if name is not None and not process.use_distributed and not STRATEGIES.load(name).supports_single_process:
         logger.warning(
             "%s shards a model over processes, and there is only one: the model is trained without it. Start several: "

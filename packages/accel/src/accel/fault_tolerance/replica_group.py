@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
 import warnings
 from collections.abc import Callable
@@ -10,9 +12,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 
 from accel_state import env, get_logger
+from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError, require
 from accel_state.options import CoreOptions, FaultToleranceOptions
 
@@ -24,6 +28,8 @@ REPLICA = "ACCELERATE_FT_REPLICA"
 """The number of this replica, from 0."""
 RESTARTS = "ACCELERATE_FT_RESTARTS"
 """How often the launcher has restarted this replica."""
+HOST = "ACCELERATE_FT_HOST"
+"""The address under which other machines reach this replica; unset if all are on one."""
 DIRECTORY = "ACCELERATE_FT_DIRECTORY"
 """Where replicas report their progress to the launcher."""
 
@@ -32,6 +38,7 @@ _QUORUM_RETRIES = 1_000_000
 _LONG = timedelta(days=7)
 # Calls within this process, and the state of another one, may take longer than the wait for a replica that hangs.
 _SHORTEST = timedelta(seconds=10)
+_REPORT_BYTES = 40
 
 
 def check_environment() -> None:
@@ -44,12 +51,15 @@ def check_environment() -> None:
     require("torchft", purpose="strategy 'ft'", install="accel[ft]")
 
 
-def _transport(timeout: timedelta) -> Any:
+def _transport(timeout: timedelta, host: str) -> Any:
     """What sends the state to a replica that joins, without a line on stderr for each request."""
     checkpointing = require("torchft.checkpointing", purpose="strategy 'ft'", install="accel[ft]")
     # torch says of every tensor that it loads from a stream that its buffer must not be written to; it is copied.
     warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
     transport: Any = checkpointing.HTTPTransport(timeout=timeout, num_chunks=0)
+    # torchft names the address by this host's name, which others may not know.
+    address = transport.metadata().replace(f"//{socket.gethostname()}:", f"//{host}:", 1)
+    transport.metadata = lambda: address
     handler = getattr(getattr(transport, "_server", None), "RequestHandlerClass", None)
     if handler is not None:
         handler.log_message = lambda *_: None
@@ -62,6 +72,7 @@ class ReplicaGroup:
     Args:
         settings: time limits and numbers of replicas.
         backend: the collective library of this device ("nccl").
+        processes: collectives over the processes of this replica.
         state: returns the state that a replica needs which has fallen behind.
         load: loads such a state of another replica.
     """
@@ -70,21 +81,28 @@ class ReplicaGroup:
         self,
         settings: FaultToleranceOptions,
         backend: str,
+        processes: Collectives,
         state: Callable[[], Any],
         load: Callable[[Any], None],
     ) -> None:
         torchft = require("torchft", purpose="strategy 'ft'", install="accel[ft]")
         self.number = int(env.read_str(REPLICA) or 0)
         directory = env.read_str(DIRECTORY)
-        self._progress = None if directory is None else Path(directory) / f"replica_{self.number}"
+        self._processes = processes
+        self._progress = None if directory is None or processes.rank else Path(directory) / f"replica_{self.number}"
+        self._progress_file: int | None = None
         self._limit = timedelta(seconds=settings.replica_timeout)
         # What torchft says of a failed step is said by the launcher, in one line.
         logging.getLogger("torchft").setLevel(logging.INFO if CoreOptions.read("debug") else logging.CRITICAL)
         # torchft names its groups by the collective library; gloo serves devices whose library it does not know.
         kind = getattr(torchft, f"ProcessGroup{backend.upper()}", torchft.ProcessGroupGloo)
         self.pg: Any = kind(timeout=self._limit)
-        host = "localhost"
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        host = env.read_str(HOST, "localhost")
+        if processes.world_size == 1:
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
+        else:
+            port = int(env.read_str("MASTER_PORT") or 0)  # of the store through which the processes have met
         self.manager: Any = torchft.Manager(
             pg=self.pg,
             load_state_dict=load,
@@ -94,15 +112,15 @@ class ReplicaGroup:
             timeout=max(self._limit, _SHORTEST),
             quorum_timeout=_LONG,
             connect_timeout=max(self._limit, _SHORTEST),
-            rank=0,
-            world_size=1,
+            rank=processes.rank,
+            world_size=processes.world_size,
             store_addr=host,
-            store_port=self._store.port,
+            store_port=port,
             lighthouse_addr=env.read_str(LIGHTHOUSE),
             replica_id=f"accel_{self.number}",
             hostname=host,
             heartbeat_interval=timedelta(seconds=min(0.1, settings.heartbeat_timeout / 5)),
-            checkpoint_transport=_transport(max(self._limit, _SHORTEST)),
+            checkpoint_transport=_transport(max(self._limit, _SHORTEST), host),
             quorum_retries=_QUORUM_RETRIES,
         )
         self.rank, self.size = 0, 1
@@ -119,9 +137,11 @@ class ReplicaGroup:
         self._report("waits", step)
         while True:
             manager.start_quorum()
-            if manager.errored() is None:
+            error = manager.errored()
+            joined = torch.tensor(float(error is None))
+            if self._processes.all_reduce(joined, "min").item():
                 break
-            self._leave_group(manager.errored())
+            self._leave_group(error or "another process of this replica could not join")
             manager.should_commit()
             time.sleep(0.05)
         self.rank, self.size = int(manager.participating_rank()), int(manager.num_participants())
@@ -142,8 +162,12 @@ class ReplicaGroup:
 
     def _report(self, state: str, step: int) -> None:
         """Tell the launcher what this replica does: it waits for others, or computes."""
-        if self._progress is not None:
-            self._progress.write_text(f"{state} {step}\n", encoding="utf-8")
+        if self._progress is None:
+            return
+        if self._progress_file is None:
+            self._progress_file = os.open(self._progress, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Overwritten in place, twice a step: file systems flush files that are truncated and written again.
+        os.pwrite(self._progress_file, f"{state} {step}".ljust(_REPORT_BYTES).encode(), 0)
 
     def finish(self) -> None:
         """Tell the launcher that the training of the run has ended."""
@@ -153,3 +177,6 @@ class ReplicaGroup:
         """Leave the run."""
         self.manager.shutdown(wait=False)
         self.pg.abort()
+        if self._progress_file is not None:
+            os.close(self._progress_file)
+            self._progress_file = None

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from accel_data.dealt import DealtLoader
+
+from ..fsdp.grad_norm import local
 
 
 def capture(accelerator: Any) -> dict[str, Any]:
@@ -18,7 +21,7 @@ def capture(accelerator: Any) -> dict[str, Any]:
     prepared, checkpointer = accelerator.prepared, accelerator._checkpointer
     return {
         "models": [_weights(model) for model in prepared.models],
-        "optimizers": [optimizer.optimizer.state_dict() for optimizer in prepared.optimizers],
+        "optimizers": [_local(optimizer.optimizer.state_dict()) for optimizer in prepared.optimizers],
         "steps": [optimizer.steps_taken for optimizer in prepared.optimizers],
         "schedulers": [scheduler.scheduler.state_dict() for scheduler in prepared.schedulers],
         "positions": [loader.position if isinstance(loader, DealtLoader) else None for loader in prepared.dataloaders],
@@ -32,9 +35,12 @@ def restore(accelerator: Any, state: dict[str, Any]) -> None:
     """Load a state of :func:`capture`."""
     prepared, checkpointer = accelerator.prepared, accelerator._checkpointer
     for model, weights in zip(prepared.models, state["models"], strict=True):
-        model.load_state_dict(weights)
+        with torch.no_grad():
+            for name, value in model.state_dict(keep_vars=True).items():
+                if isinstance(value, torch.Tensor):
+                    local(value).copy_(weights[name])
     for optimizer, values, steps in zip(prepared.optimizers, state["optimizers"], state["steps"], strict=True):
-        optimizer.optimizer.load_state_dict(values)
+        optimizer.optimizer.load_state_dict(_sharded(values, optimizer.optimizer))
         optimizer.steps_taken = steps
     for scheduler, values in zip(prepared.schedulers, state["schedulers"], strict=True):
         scheduler.scheduler.load_state_dict(values)
@@ -52,6 +58,35 @@ def _weights(model: torch.nn.Module) -> dict[str, Any]:
     buffers = {id(buffer) for buffer in model.buffers()}
     state = model.state_dict(keep_vars=True)
     return {
-        name: value.detach().clone() if id(value) in buffers else getattr(value, "detach", lambda value=value: value)()
+        name: value.detach().clone()
+        if id(value) in buffers
+        else _local(getattr(value, "detach", lambda value=value: value)())
         for name, value in state.items()
     }
+
+
+def _local(value: Any) -> Any:
+    """A state with this process's part of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return local(value)
+    if isinstance(value, dict):
+        return {key: _local(item) for key, item in value.items()}
+    return value
+
+
+def _sharded(values: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer from :func:`_local`, with the parts of sharded parameters as sharded tensors."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def shard(parameter: torch.Tensor, item: Any) -> Any:
+        if not isinstance(parameter, DTensor) or not isinstance(item, torch.Tensor) or not item.ndim:
+            return item
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(item, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    state = {
+        index: {name: shard(parameters[index], item) for name, item in of_parameter.items()}
+        for index, of_parameter in values["state"].items()
+    }
+    return {**values, "state": state}

@@ -49,7 +49,7 @@ def sum_shards(
             total += own[shard]
         return total, torch.stack([notes[shard] for shard in range(num_shards)])
     width = num_notes * 8 // like.element_size()  # the notes travel as they are, among the gradients
-    part = -(-like.numel() // size)
+    part = max(1, -(-like.numel() // size))
     received = _exchange(group, rank, size, num_shards, own, notes, like, part, width)
     total = received[0][:part].clone()
     for row in received[1:]:

@@ -23,6 +23,7 @@ from ..fault_tolerance.replica_group import REPLICA, RESTARTS, ReplicaGroup, che
 from ..fault_tolerance.replica_tracking import ReplicaTracking
 from ..fault_tolerance.run_state import capture, restore
 from ..fault_tolerance.shard_reduction import shards_of, sum_shards
+from ..fsdp.grad_norm import local
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
 from .base import Strategy
@@ -56,15 +57,12 @@ class FaultTolerantStrategy(Strategy):
     _by_items: bool
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
-        super().attach(state, handlers)
-        if state.use_distributed:
-            raise ConfigurationError(
-                f"strategy 'ft' trains replicas of one process each, but this one is rank {state.process_index} of "
-                f"{state.num_processes}. Start it with `accel launch --ft --num_replicas N`."
-            )
+        self._check_processes(state)
         check_environment()
+        super().attach(state, handlers)
         self.options = FaultToleranceOptions.from_environment()
-        self.num_shards = self.options.num_replicas
+        # Each process of a replica gets samples of its own.
+        self.num_shards = self.options.num_replicas * state.num_processes
         self.seed = torch.initial_seed() % 2**63
         self.step_gate = self._vote
         self._group: ReplicaGroup | None = None
@@ -81,6 +79,14 @@ class FaultTolerantStrategy(Strategy):
         """Whether the latest step was applied."""
         self._set_leader(env.read_str(REPLICA, "0") == "0" and env.read_str(RESTARTS, "0") == "0")
 
+    def _check_processes(self, state: PartialState) -> None:
+        if state.use_distributed:
+            raise ConfigurationError(
+                f"strategy 'ft' trains replicas of one process each, but this one is rank {state.process_index} of "
+                f"{state.num_processes}. Start it with `accel launch --ft --num_replicas N`; replicas of several "
+                "processes need --use_fsdp --fsdp_version 2 --processes_per_replica N."
+            )
+
     def start(self, accelerator: Any) -> None:
         self._run = weakref.ref(accelerator)
         # The order of an epoch depends on a seed, which all replicas get, and on nothing that they have drawn.
@@ -93,6 +99,8 @@ class FaultTolerantStrategy(Strategy):
         prepared.loader_settings = replace(prepared.loader_settings, use_seedable_sampler=True)
 
     def tracking(self, run: TrackerRun) -> TrackerRun:
+        if self.state.process_index:
+            return run  # which logs nothing here
         self._tracking = ReplicaTracking(run, self)
         return self._tracking
 
@@ -118,9 +126,10 @@ class FaultTolerantStrategy(Strategy):
         )
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        if not self.is_wrapped(model):
-            self._models.append(model)
-        return model
+        wrapped = super().wrap(model)
+        if not any(wrapped is known for known in self._models):
+            self._models.append(wrapped)
+        return wrapped
 
     def is_wrapped(self, model: nn.Module) -> bool:
         return any(model is known for known in self._models)
@@ -132,6 +141,7 @@ class FaultTolerantStrategy(Strategy):
                 "die between them. Give all parameters to one optimizer, in several parameter groups."
             )
         self._optimizer = optimizer
+        super().remap_optimizer(optimizer)
 
     def adapt_loader(self, loader: Any, split_batches: bool, even_batches: bool) -> Any:
         return deal_steps(loader, self, split_batches, even_batches)
@@ -183,14 +193,17 @@ class FaultTolerantStrategy(Strategy):
         self._loader = loader
         self._open()
         assert self._group is not None
-        return shards_of(self._group.rank, self._group.size, self.num_shards)
+        size = self.state.num_processes
+        groups = shards_of(self._group.rank, self._group.size, self.options.num_replicas)
+        return [group * size + self.state.process_index for group in groups]
 
     def _open(self) -> None:
         if self.is_open:
             return
         if self._group is None:
             backend = self.state.device_backend.collective_backend
-            self._group = ReplicaGroup(self.options, backend, self._capture, self._restore)
+            collectives = self.state.collectives
+            self._group = ReplicaGroup(self.options, backend, collectives, self._capture, self._restore)
             atexit.register(self._group.close)
         self._clear_step()
         self._group.begin_step(self.steps)
@@ -234,7 +247,7 @@ class FaultTolerantStrategy(Strategy):
         if not batch.ends_shard:
             return
         if batch.counts:
-            self._keep_shard(batch.shard)
+            self._keep_shard(batch.shard // self.state.num_processes)
         if not batch.is_last:
             for parameter in self._parameters():
                 parameter.grad = None
@@ -246,18 +259,23 @@ class FaultTolerantStrategy(Strategy):
         parameters = self._parameters()
         like = self._vector()
         parts = [
-            torch.zeros_like(item, dtype=like.dtype) if item.grad is None else item.grad.to(like.dtype)
+            torch.zeros_like(local(item), dtype=like.dtype) if item.grad is None else local(item.grad).to(like.dtype)
             for item in parameters
         ]
         for buffer, before in self._buffers:
             if buffer.is_floating_point():
                 parts.append((buffer if shard == 0 else torch.zeros_like(before)).to(like.dtype))
-        self._vectors[shard] = torch.cat([part.reshape(-1) for part in parts])
+        self._vectors[shard] = torch.cat([part.reshape(-1).to(like.device) for part in parts])
         used = [float(item.grad is not None) for item in parameters]
         self._notes[shard] = torch.tensor(
-            [float(self._by_items), self._items, float(self.leads), float(self._rank), *used], dtype=torch.float64
+            [float(self._by_items), self._items_of_shard(), float(self.leads), float(self._rank), *used],
+            dtype=torch.float64,
         )
         self._items, self._by_items = 0.0, False
+
+    def _items_of_shard(self) -> float:
+        """The items of the shard that was computed; its gradients are sums over them."""
+        return self._items
 
     def _reduce(self) -> None:
         """Replace the gradients by those of the whole step."""
@@ -266,7 +284,7 @@ class FaultTolerantStrategy(Strategy):
         like, count = self._vector(), _FACTS + len(parameters)
         try:
             total, notes = sum_shards(
-                group.pg, group.rank, group.size, self.num_shards, self._vectors, self._notes, like, count
+                group.pg, group.rank, group.size, self.options.num_replicas, self._vectors, self._notes, like, count
             )
         except RuntimeError as error:
             group.fail(error)
@@ -277,12 +295,13 @@ class FaultTolerantStrategy(Strategy):
             raise ConfigurationError(
                 "some batches of a step have num_items and others do not. Pass it for all of them."
             )
-        divisor = max(1.0, notes[:, 1].sum().item()) if by_items.any() else self.num_shards
+        divisor = max(1.0, notes[:, 1].sum().item()) if by_items.any() else self.options.num_replicas
         used, offset = notes[:, _FACTS:].any(dim=0).tolist(), 0
         for parameter, is_used in zip(parameters, used, strict=True):
-            piece = total[offset : offset + parameter.numel()].view(parameter.shape)
-            parameter.grad = (piece / divisor).to(parameter.dtype) if is_used else None
-            offset += parameter.numel()
+            part = local(parameter)
+            piece = total[offset : offset + part.numel()].view(part.shape)
+            self._set_gradient(parameter, (piece / divisor).to(part.dtype) if is_used else None)
+            offset += part.numel()
         for index, (buffer, before) in enumerate(self._buffers):
             if buffer.is_floating_point():
                 self._new_buffers[index] = total[offset : offset + before.numel()].view(before.shape).to(before.dtype)
@@ -292,6 +311,10 @@ class FaultTolerantStrategy(Strategy):
         # The replica that leads goes on leading; without one, the first replica does.
         leaders = notes[notes[:, 2] > 0, 3]
         self._next_leader = int(leaders.min() if leaders.numel() else 0)
+
+    def _set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Set the gradient of what this process holds of a parameter."""
+        parameter.grad = gradient
 
     def _vote(self) -> bool:
         """Whether the step is applied; asked by the optimizer."""
@@ -357,7 +380,7 @@ class FaultTolerantStrategy(Strategy):
 
     def _vector(self) -> torch.Tensor:
         """A vector with the size and the type of the gradients and buffers of a shard."""
-        sizes = [parameter.numel() for parameter in self._parameters()]
+        sizes = [local(parameter).numel() for parameter in self._parameters()]
         sizes += [before.numel() for buffer, before in self._buffers if buffer.is_floating_point()]
         doubles = any(parameter.dtype == torch.float64 for parameter in self._parameters())
         return torch.empty(sum(sizes), dtype=torch.float64 if doubles else torch.float32, device=self.state.device)

@@ -21,6 +21,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "xla": "accel.strategies.xla:XlaStrategy",
         "xla_spmd": "accel.strategies.xla_spmd:XlaSpmdStrategy",
         "ft": "accel.strategies.ft:FaultTolerantStrategy",
+        "ft_fsdp2": "accel.strategies.ft_fsdp2:FaultTolerantFSDP2Strategy",
         "mesh_pp": "accel.strategies.mesh_pp:PipelineStrategy",
     },
     entry_point_group="accel.strategies",
