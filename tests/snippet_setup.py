@@ -64,6 +64,9 @@ tokens = torch.randint(0, 8, (2, 5))
 loader = [{"input_ids": tokens, "labels": tokens}]
 """,
     ("docs/guides/training.md", "for inputs, targets in evaluation_loader:"): "fresh",
+    ("docs/guides/world_size.md", "from accel import Accelerator, DataLoaderConfiguration"): """
+dataset = TensorDataset(torch.randn(130, 10), torch.randint(0, 2, (130,)))
+""",
     ("packages/accel-launch/README.md", "from accel_launch import debug_launcher"): """
 model_name = "bert"
 def train(name, lr):

@@ -49,7 +49,7 @@ FACTS = {
     "rng_types=None, dispatch_batches=None, even_batches=True, slice_fn_for_dispatch=None, "
     "use_seedable_sampler=False, data_seed=None, "
     "non_blocking=False, use_stateful_dataloader=False, torch_device_mesh=None, already_sharded=False, "
-    "batches_per_step=1",
+    "batches_per_step=1, elastic=False, logical_shards=8",
 }
 
 
@@ -70,6 +70,8 @@ def test_defaults_of_the_configuration() -> None:
         "non_blocking": False,
         "use_stateful_dataloader": False,
         "already_sharded": False,
+        "elastic": False,
+        "logical_shards": 8,
     }
 
 

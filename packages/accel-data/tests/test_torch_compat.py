@@ -46,3 +46,14 @@ def change_identity(worker_id: int) -> None:
 
 def test_the_identity_of_a_worker_can_be_changed() -> None:
     assert torch.cat(list(DataLoader(range(2), num_workers=1, worker_init_fn=change_identity))).tolist() == [0, 1]
+
+
+def without_worker_info(worker_id: int) -> None:
+    assert get_worker_info() is not None
+    with _torch_compat.hidden_worker_info():
+        assert get_worker_info() is None
+    assert get_worker_info().id == worker_id
+
+
+def test_worker_information_can_be_hidden() -> None:
+    assert torch.cat(list(DataLoader(range(2), num_workers=1, worker_init_fn=without_worker_info))).tolist() == [0, 1]

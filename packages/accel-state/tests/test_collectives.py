@@ -46,6 +46,7 @@ def check_all() -> None:
     check_gather(rank, everyone)
     check_broadcast(rank, world, everyone)
     check_reduce(rank, world)
+    check_exchange(rank, world)
     check_padding(rank, world)
     check_objects(rank, world)
     assert ops.copy_tensor_to_devices(torch.arange(3) + rank if rank == world - 1 else None).tolist() == [
@@ -103,6 +104,14 @@ def check_reduce(rank: int, world: int) -> None:
     assert ops.reduce(torch.ones(3, dtype=torch.bfloat16), "sum").tolist() == [float(world)] * 3
     large = torch.ones(SMALL_BYTES)
     assert ops.reduce([large, large], "sum")[1].sum() == world * SMALL_BYTES
+
+
+def check_exchange(rank: int, world: int) -> None:
+    collectives = PartialState().collectives
+    # Rank r sends r + 1 elements to every rank.
+    sent = torch.tensor([100.0 * rank + target for target in range(world) for _ in range(rank + 1)])
+    received = collectives.all_to_all(sent, [source + 1 for source in range(world)])
+    assert received.tolist() == [100.0 * source + rank for source in range(world) for _ in range(source + 1)]
 
 
 def check_padding(rank: int, world: int) -> None:

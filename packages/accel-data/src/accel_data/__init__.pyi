@@ -5,6 +5,8 @@ from .batch_shard import BatchSamplerShard as BatchSamplerShard
 from .batch_shard import ItemShard as ItemShard
 from .config import DataLoaderConfiguration as DataLoaderConfiguration
 from .dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
+from .elastic import LogicalShard as LogicalShard
+from .elastic_loader import ElasticLoader as ElasticLoader
 from .iterable_shard import IterableDatasetShard as IterableDatasetShard
 from .loader import PreparedLoader as PreparedLoader
 from .prepare import prepare_data_loader as prepare_data_loader

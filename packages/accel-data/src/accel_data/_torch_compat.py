@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
@@ -33,3 +36,17 @@ def set_worker_identity(worker_id: int, seed: int) -> None:
     info = get_worker_info()
     object.__setattr__(info, "id", worker_id)
     object.__setattr__(info, "seed", seed)
+
+
+@contextmanager
+def hidden_worker_info() -> Iterator[None]:
+    """A block in which ``get_worker_info()`` is None, so that a data set reads its whole stream in every worker.
+
+    torch has no public way to tell a data set that it is not to divide its samples among the workers.
+    """
+    module: Any = sys.modules["torch.utils.data._utils.worker"]
+    former, module._worker_info = module._worker_info, None
+    try:
+        yield
+    finally:
+        module._worker_info = former

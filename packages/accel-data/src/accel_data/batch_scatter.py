@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -143,8 +143,7 @@ def send_step(collectives: Collectives, step: GlobalStep | None) -> None:
     if step is None:
         collectives.broadcast_object(None)
         return
-    header = GlobalStep(**{**vars(step), "parts": get_data_structure(step.parts)})
-    collectives.broadcast_object(header)
+    collectives.broadcast_object(replace(step, parts=get_data_structure(step.parts)))
     collectives.broadcast_many([tensor.detach() for tensor in leaves(step.parts)])
 
 

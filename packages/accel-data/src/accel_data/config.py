@@ -23,6 +23,12 @@ class DataLoaderConfiguration:
             ``state_dict``. Prepared loaders can be resumed without it.
         already_sharded: each process's loader already reads only its own shard; only keep the number of steps equal.
             For single loaders, set ``already_sharded = True`` on the loader or its data set instead.
+        elastic: make steps independent of the number of processes. The loader's batch size is the global one, and
+            samples, their order and all random numbers depend on ``data_seed``, the epoch and the position only. The
+            prepared loader yields micro batches: this process's logical shards of each global batch, and the optimizer
+            steps after the last of them. A state resumes on any number of processes and workers.
+        logical_shards: with ``elastic``, the number of parts that each global batch is computed in; the largest useful
+            number of processes. It has to stay the same for the numbers to stay the same.
     """
 
     split_batches: bool = False
@@ -33,3 +39,5 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     already_sharded: bool = False
+    elastic: bool = False
+    logical_shards: int = 8

@@ -19,6 +19,8 @@ from ._torch_compat import set_attribute
 from .adapter import loader_settings, warn_about_custom_iter
 from .batch_shard import sampler_arguments
 from .dispatcher import DataLoaderDispatcher
+from .elastic import ElasticPlan
+from .elastic_loader import prepare_elastic
 from .iterable_shard import (
     CountingCollate,
     IterableDatasetShard,
@@ -54,6 +56,8 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     already_sharded: bool = False,
     batches_per_step: int = 1,
+    elastic: bool = False,
+    logical_shards: int = 8,
 ) -> DataLoader[Any]:
     """A loader with the same settings that reads this process's shard of the data.
 
@@ -84,6 +88,8 @@ def prepare_data_loader(
             :class:`torch.utils.data.DistributedSampler`.
         batches_per_step: how many of the loader's batches this process gets as one, for a process that computes on
             several devices. With ``split_batches`` the loader's batches are such batches already.
+        elastic: steps that do not depend on the number of processes, as in :class:`DataLoaderConfiguration`, like
+            ``logical_shards``.
 
     On a device that compiles for every shape of a batch (XLA), ``even_batches`` completes the last batch in a single
     process too.
@@ -99,10 +105,25 @@ def prepare_data_loader(
     warn_about_custom_iter(dataloader)
     num_processes, process_index = data_ranks(num_processes, process_index, torch_device_mesh)
     check_rank(num_processes, process_index)
-    if use_seedable_sampler:
+    if elastic and data_seed is None:
+        data_seed = PartialState().collectives.broadcast_object(torch.initial_seed())
+    if use_seedable_sampler or elastic:
         dataloader = _with_seedable_sampler(dataloader, data_seed)
     if put_on_device and device is None:
         device = PartialState().device
+    if elastic:
+        _check_elastic(dataloader, logical_shards, already_sharded, use_stateful_dataloader, batches_per_step)
+        batches: Any = dataloader
+        if dataloader.batch_size is None and is_plain_batch_sampler(dataloader.batch_sampler):
+            batches = dataloader.batch_sampler
+        size, drop_last = batches.batch_size, batches.drop_last
+        plan = ElasticPlan(
+            size, logical_shards, num_processes, process_index, drop_last, even_batches, int(data_seed or 0)
+        )
+        if dispatch_batches is None:
+            dispatch_batches = put_on_device and num_processes > 1 and isinstance(dataloader.dataset, IterableDataset)
+        target = device if put_on_device else None
+        return prepare_elastic(dataloader, plan, dispatch_batches, target, non_blocking, torch_device_mesh)
     if batches_per_step > 1:
         dataloader = _with_joined_batches(dataloader, batches_per_step, split_batches)
     declared = already_sharded or getattr(dataloader, "already_sharded", False) or is_already_split(dataloader.dataset)
@@ -130,6 +151,28 @@ def prepare_data_loader(
     if split_batches and dataloader.batch_size is not None:
         per_process_batch_size(dataloader.batch_size, num_processes)
     return builder.dispatcher(slice_fn_for_dispatch) if dispatch_batches else builder.shard()
+
+
+def _check_elastic(
+    dataloader: DataLoader[Any], logical_shards: int, already_sharded: bool, stateful: bool, batches_per_step: int
+) -> None:
+    if not isinstance(logical_shards, int) or logical_shards < 1:
+        raise ConfigurationError(f"logical_shards={logical_shards!r} must be a positive integer")
+    if stateful:
+        raise ConfigurationError(
+            "elastic=True and use_stateful_dataloader=True cannot be combined: an elastic loader saves its position, "
+            "and the state of a data set that has state_dict, itself. Remove use_stateful_dataloader."
+        )
+    if already_sharded or getattr(dataloader, "already_sharded", False) or is_already_split(dataloader.dataset):
+        raise ConfigurationError(
+            "elastic=True divides the samples among any number of processes, but the loader is declared to read a part "
+            "of the data on each rank (already_sharded). Let every rank have all of the data."
+        )
+    if batches_per_step > 1:
+        raise ConfigurationError(
+            f"elastic=True needs one device per process, but each process computes on {batches_per_step} parts of the "
+            "devices. Remove elastic."
+        )
 
 
 def _with_joined_batches(dataloader: DataLoader[Any], count: int, split_batches: bool) -> DataLoader[Any]:

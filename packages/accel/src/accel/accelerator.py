@@ -44,8 +44,9 @@ from .properties import AcceleratorProperties
 from .scheduler import AcceleratedScheduler
 from .strategies.base import Strategy
 from .training import lomo
+from .training.elastic_steps import OUTSIDE
 from .training.gather_for_metrics import gather_for_metrics
-from .training.gradient_accumulation import Accumulation, ItemReduction
+from .training.gradient_accumulation import Accumulation, ItemReduction, elastic_steps
 from .training.uneven_inputs import join_uneven_inputs
 from .training.unprepared import StartupChecks, warn_about_returned
 
@@ -86,6 +87,9 @@ class Accelerator(AcceleratorProperties):
             SaveOnSignal. See :meth:`resume`.
         strategy: how models are wrapped, synchronised and saved: a Strategy object, or the name of a registered one.
             By default it follows from the plugins and the launcher.
+        deterministic_reduction: add up the gradients of elastic loaders (``DataLoaderConfiguration(elastic=True)``) in
+            an order that depends on the number of logical shards only, so that weights have the same bits on any number
+            of processes. It computes with one thread per process on the CPU.
 
     Raises:
         ConfigurationError: an argument that is unknown, contradicts another, or cannot be used on this machine.
@@ -116,6 +120,7 @@ class Accelerator(AcceleratorProperties):
         parallelism_config: Any = None,
         save_on_signal: SaveOnSignal | bool | str | Sequence[str] | None = None,
         strategy: Strategy | str | None = None,
+        deterministic_reduction: bool = False,
     ) -> None:
         project = config_resolution.project_settings(project_dir, project_config)
         self.dataloader_config = config_resolution.loader_settings(dataloader_config, split_batches)
@@ -161,6 +166,9 @@ class Accelerator(AcceleratorProperties):
             setup.process, setup.gradient_state, setup.accumulation_plugin, setup.strategy, self.prepared.models
         )
         self._tracking = setup.strategy.tracking(self._tracking)
+        self._elastic = self.prepared.shard_listener = self._accumulation.elastic = elastic_steps(
+            self.dataloader_config, deterministic_reduction, self._accumulation
+        )
         self._checkpointer = Checkpointer(setup, self.prepared, self._accumulation, self._tracking, project)
         settings = resolve(save_on_signal)
         self.preemption = None if settings is None else PreemptionHandler(settings, self)
@@ -304,6 +312,8 @@ class Accelerator(AcceleratorProperties):
         checks = self._startup_checks
         if checks is not None and not checks.next(loss, self.gradient_accumulation_steps):
             self._startup_checks = None
+        if self._elastic is not None and self._backward_of_shard(loss, num_items, reduction, kwargs):
+            return
         engine = self._engine_strategy
         # Transformers' Trainer divides the loss itself, and then sets sync_gradients itself, too.
         divided = engine is not None and not kwargs.pop("scale_wrt_gas", True)
@@ -322,6 +332,21 @@ class Accelerator(AcceleratorProperties):
         loss.backward(**kwargs)
         if self._after_backward is not None:
             self._after_backward()
+
+    def _backward_of_shard(self, loss: Any, num_items: Any, reduction: str, kwargs: dict[str, Any]) -> bool:
+        """Run the backward pass of a micro batch of an elastic loader; returns False for any other batch."""
+        elastic = self._elastic
+        if elastic is None or elastic.shard is None:
+            if elastic is not None and elastic.reduction is not None:
+                raise ConfigurationError(OUTSIDE)
+            return False
+        if "learning_rate" in kwargs:
+            raise ConfigurationError(
+                "optimizers that update in the backward pass (backward(learning_rate=...)) cannot be combined with "
+                "elastic loaders, whose step consists of several backward passes."
+            )
+        elastic.backward(loss, num_items, reduction, self.scaler.scale if self.scaler is not None else None, **kwargs)
+        return True
 
     def _do_sync(self) -> None:
         """Count a micro batch and set ``sync_gradients``, for loops that call :meth:`no_sync` themselves."""

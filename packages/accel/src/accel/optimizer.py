@@ -100,7 +100,8 @@ class AcceleratedOptimizer(Optimizer):
         Args:
             set_to_none: as in torch; None takes the wrapped optimizer's default.
         """
-        if not self.gradient_state.sync_gradients:
+        keeps = self.gradient_state.keeps_gradients
+        if (not self.gradient_state.sync_gradients) if keeps is None else keeps:
             return
         if set_to_none is None:
             self.optimizer.zero_grad()

@@ -55,6 +55,15 @@ class Collectives:
         """:meth:`broadcast` of each tensor, in place, in as few messages as the backend allows."""
         return [self.broadcast(tensor, source) for tensor in tensors]
 
+    def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Send the i-th of ``world_size`` equal parts of a flat tensor to rank i; returns the parts received, joined.
+
+        Args:
+            tensor: a contiguous tensor of one dimension.
+            sizes: the number of elements that each rank sends to this one.
+        """
+        return tensor
+
     def all_gather_object(self, obj: T) -> list[T]:
         """The picklable objects of all ranks, in rank order."""
         return [obj]

@@ -108,6 +108,13 @@ class TorchCollectives(Collectives):
                 _write_back(tensors[i], value)
         return list(tensors)
 
+    def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        local = self._usable(tensor)
+        received = local.new_empty(sum(sizes))
+        parts = [local.numel() // self.world_size] * self.world_size
+        self._call("all_to_all", dist.all_to_all_single, received, local, list(sizes), parts, **self._group)
+        return received.to(tensor.device)
+
     def all_gather_object(self, obj: T) -> list[T]:
         payload = _to_bytes(obj)
         return self._gather_payloads(payload, [row[0] for row in self.exchange_header(OBJECT_CALL, [payload.numel()])])

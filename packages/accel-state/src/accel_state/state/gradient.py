@@ -15,6 +15,8 @@ class GradientState(SharedState):
     Attributes:
         sync_gradients: whether this batch ends an accumulation window, so that gradients are synchronized and applied.
         plugin_kwargs: the settings of gradient accumulation.
+        keeps_gradients: whether ``zero_grad`` keeps the gradients, which an optimizer step is being computed from; None
+            keeps them unless ``sync_gradients`` is set.
         is_xla_gradients_synced: on XLA, whether gradients were reduced since the last optimizer step.
     """
 
@@ -23,6 +25,7 @@ class GradientState(SharedState):
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
     is_xla_gradients_synced: bool = False
+    keeps_gradients: bool | None = None
     _loaders: list[weakref.ref[Any]]
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:

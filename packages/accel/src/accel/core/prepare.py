@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_data import DataLoaderConfiguration, SeedableRandomSampler, get_sampler, prepare_data_loader
+from accel_data import DataLoaderConfiguration, ElasticLoader, SeedableRandomSampler, get_sampler, prepare_data_loader
+from accel_data.elastic_loader import ShardListener
 from accel_state import RNGType
 from accel_state.errors import ConfigurationError, check_type
 
@@ -47,7 +48,14 @@ class Preparation:
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[Any] = []
+        self.shard_listener: ShardListener | None = None  # of the elastic loaders
         self.seeded_samplers: dict[int, SeedableRandomSampler] = {}  # by the index of their loader
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for loader in self.dataloaders:
+            if isinstance(loader, ElasticLoader):
+                loader.listener = self.shard_listener
 
     def prepare(self, objects: tuple[Any, ...], device_placements: list[bool | None], accelerator: Any) -> list[Any]:
         """Prepare objects by the accelerator's own ``prepare_...`` methods, which a subclass may have overridden."""
@@ -126,7 +134,7 @@ class Preparation:
             scheduler,
             driven or self.optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
-            split_batches=self.loader_settings.split_batches,
+            split_batches=self.loader_settings.split_batches or self.loader_settings.elastic,
             num_processes=self.setup.strategy.updates_per_step,
         )
         return _add(self.schedulers, _mark(prepared))
@@ -156,6 +164,8 @@ class Preparation:
         prepared = self.setup.strategy.adapt_loader(
             prepared, self.loader_settings.split_batches, self.loader_settings.even_batches
         )
+        if isinstance(prepared, ElasticLoader):
+            prepared.listener = self.shard_listener
         sampler = get_sampler(prepared)
         if isinstance(sampler, SeedableRandomSampler):
             self.seeded_samplers[len(self.dataloaders)] = sampler

@@ -20,6 +20,7 @@ from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, extract_model_from_parallel, names_in_order, parameter_state_dict, tied_names
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
+from ..training.elastic_steps import ShardReduction
 
 
 class Strategy:
@@ -38,6 +39,7 @@ class Strategy:
         supports_single_process: whether the strategy works without a process group.
         skips_gradient_sync: whether :meth:`no_sync` leaves gradients unsynchronised.
         joins_uneven_inputs: whether :meth:`join` works.
+        supports_elastic: whether models can be trained with elastic loaders, whose micro batches make one step.
         uses_engine: whether an engine (such as DeepSpeed's) holds the gradients, runs the backward pass, and saves and
             loads its own state; see :meth:`backward` and :meth:`plan_state`.
         saves_gradients: whether the gradients of an open accumulation window can be saved and restored.
@@ -50,6 +52,7 @@ class Strategy:
     supports_single_process: ClassVar[bool] = True
     skips_gradient_sync: ClassVar[bool] = False
     joins_uneven_inputs: ClassVar[bool] = False
+    supports_elastic: ClassVar[bool] = False
     uses_engine: ClassVar[bool] = False
     saves_gradients: bool = True
     step_gate: Callable[[], bool] | None = None
@@ -250,6 +253,17 @@ class Strategy:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block whose backward passes accumulate gradients locally."""
         return nullcontext()
+
+    def reduce_in_order(self) -> ShardReduction:
+        """Reduce gradients in an order that does not depend on the number of processes, in models wrapped from now on.
+
+        Raises:
+            ConfigurationError: the strategy reduces them in an order of its own.
+        """
+        raise ConfigurationError(
+            "deterministic_reduction=True is available in one process, with DDP, and with FSDP 2 on all processes, and "
+            f"this is {type(self).__name__}. Turn it off, or choose one of these."
+        )
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block whose backward passes synchronise gradients although their forward ran under :meth:`no_sync`."""

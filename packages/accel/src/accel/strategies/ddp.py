@@ -16,8 +16,9 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
 from ..kwargs.base import Handlers
-from ..kwargs.ddp import DistributedDataParallelKwargs
+from ..kwargs.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
 from ..parallel.config import ParallelismConfig
+from ..training.elastic_steps import ShardReduction
 from .base import Strategy
 from .first_calls import FirstCalls
 
@@ -66,6 +67,18 @@ class DDPStrategy(Strategy):
 
     skips_gradient_sync = True
     joins_uneven_inputs = True
+    supports_elastic = True
+    _in_order = False
+
+    def reduce_in_order(self) -> ShardReduction:
+        hook = self.handlers.get(DistributedDataParallelKwargs).comm_hook
+        if hook != DDPCommunicationHookType.NO:
+            raise ConfigurationError(
+                "deterministic_reduction=True reduces gradients without DDP's reducer, so that "
+                f"comm_hook={str(hook)!r} would have no effect. Remove one of them."
+            )
+        self._in_order = True
+        return ShardReduction(self.averaging_collectives)
 
     def axis_rank(self, axis: str) -> int:
         return self.state.process_index if axis == "dp_replicate" else 0
@@ -88,6 +101,10 @@ class DDPStrategy(Strategy):
         ids = None if device.index is None else [device.index]
         wrapped = DistributedDataParallel(model, device_ids=ids, output_device=device.index, **settings.ddp_arguments())
         settings.register_comm_hook(wrapped)
+        if self._in_order:
+            # The gradients are reduced after the backward pass, so DDP only copies the weights of rank 0 to all.
+            wrapped.require_backward_grad_sync = False
+            return wrapped
         wrapped.first_calls = FirstCalls(self.state.process_index)
         return wrapped
 

@@ -38,6 +38,7 @@ class FSDP1Strategy(ShardedStrategy):
     """One flat parameter per unit, gathered before the unit computes and resharded after it."""
 
     fsdp_version = 1
+    supports_elastic = True
     saves_gradients = False
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:

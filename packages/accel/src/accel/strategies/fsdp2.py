@@ -23,10 +23,11 @@ from .._torch_compat import drop_unreduced_gradients, fsdp2_parameters, gathered
 from ..core.unwrap import tied_names
 from ..fsdp.accumulated_grads import gather_parameters, put_parameters, shapes_of
 from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
-from ..fsdp.grad_norm import Groups, groups_over, local
+from ..fsdp.grad_norm import Groups, groups_over, local, scale_to_norm
 from ..fsdp.meta_init import Materialiser, own_parameters
 from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers
+from ..training.elastic_steps import OrderedReduceScatter, ShardReduction
 from .sharded import ShardedStrategy
 
 
@@ -34,6 +35,23 @@ class FSDP2Strategy(ShardedStrategy):
     """Each unit's parameters are gathered before it computes, and freed after it."""
 
     fsdp_version = 2
+    supports_elastic = True
+    _reduction: ShardReduction | None = None
+
+    def reduce_in_order(self) -> ShardReduction:
+        if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+            raise ConfigurationError(
+                f"deterministic_reduction=True with FSDP 2 needs a newer torch than {torch.__version__}. Upgrade "
+                "torch, or use DDP."
+            )
+        if getattr(self.precision, "reduce_dtype", None) is torch.float16:
+            raise ConfigurationError(
+                "deterministic_reduction=True with FSDP 2 cannot reduce gradients in float16, which torch scales by "
+                "the number of processes. Use mixed_precision='bf16' or 'no'."
+            )
+        alone = self.state.num_processes == 1  # torch then calls no reduce-scatter
+        self._reduction = ShardReduction(self.averaging_collectives, reduces_parameters=alone)
+        return self._reduction
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)
@@ -79,6 +97,11 @@ class FSDP2Strategy(ShardedStrategy):
         self._sync_unsharded(model, untouched)
         for parameter, holder in fsdp2_parameters(model):
             self._holders[parameter] = weakref.ref(holder)
+        if self._reduction is not None:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    reduce: Any = OrderedReduceScatter(self._reduction)
+                    module.set_custom_reduce_scatter(reduce)
         return model
 
     def _shard(
@@ -157,6 +180,19 @@ class FSDP2Strategy(ShardedStrategy):
     def _set_reducing(self, model: FSDPModule, reduces: bool) -> None:
         self._reduces[model] = reduces
         model.set_requires_gradient_sync(reduces)
+
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        if self._reduction is None:
+            return super().clip_grad_norm(parameters, max_norm, norm_type)
+        # Sums over the parts that ranks hold would depend on the number of ranks.
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not gradients:
+            return torch.zeros((), device=self.state.device)
+        full = (item.full_tensor() if isinstance(item, DTensor) else item for item in gradients)
+        norms = [torch.linalg.vector_norm(item, norm_type) for item in full]
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        scale_to_norm([local(item) for item in gradients], norm, max_norm)
+        return norm
 
     def groups_of(self, parameter: torch.Tensor) -> Groups:
         return groups_over(parameter)

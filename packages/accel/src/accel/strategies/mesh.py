@@ -50,6 +50,8 @@ from .fsdp2 import FSDP2Strategy
 class MeshStrategy(FSDP2Strategy):
     """Tensor parallelism, sharding, replication and split sequences, on the axes that the mesh has."""
 
+    supports_elastic = False
+
     def __init__(
         self,
         state: PartialState | None = None,

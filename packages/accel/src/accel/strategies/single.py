@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from ..training.elastic_steps import ShardReduction
 from .base import Strategy
 
 
 class SingleStrategy(Strategy):
     """A model on one device; the base class implements it."""
+
+    supports_elastic = True
+
+    def reduce_in_order(self) -> ShardReduction:
+        return ShardReduction(self.averaging_collectives)

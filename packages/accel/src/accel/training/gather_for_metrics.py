@@ -25,7 +25,9 @@ def gather_for_metrics(
     collectives = collectives or state.collectives
     as_objects = use_gather_object or not _only_tensors(data)
     loader = gradient_state.active_dataloader
-    if loader is not None and state.use_distributed and getattr(loader, "ragged", False):
+    # A step of an elastic loader is divided in one process, too, with padding in several of its micro batches.
+    divided = state.use_distributed or getattr(loader, "logical_shard", None) is not None
+    if loader is not None and divided and getattr(loader, "ragged", False):
         return _gather_ragged(data, loader.real_samples, collectives, as_objects)
     gathered = gather_object(data, collectives=collectives) if as_objects else gather(data, collectives=collectives)
     if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:

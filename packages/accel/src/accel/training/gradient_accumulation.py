@@ -18,11 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from accel_data import DataLoaderConfiguration
 from accel_state import GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.logging import warn_once
 
 from ..strategies.base import Strategy
+from .elastic_steps import ElasticSteps
 
 ItemReduction = Literal["mean", "sum"]
 Models = tuple[nn.Module, ...]
@@ -88,6 +90,8 @@ class Accumulation:
         self._dealt: Window | None = None
         self.has_accumulated = False
         """Whether there may be open windows."""
+        self.elastic: ElasticSteps | None = None
+        """Follows elastic loaders, whose micro batches make a step without windows; None if loaders are not elastic."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_by_loader": dict(self._by_loader), "_latest_loader": None, "_latest_windows": {}}
@@ -98,6 +102,8 @@ class Accumulation:
         self._forget_latest()
 
     def forget(self) -> None:
+        if self.elastic is not None:
+            self.elastic.drop()
         self._by_loader.clear()
         self._forget_latest()
         self._without_loader.clear()
@@ -156,6 +162,8 @@ class Accumulation:
         """Count a micro batch, and return whether it ends its window."""
         if self._deals is not None and self._deals.in_step:
             return self._begin_dealt(models)
+        if self.elastic is not None and self.elastic.shard is not None:
+            return self.elastic.shard.ends_step
         if self.num_steps == 1 and not self.has_accumulated:
             # The fast path of loops that never accumulate.
             self.current = Window(models, 1, 1)
@@ -244,6 +252,37 @@ class Accumulation:
         total = torch.as_tensor(items, dtype=dtype).detach().clone().to(self.state.device)
         # A window without items has zero gradients, which must not be divided by zero.
         return self.strategy.averaging_collectives.all_reduce(total).clamp_(min=1).float()
+
+
+def elastic_steps(
+    loaders: DataLoaderConfiguration, deterministic: bool, accumulation: Accumulation
+) -> ElasticSteps | None:
+    """What follows the elastic loaders of an Accelerator; None if its loaders are not elastic.
+
+    Raises:
+        ConfigurationError: the settings contradict each other, or the strategy has steps of its own.
+    """
+    strategy = accumulation.strategy
+    if not loaders.elastic:
+        if deterministic:
+            raise ConfigurationError(
+                "deterministic_reduction=True needs elastic loaders, whose logical shards it adds up: pass "
+                "dataloader_config=DataLoaderConfiguration(elastic=True)."
+            )
+        return None
+    if not strategy.supports_elastic:
+        raise ConfigurationError(
+            f"DataLoaderConfiguration(elastic=True) makes one step of several micro batches, and "
+            f"{type(strategy).__name__} has steps of its own. Use one process, DDP, FSDP 1 or FSDP 2."
+        )
+    reduction = None
+    if deterministic:
+        if accumulation.state.device.type == "cpu":
+            # Kernels divide their sums among the threads, of which launchers start more for fewer processes.
+            torch.set_num_threads(1)
+        reduction = strategy.reduce_in_order()
+    models = accumulation._prepared_models
+    return ElasticSteps(strategy, accumulation.gradient_state, models, accumulation, reduction)
 
 
 class AccumulationStep:
