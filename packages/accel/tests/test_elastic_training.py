@@ -18,6 +18,7 @@ from accel import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
+from accel.strategies.registry import STRATEGIES
 from accel.training.tree_sum import TreeSum, keys_of_rank
 from accel_state import AcceleratorState, ConfigurationError
 from accel_state.testing import run_world
@@ -263,6 +264,11 @@ def test_what_cannot_be_combined_is_refused() -> None:
     accelerator = Accelerator(cpu=True, dataloader_config=elastic, gradient_accumulation_steps=3)
     with pytest.raises(ConfigurationError, match="make the loader's batch_size and logical_shards 3 times as large"):
         next(iter(accelerator.prepare(data)))
+
+
+@pytest.mark.parametrize("name", ["ft", "ft_fsdp2", "mesh", "mesh_pp", "deepspeed"])
+def test_strategies_with_steps_of_their_own_do_not_inherit_elastic_ones(name: str) -> None:
+    assert STRATEGIES.load(name).supports_elastic is False
 
 
 def refused_on_ranks() -> list[str]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel import Accelerator
+from accel import Accelerator, DataLoaderConfiguration
 from accel.fault_tolerance.shard_reduction import shards_of, sum_shards
 from accel_state.errors import ConfigurationError
 from accel_state.options import check, load_groups, resolve
@@ -384,6 +384,8 @@ def test_misuse_is_named(lighthouse: Any) -> None:
     accelerator.end_training()
     with pytest.raises(ConfigurationError, match="mixed_precision='fp16' cannot be used"):
         Accelerator(cpu=True, strategy="ft", mixed_precision="fp16")
+    with pytest.raises(ConfigurationError, match="FaultTolerantStrategy has steps of its own"):
+        Accelerator(cpu=True, strategy="ft", dataloader_config=DataLoaderConfiguration(elastic=True))
 
 
 def test_message_of_the_launcher_without_torchft(tmp_path: Path) -> None:

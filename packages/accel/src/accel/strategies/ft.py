@@ -44,6 +44,7 @@ class FaultTolerantStrategy(Strategy):
     """
 
     joins_runs = True
+    supports_elastic = False
     batch: DealtBatch | None
     """The place of the batch that is being computed in its step."""
     # Of the step in progress: gradients and facts by shard; buffers with their values before it, and those after it by
