@@ -77,9 +77,28 @@ def verdict(figure: float, target: float) -> str:
     return "met" if figure <= target else "missed"
 
 
+def drop_from_page_cache(folder: str | Path) -> None:
+    """Drop the files of a directory from the page cache, except pages that a process has mapped."""
+    for file in Path(folder).rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())  # pages that are not written yet would stay
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def llama_config(gigabytes: float, layers: int, width: int) -> Any:
+    """The configuration of a Llama of this size in float32, with heads of 128."""
+    import transformers
+
+    inner = int(gigabytes * 1e9 / 4 / layers / width / 3) // 64 * 64
+    sizes = {"vocab_size": 1000, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    words = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    return transformers.LlamaConfig(**sizes, **words, num_attention_heads=width // 128, num_key_value_heads=2)
+
+
 def heading(title: str) -> None:
     """The title of a table."""
-    print(f"\n{title}\n{'-' * len(title)}")
+    print(f"\n{title}\n{'-' * len(title)}", flush=True)
 
 
 def row(label: str, figure: str, note: str = "") -> None:

@@ -161,7 +161,7 @@ def cold(library: str, file: str, width: int) -> dict[str, Any]:
             seconds = {}
             for name in (RAW, "disk") if turn % 2 else ("disk", RAW):
                 action = partial(_read, file) if name == RAW else partial(load(on_disk(BLOCKS)), hidden)
-                _drop(Path(file).parent)
+                _measure.drop_from_page_cache(Path(file).parent)
                 begin = time.perf_counter()
                 action()
                 seconds[name] = time.perf_counter() - begin
@@ -178,15 +178,6 @@ def _read(file: str) -> None:
     with open(file, "rb", buffering=0) as opened:
         while opened.readinto(buffer):
             pass
-
-
-def _drop(folder: Path) -> None:
-    """Drop the files of a directory from the page cache."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def device_map(library: str, file: str, width: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ processes of a shared machine slow both.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -18,20 +19,24 @@ from typing import Any
 import _measure
 import torch
 
-STEPS, ROUNDS = 12, 3
+STEPS, COLD_STEPS, ROUNDS = 12, 2, 5
 TARGET = 0.15
 LAYERS, WIDTH = 12, 1536
+# Share of the weights in memory, and sequences in a batch.
+SETTINGS = ((2.0, 1), (0.75, 1), (0.5, 1), (0.5, 8))
 
 
-def step_seconds(model: Any, sequences: int) -> float:
-    """The mean step of generation with a cache, without the first two."""
+def step_seconds(model: Any, sequences: int, folder: str) -> tuple[float, float]:
+    """The mean step of generation with a cache, without the first two; and that of steps from the disk."""
     tokens, cache, seconds = torch.ones(sequences, 4, dtype=torch.int64), None, []
-    for _ in range(STEPS):
+    for number in range(STEPS + COLD_STEPS):
+        if number >= STEPS:
+            _measure.drop_from_page_cache(folder)
         begin = time.perf_counter()
         output = model(tokens, past_key_values=cache, use_cache=True)
         seconds.append(time.perf_counter() - begin)
         cache, tokens = output.past_key_values, output.logits[:, -1:].argmax(-1)
-    return statistics.mean(seconds[2:])
+    return statistics.mean(seconds[2:STEPS]), statistics.mean(seconds[STEPS:])
 
 
 @torch.no_grad()
@@ -42,29 +47,32 @@ def main(gigabytes: float) -> None:
     from accel_bigmodel import estimate_offload, init_empty_weights, load_checkpoint_and_dispatch
 
     torch.set_num_threads(1)
-    inner = int(gigabytes * 1e9 / 4 / LAYERS / WIDTH / 3) // 64 * 64
-    config = transformers.LlamaConfig(
-        vocab_size=1000, hidden_size=WIDTH, intermediate_size=inner, num_hidden_layers=LAYERS, num_attention_heads=12,
-        num_key_value_heads=2, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+    config = _measure.llama_config(gigabytes, LAYERS, WIDTH)
     with tempfile.TemporaryDirectory() as folder:
         transformers.LlamaForCausalLM(config).save_pretrained(folder)
         size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
         _measure.heading(f"Predicted and measured steps of a model of {size / 1e9:.2f} GB on one core")
-        for share, sequences in ((0.25, 1), (0.5, 1), (0.75, 1), (0.5, 8)):
-            memory = int(share * size)
-            predicted, ran = [], []
-            for _ in range(ROUNDS):
-                predicted.append(estimate_offload(folder, memory, sequences).step_seconds)
+        pairs: dict[str, list[tuple[float, float]]] = {}
+        for _ in range(ROUNDS):
+            for share, sequences in SETTINGS:
+                memory = int(share * size)
+                estimate = estimate_offload(folder, memory, sequences)
                 with init_empty_weights():
                     model = transformers.LlamaForCausalLM(config).eval()
                 options: dict[str, Any] = {"device_map": "sequential", "max_memory": {"cpu": memory}}
-                ran.append(step_seconds(load_checkpoint_and_dispatch(model, folder, **options), sequences))
-            error = statistics.median(one / other for one, other in zip(predicted, ran, strict=True)) - 1
-            note = f"{statistics.median(predicted):.3f} s predicted, {statistics.median(ran):.3f} s measured"
-            note += f"; target: at most {TARGET:.0%}: {_measure.verdict(abs(error), TARGET)}"
-            label = f"accel: {share:.0%} in memory, {sequences} sequence{'s' if sequences > 1 else ''}: error"
-            _measure.row(label, f"{error:+.1%}", note)
+                step, cold = step_seconds(load_checkpoint_and_dispatch(model, folder, **options), sequences, folder)
+                del model  # pages that it has mapped would stay in the page cache
+                gc.collect()
+                label = f"{min(share, 1):.0%} in memory, {sequences} row{'s' if sequences > 1 else ''}"
+                pairs.setdefault(label, []).append((estimate.step_seconds, step))
+                if estimate.on_disk and sequences == 1:
+                    pairs.setdefault(f"{label}, from the disk", []).append((estimate.first_step_seconds, cold))
+    for label, found in sorted(pairs.items()):
+        error = statistics.median(predicted / ran for predicted, ran in found) - 1
+        predicted, ran = (statistics.median(side) for side in zip(*found, strict=True))
+        note = f"{predicted:.3f} s predicted, {ran:.3f} s measured"
+        note += f"; target: at most {TARGET:.0%}: {_measure.verdict(abs(error), TARGET)}"
+        _measure.row(f"accel: {label}", f"{error:+.1%}", note)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from accel_bigmodel.estimate import (
     estimate_training_usage,
     measure_activations,
     model_size,
+    offload_sample,
 )
 from accel_bigmodel.estimate.__main__ import main
 from accel_bigmodel.estimate.command import COMMAND, run
@@ -553,14 +554,19 @@ def test_offload_places_layers_and_counts_what_a_step_reads(layered: Path) -> No
     block, table = 4 * (128 * 64 + 64 + 4 * 32 * 64), 4 * 100 * 64
     everything = estimate_offload(layered, 10**9)
     assert everything.in_memory == 4 * block + 2 * table and everything.on_disk == 0
+    assert everything.without_model  # its configuration names no model
     # The embedding is looked up, and a token uses one expert of four.
     assert everything.read_in_memory == 4 * (block - 3 * 4 * 32 * 64) + table
     part = estimate_offload(layered, table + 3 * block, sequences=2)  # room for one block is reserved
     assert part.in_memory == table + 2 * block and part.on_disk == 2 * block + table
     assert part.read_on_disk == pytest.approx(2 * (block - 4 * 4 * 32 * 64 * 0.75**2) + table)
     assert part.stays_cached and part.memory_bandwidth > 0 and part.disk_bandwidth > 0
+    # The room for one block holds two matrices, in use and fetched ahead, and keeps the rest of it mapped.
+    kept = (block - 2 * 4 * 128 * 64) / (2 * 4 * (128 * 64 + 64) + table)
+    assert part.kept_mapped == pytest.approx(kept)
     assert part.step_seconds == pytest.approx(
-        part.read_in_memory / part.memory_bandwidth + part.read_on_disk / part.cached_bandwidth
+        (part.read_in_memory + kept * part.read_on_disk) / part.memory_bandwidth
+        + (1 - kept) * part.read_on_disk / part.cached_bandwidth
     )
     assert part.tokens_per_second == pytest.approx(2 / part.step_seconds)
     with pytest.raises(ConfigurationError, match=rf"largest layer, which must fit: {block} bytes"):
@@ -570,11 +576,26 @@ def test_offload_places_layers_and_counts_what_a_step_reads(layered: Path) -> No
     assert estimate_offload(layered / "tied", 10**9).read_in_memory == table + 256  # the head is the embedding
 
 
+def test_offload_measures_the_model_of_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 50, "head_dim": 8}
+    config = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr(offload_sample, "SAMPLE_BYTES", 40_000)  # two of the layers
+    estimate = estimate_offload(tmp_path, 60_000, sequences=2)
+    assert estimate.without_model == "" and estimate.on_disk and not caplog.records
+    assert min(estimate.memory_bandwidth, estimate.disk_bandwidth, estimate.cached_bandwidth) > 0
+
+
 def test_offload_command(layered: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([str(layered), "--offload", "--max_memory", "200KB"]) == 0
     text = capsys.readouterr().out
     assert "1 sequence in a batch, at most 195.31 KB of weights in memory" in text
-    assert "| in memory           |" in text and "| on the disk, cached |" in text and "tokens a second" in text
+    assert "| in memory           |" in text and "| on the disk, mapped |" in text and "| on the disk, cached |" in text
+    assert "tokens a second" in text
+    assert "Measured with the matrices alone, so generation is somewhat slower: " in text
     assert run([str(layered), "--offload", "--json", "--sequences", "3"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["sequences"] == 3 and content["on_disk"] == 0 and content["tokens_per_second"] > 0

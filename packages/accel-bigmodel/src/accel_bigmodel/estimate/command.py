@@ -175,19 +175,23 @@ def _offload(options: argparse.Namespace) -> int:
         return 0
     disk = "on the disk, cached" if estimate.stays_cached else "on the disk"
     bandwidth = estimate.cached_bandwidth if estimate.stays_cached else estimate.disk_bandwidth
-    rows = [
-        _offload_row("in memory", estimate.in_memory, estimate.read_in_memory, estimate.memory_bandwidth),
-        _offload_row(disk, estimate.on_disk, estimate.read_on_disk, bandwidth),
-    ]
+    mapped = estimate.kept_mapped * estimate.on_disk
+    mapped_read = estimate.kept_mapped * estimate.read_on_disk
+    rows = [_offload_row("in memory", estimate.in_memory, estimate.read_in_memory, estimate.memory_bandwidth)]
+    if mapped:
+        rows.append(_offload_row("on the disk, mapped", mapped, mapped_read, estimate.memory_bandwidth))
+    rows.append(_offload_row(disk, estimate.on_disk - mapped, estimate.read_on_disk - mapped_read, bandwidth))
     header = ["Weights", "Size", "Read a step", "Bandwidth", "Seconds a step"]
     sequences = f"{estimate.sequences} sequence{'s' if estimate.sequences > 1 else ''} in a batch"
     limit_text = f"at most {convert_bytes(max_memory)} of weights in memory"
     print(f"Generation of `{options.model_name}` on this CPU, {sequences}, {limit_text}:\n{_table(header, rows)}")
     print(f"{estimate.tokens_per_second:.3g} tokens a second; the first step takes {estimate.first_step_seconds:.2f} s")
+    if estimate.without_model:
+        print(f"Measured with the matrices alone, so generation is somewhat slower: {estimate.without_model}")
     return 0
 
 
-def _offload_row(name: str, size: int, read: float, bandwidth: float) -> list[str]:
+def _offload_row(name: str, size: float, read: float, bandwidth: float) -> list[str]:
     return [name, convert_bytes(size), convert_bytes(read), f"{convert_bytes(bandwidth)}/s", f"{read / bandwidth:.3f}"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,7 +28,7 @@ def is_routed_experts(module: nn.Module) -> bool:
         return False
     if not all(parameter.ndim >= 2 and parameter.shape[0] == experts for parameter in parameters):
         return False
-    return _CHOICE in inspect.signature(type(module).forward).parameters
+    return _position(type(module)) is not None
 
 
 class RoutedExpertsHook(AlignDevicesHook):
@@ -43,6 +44,7 @@ class RoutedExpertsHook(AlignDevicesHook):
         self.capacity = 0
         """How many experts stay in memory between forwards."""
         self._pool: ExpertPool | None = None
+        self._weights: dict[str, ExpertWeights] | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -53,7 +55,7 @@ class RoutedExpertsHook(AlignDevicesHook):
         self._total: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None}
+        return {**self.__dict__, "_pool": None, "_weights": None}
 
     def set_capacity(self, experts: int) -> None:
         """Keep this many experts in memory between forwards."""
@@ -61,11 +63,16 @@ class RoutedExpertsHook(AlignDevicesHook):
 
     def expert_weights(self) -> dict[str, ExpertWeights]:
         """The offloaded weights, by name."""
-        source, names = self.source()
-        return {slot.name: ExpertWeights(source, name) for slot, name in zip(self.slots, names, strict=True)}
+        if self._weights is None:
+            source, names = self.source()
+            weights = {slot.name: ExpertWeights(source, name) for slot, name in zip(self.slots, names, strict=True)}
+            if any(weight.value is not None for weight in weights.values()):
+                return weights  # in a mapping whose values may be replaced
+            self._weights = weights
+        return self._weights
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        self._pool = None
+        self._pool = self._weights = None
         return super().detach_hook(module)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -88,8 +95,7 @@ class RoutedExpertsHook(AlignDevicesHook):
             return  # another hook places the rest
         if not all(slot.is_plain for slot in self.slots):
             return
-        position = _position(module)
-        choice = kwargs[_CHOICE] if _CHOICE in kwargs else (args[position] if position < len(args) else None)
+        choice = _choice(module, args, kwargs)
         if not isinstance(choice, torch.Tensor) or not choice.numel() or choice.is_floating_point():
             return
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(args, kwargs)):
@@ -149,22 +155,30 @@ class RoutedExpertsHook(AlignDevicesHook):
         assert self._places is not None
         total: Any = module.num_experts
         present = int(next(module.parameters(recurse=False)).shape[0])
-        position = _position(module)
-        choice = kwargs[_CHOICE] if _CHOICE in kwargs else args[position]
+        choice = _choice(module, args, kwargs)
         # Expert parallelism marks the experts of other processes with the number after the last.
-        table = torch.full((total + 1,), present, dtype=choice.dtype)
-        for expert, place in self._places.items():
-            table[expert] = place
-        renumbered = table.to(choice.device)[choice.clamp(max=total)]
+        places = [self._places.get(expert, present) for expert in range(total + 1)]
+        renumbered = torch.tensor(places, dtype=choice.dtype, device=choice.device)[choice.clamp(max=total)]
         self._total = total
         module.__dict__["num_experts"] = present
         if _CHOICE in kwargs:
             return args, {**kwargs, _CHOICE: renumbered}
+        position: Any = _position(type(module))
         return (*args[:position], renumbered, *args[position + 1 :]), kwargs
 
 
-def _position(module: nn.Module) -> int:
-    return list(inspect.signature(type(module).forward).parameters).index(_CHOICE) - 1
+@functools.cache
+def _position(kind: type[nn.Module]) -> int | None:
+    """The place of the choice among the positional arguments of a class's forward, without the module itself."""
+    names = list(inspect.signature(kind.forward).parameters)
+    return names.index(_CHOICE) - 1 if _CHOICE in names else None
+
+
+def _choice(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _CHOICE in kwargs:
+        return kwargs[_CHOICE]
+    position = _position(type(module))
+    return args[position] if position is not None and position < len(args) else None
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

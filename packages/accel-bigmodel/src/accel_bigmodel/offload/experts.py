@@ -86,7 +86,12 @@ class ExpertWeights:
             offset += entry.shape[self.dim]
 
     def read_ahead(self, experts: Sequence[int]) -> None:
-        """Ask the operating system to start reading some experts."""
+        """Ask the operating system to start reading some experts.
+
+        Unlike the pages of whole modules (see ``read_sequentially``) these are short ranges apart from each other. With
+        all of them requested at once, reading them one after another measured 2 to 6 times the bandwidth of mapping and
+        populating each, and 1.2 to 1.7 times that of reading without requests.
+        """
         if self.value is not None:
             return
         for expert in experts:
@@ -155,7 +160,8 @@ class ExpertPool:
             if expert in self.places:
                 self.places.move_to_end(expert)
         wanted = set(experts)
-        free = [place for place in range(self.capacity) if place not in set(self.places.values())]
+        taken = set(self.places.values())
+        free = [place for place in range(self.capacity) if place not in taken]
         for expert in missing:
             if not free:
                 oldest = next(candidate for candidate in self.places if candidate not in wanted)
