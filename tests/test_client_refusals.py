@@ -23,13 +23,20 @@ def test_exceptions_on_bad_input_can_be_caught_as_those_of_the_reference(
 
     path = os.pathsep.join([str(accel_compat.shim_path()), str(CLIENTS), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, CLIENTS / "interface_cases.py", "--out", tmp_path / "out", "--only", "refusals_*"],
+        [
+            sys.executable,
+            CLIENTS / "harness.py",
+            "--out",
+            tmp_path / "out",
+            "--plan",
+            '{"interface_cases.py": "refusals_*"}',
+        ],
         env={**os.environ, "PYTHONPATH": path, "CASES_FOLDER": str(tmp_path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "out").read_text())
+    results = json.loads((tmp_path / "out").read_text())["results"]
     assert "accel_compat" in results.pop("accelerate") and len(results) == 6
     recorded = json.loads(run.RECORDED.read_text())["interface_cases.py 1"]
     for name, result in results.items():

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from harness import Cases, files, history, main, weights
+from harness import WORLD, Cases, files, history, weights
 from trainer_cases import causal_model, full_state, make
 from transformers.integrations import unset_hf_deepspeed_config
 
 cases = Cases()
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
 # The operator that moves tensors through shared memory would be compiled first; gloo does.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -40,6 +50,9 @@ def _trained(stage: int, resume: bool = False, train: dict[str, Any] | None = No
             config = copy.deepcopy(configuration(stage, **more))
             return make(folder, model=causal_model(), deepspeed=config, **options)
 
+        if WORLD == 1:  # DeepSpeed asks for the variables of a launcher on one process, too
+            one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+            os.environ.update(one, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         try:
             first = trainer()
             first.train()
@@ -72,6 +85,3 @@ for _stage in (2, 3):
     cases.add(f"{_name}_accumulation", _trained(_stage, train={"gradient_accumulation_steps": 2}), (2,))
     cases.add(f"{_name}_own_optimizer", _trained(_stage, optimizer=OPTIMIZER, scheduler=SCHEDULER), (2,))
     cases.add(f"{_name}_bf16", _trained(_stage, train={"bf16": True}, bf16={"enabled": "auto"}), (2,))
-
-if __name__ == "__main__":
-    main(cases)

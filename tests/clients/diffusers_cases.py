@@ -20,7 +20,7 @@ from diffusers import (
 )
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
-from harness import WORLD, Cases, StepClock, files, main, timed, weights
+from harness import WORLD, Cases, StepClock, files, repeated, timed, weights
 from sklearn.datasets import load_digits
 from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -79,7 +79,7 @@ class Run:
 
     def train(self, epochs: int, save_at: int = 0, folder: Path | None = None, skip: int = 0) -> None:
         clock = StepClock()
-        for epoch in range(epochs):
+        for epoch in repeated(epochs):
             loader = self.loader
             if epoch == 0 and skip:
                 loader = self.accelerator.skip_first_batches(loader, skip)
@@ -270,7 +270,3 @@ def diffusers_from_pretrained(folder: Path) -> Any:
             results[f"{name} map"] = {key: str(value) for key, value in model.hf_device_map.items()}
     same = [torch.allclose(expected, results[name], atol=1e-6) for name in ("auto", "disk")]
     return {**results, "equal to the model in memory": same}
-
-
-if __name__ == "__main__":
-    main(cases)

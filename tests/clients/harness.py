@@ -7,11 +7,15 @@ reference.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import fnmatch
 import hashlib
+import importlib
 import importlib.util
+import itertools
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -21,28 +25,86 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 Case = Callable[[Path], Any]
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 # What a trainer logs about the time it took.
 _TIMES = ("runtime", "per_second", "flos", "memory", "time")
+# A case that takes longer than this has hung: the process ends, and run.py goes on with the next case in a new one.
+CASE_SECONDS = 300
 
-
-# The CPU seconds of each step of the case that runs, on this rank; their lower quartiles are compared. Wall-clock times
-# of milliseconds say more about what else the machine does.
+# The CPU seconds of each step of the case that runs, on this rank; their lower quartiles are printed beside the result.
 STEP_SECONDS: list[float] = []
 # Fewer say little: accel compares the shapes of the first collectives of the ranks, and libraries fill their caches.
 ENOUGH_STEPS = 15
 
 
+class Measured(BaseException):
+    """Ends a case whose steps have been measured often enough."""
+
+
+class Turns:
+    """Lets steps.py decide when this process makes steps, and how many, while the other library waits.
+
+    For each block of steps it writes a file with their number, 0 to end the case; this process answers with a file of
+    the seconds that they took.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.block, self.left, self.steps = folder, 0, 0, 0
+        self.cpu = self.wall = 0.0
+
+    def wait(self) -> None:
+        go = self.folder / f"go-{self.block}"
+        while not go.exists():
+            time.sleep(0.003)
+        self.steps = self.left = int(go.read_text())
+        if not self.left:
+            self.block += 1
+            raise Measured
+        self.cpu, self.wall = time.process_time(), time.perf_counter()
+
+    def step(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.answer(cpu=time.process_time() - self.cpu, wall=time.perf_counter() - self.wall)
+            self.wait()
+
+    def answer(self, **what: Any) -> None:
+        target = self.folder / f"done-{self.block}-{RANK}"
+        target.with_suffix(".tmp").write_text(json.dumps(what), encoding="utf-8")
+        target.with_suffix(".tmp").rename(target)
+        self.block += 1
+
+
+TURNS = Turns(Path(os.environ["CASES_TURNS"])) if "CASES_TURNS" in os.environ else None
+
+
+def endless() -> dict[str, Any]:
+    """More arguments of a Trainer: while steps are measured, it goes on until that has ended."""
+    return {"max_steps": 10**6} if TURNS else {}
+
+
+def repeated(count: int) -> Iterable[int]:
+    """``range(count)``, without an end while steps are measured."""
+    return itertools.count() if TURNS else range(count)
+
+
 class StepClock:
-    """Measures CPU time between the ends of consecutive steps; call it after each step, and pause it elsewhere."""
+    """Measures CPU time between the ends of consecutive steps; call it after each step, and pause it elsewhere.
+
+    While steps are measured in turns, it waits for the next turn instead; what lies between steps counts then.
+    """
 
     def __init__(self) -> None:
         self.last: float | None = None
 
     def __call__(self) -> None:
+        if TURNS:
+            TURNS.step()
+            return
         now = time.process_time()
         if self.last is not None:
             STEP_SECONDS.append(now - self.last)
@@ -73,7 +135,7 @@ def clock_of_trainer() -> Any:
 def timed(function: Callable[[], Any], count: int = 20) -> Any:
     """Call a function several times, and measure each call but the first."""
     clock = StepClock()
-    for _ in range(count):
+    for _ in repeated(count):
         result = function()
         clock()
     return result
@@ -93,27 +155,46 @@ class Cases:
     def __call__(self, worlds: Iterable[int] = (1, 2)) -> Callable[[Case], Case]:
         return lambda case: (self.add(case.__name__, case, worlds), case)[1]
 
+    def chosen(self, patterns: str) -> dict[str, Case]:
+        """Those that run on this number of processes and have a name that fits, in the order of the patterns."""
+        return {
+            name: case
+            for pattern in patterns.split(",")
+            for name, (case, worlds) in self.cases.items()
+            if WORLD in worlds and fnmatch.fnmatch(name, pattern)
+        }
 
-def main(cases: Cases) -> None:
+
+def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="*")
-    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes the results")
+    parser.add_argument("--plan", type=json.loads, required=True, help="names of cases by file, as JSON")
+    parser.add_argument("--skip", type=json.loads, default=[], help="cases that an earlier process has run, as JSON")
     arguments = parser.parse_args()
-    names = [name for name, (_, worlds) in cases.cases.items() if WORLD in worlds]
-    names = [name for name in names if any(fnmatch.fnmatch(name, part) for part in arguments.only.split(","))]
-    if arguments.list:
-        print("\n".join(names))
-        return
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     root = Path(os.environ["CASES_FOLDER"])
     results: dict[str, Any] = {"accelerate": importlib.util.find_spec("accelerate").origin}  # type: ignore[union-attr]
-    for name in names:
-        results[name] = _run(cases.cases[name][0], root / name)
-        print(f"[{RANK}] {name}: {results[name].get('error') or 'done'} ({results[name]['seconds']} s)", flush=True)
+    done = set(arguments.skip)
+
+    def write(running: str | None) -> None:
         if RANK == 0:
-            arguments.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            text = json.dumps({"results": results, "running": running}, indent=1)
+            arguments.out.with_suffix(".tmp").write_text(text, encoding="utf-8")
+            arguments.out.with_suffix(".tmp").rename(arguments.out)
+
+    for file, patterns in arguments.plan.items():
+        # A library is imported when its cases come, so that the others do not depend on it.
+        write(file)
+        for name, case in importlib.import_module(Path(file).stem).cases.chosen(patterns).items():
+            if name in results:
+                raise ValueError(f"two cases are called {name}")
+            if name in done:
+                continue
+            write(name)
+            results[name] = {"file": file, **_run(case, root / name)}
+            print(f"[{RANK}] {name}: {results[name].get('error') or 'done'} ({results[name]['seconds']} s)", flush=True)
+    write(None)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     sys.stdout.flush()
@@ -124,7 +205,12 @@ def _run(case: Case, folder: Path) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState
 
     before = dict(os.environ)
+    if TURNS:
+        TURNS.wait()
+    faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
     torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
     STEP_SECONDS.clear()
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
@@ -139,12 +225,21 @@ def _run(case: Case, folder: Path) -> dict[str, Any]:
         result["error"] = f"{type(error).__name__}: {str(error)[:400]} ({where})"
         if os.environ.get("CASES_TRACEBACK"):
             traceback.print_exc()
+    except Measured:
+        pass
+    else:
+        if TURNS:
+            result["error"] = "the case ended before its steps were measured"
+    if TURNS and "error" in result:
+        TURNS.answer(error=result["error"])
     os.chdir(here)
     result["seconds"] = round(time.perf_counter() - start, 1)
     if len(STEP_SECONDS) >= ENOUGH_STEPS:
         result["step"] = statistics.quantiles(STEP_SECONDS, n=4)[0]
+    faulthandler.cancel_dump_traceback_later()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    torch.use_deterministic_algorithms(False)
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
@@ -191,3 +286,9 @@ def files(folder: Path) -> list[str]:
     """The files below a folder."""
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(path for path in found if ".tmp" not in path)
+
+
+if __name__ == "__main__":
+    from harness import main as main_of_cases  # this file as a module: the cases import it under that name
+
+    main_of_cases()

@@ -36,7 +36,7 @@ from accelerate import (
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
-from harness import Cases, main
+from harness import Cases
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 cases = Cases()
@@ -385,7 +385,3 @@ def client_imports(folder: Path) -> Any:
         except ImportError:
             missing.append(f"{module} {name}")
     return {"imports": len(imports), "missing": missing}
-
-
-if __name__ == "__main__":
-    main(cases)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RANK, Cases, StepClock, as_json, files, main, timed, weights
+from harness import RANK, Cases, StepClock, as_json, files, repeated, timed, weights
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from transformers import (
     AutoModelForCausalLM,
@@ -203,7 +203,7 @@ def steps(model: Any, count: int = 5) -> list[float]:
     losses = []
     clock = StepClock()
     model.train()
-    for _ in range(count):
+    for _ in repeated(count):
         loss = model(input_ids=TOKENS, labels=TOKENS).loss
         loss.backward()
         optimizer.step()
@@ -354,7 +354,3 @@ def wrong_map(folder: Path) -> Any:
         except Exception as error:
             results[name] = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     return results
-
-
-if __name__ == "__main__":
-    main(cases)

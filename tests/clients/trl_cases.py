@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 import torch
-from harness import RANK, WORLD, Cases, clock_of_trainer, files, history, main, weights
+from harness import RANK, WORLD, Cases, clock_of_trainer, endless, files, history, weights
 from peft import LoraConfig
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -69,7 +69,7 @@ def trained(
         "per_device_train_batch_size": 4 // WORLD, "num_train_epochs": 2, "learning_rate": 5e-3, "logging_steps": 1,
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "seed": 3,
         "use_cpu": True, "ddp_timeout": 60,
-        "bf16": False, **options,
+        "bf16": False, **options, **endless(),
     }  # fmt: skip
     made = trainer(
         args=config(output_dir=str(folder / "out"), **given),
@@ -214,6 +214,3 @@ add(
     beta=0.1,
     num_iterations=2,
 )
-
-if __name__ == "__main__":
-    main(cases)

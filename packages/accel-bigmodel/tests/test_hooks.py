@@ -30,6 +30,7 @@ from accel_bigmodel import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from accel_bigmodel.hooks import casting
 from accel_state.errors import ConfigurationError
 
 
@@ -244,15 +245,16 @@ def test_attaching_to_a_whole_model() -> None:
         assert torch.equal(model(words())["logits"], expected), arguments
 
 
-def test_models_that_take_turns() -> None:
+def test_models_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [nn.Linear(3, 3) for _ in range(3)]
     x, expected = torch.ones(1, 3), [layer(torch.ones(1, 3)) for layer in layers]
     moves: list[tuple[int, str]] = []
     hook = None
     hooks = []
-    for index, layer in enumerate(layers):
-        to = layer.to
-        layer.to = lambda device, index=index, to=to: (moves.append((index, str(device))), to(device))[1]
+    monkeypatch.setattr(
+        casting, "_moved", lambda layer, device: (moves.append((layers.index(layer), str(device))), layer)[1]
+    )
+    for layer in layers:
         _, hook = cpu_offload_with_hook(layer, "cpu", prev_module_hook=hook)
         hooks.append(hook)
     moves.clear()
@@ -266,6 +268,19 @@ def test_models_that_take_turns() -> None:
     assert moves == [(2, "cpu")]
     hooks[0].remove()
     assert not hasattr(layers[0], "_hf_hook")
+
+
+def test_a_model_is_moved_only_if_a_part_of_it_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    moved = []
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: (moved.append(str(device)), module)[1])
+    hook = casting.CpuOffload("cpu")
+    hook.init_hook(model)
+    hook.pre_forward(model)
+    assert not moved
+    model[1].running_mean = torch.zeros(2, device="meta")
+    hook.init_hook(model)
+    assert moved == ["cpu"]
 
 
 def test_layerwise_casting_takes_names_of_dtypes() -> None:

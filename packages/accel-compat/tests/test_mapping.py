@@ -6,18 +6,31 @@ import importlib
 import importlib.metadata
 import json
 import os
+import pickle
+import pickletools
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import accel
 from accel_compat import COVERED_VERSION, install, shim_path
 from accel_compat.modules import Finder, PassedOn, Unavailable
 
-FACTS = Path(__file__).parents[3] / "tests" / "facts" / "reference_api.json"
+FOLDER = Path(__file__).parents[3] / "tests" / "facts"
+FACTS, MODULES = FOLDER / "reference_api.json", FOLDER / "reference_modules.json"
+PICKLED = ("PartialState", "DistributedType", "DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "ParallelismConfig")
+# Of the private names of the reference's modules, those that stand for steps of its own functions.
+INTERNAL = """
+    ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING TORCH_SAFE_GLOBALS USE_TORCH_XLA _PYTORCH_DATALOADER_ADDITIONAL_KWARGS
+    _attach_layerwise_casting_hooks _compiler_disable _distributed_checkpoint_to_merged_weights _find_final_norm
+    _get_model_state_dict _handle_megatron_data_iterator _neuron_broadcast_object_list _neuron_gather_object _nvidia_smi
+    _parse_cpu_list _prepare_sd_options _refuse_recurrent_layers_under_sequence_parallelism _set_model_state_dict
+    _validate_to_fsdp2_args
+    """.split()
 
 
 def run(code: str, **variables: str) -> str:
@@ -35,11 +48,14 @@ def run(code: str, **variables: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> Iterator[None]:
+    modules = {getattr(accel, name): getattr(accel, name).__module__ for name in PICKLED}
     install()
     install()  # a second call changes nothing
     assert sys.path.count(str(shim_path())) == 1
     yield
     # Other tests of this process import libraries that look for accelerate.
+    for kind, module in modules.items():
+        kind.__module__ = module
     sys.path.remove(str(shim_path()))
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     for name in [name for name in sys.modules if name.split(".")[0] == "accelerate"]:
@@ -96,6 +112,48 @@ def test_every_documented_name_is_where_libraries_import_it() -> None:
         if not hasattr(importlib.import_module(module), name):
             missing.append(path)
     assert not missing
+
+
+def test_every_module_of_the_reference_has_its_names() -> None:
+    missing = []
+    for module, names in json.loads(MODULES.read_text(encoding="utf-8")).items():
+        loaded = importlib.import_module(module)
+        missing += [f"{module}.{name}" for name in names if name not in INTERNAL and not hasattr(loaded, name)]
+    assert not missing
+
+
+def test_names_of_modules_that_accel_lacks_do_what_they_say() -> None:
+    from accelerate.commands.config.default import default_config_file, write_basic_config
+    from accelerate.commands.estimate import create_empty_model
+    from accelerate.commands.launch import launch_command, multi_gpu_launcher
+    from accelerate.data_loader import _PYTORCH_DATALOADER_KWARGS
+    from accelerate.utils.operations import TENSOR_TYPE_TO_INT, _gpu_gather
+
+    assert write_basic_config is accel.utils.write_basic_config and default_config_file.endswith(".yaml")
+    assert multi_gpu_launcher is launch_command and _gpu_gather is accel.utils.gather
+    assert _PYTORCH_DATALOADER_KWARGS["batch_size"] == 1 and TENSOR_TYPE_TO_INT[torch.bool] == 10
+    with pytest.raises(NotImplementedError, match="create_empty_model .* see `accel --help`"):
+        create_empty_model("gpt2", "transformers")
+    for module, usage in (("accelerate_cli", "usage: accel COMMAND"), ("estimate", "usage: accel estimate-memory")):
+        command = [sys.executable, "-m", f"accelerate.commands.{module}", "--help"]
+        assert run(
+            f"import subprocess; print(subprocess.run({command}, capture_output=True, text=True).stdout)"
+        ).startswith(usage)
+
+
+def test_pickles_name_the_classes_of_the_reference() -> None:
+    """So that the training_args.bin of a Trainer on accel can be loaded where Accelerate is installed instead."""
+    from accelerate import DistributedType, PartialState
+    from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    state = PartialState(cpu=True)
+    things = [state, DistributedType.NO, DeepSpeedPlugin(), FullyShardedDataParallelPlugin(), ParallelismConfig()]
+    written = pickle.dumps(things, protocol=2)
+    modules = {str(word).split(" ")[0] for code, word, _ in pickletools.genops(written) if code.name == "GLOBAL"}
+    assert {"accelerate.state", "accelerate.utils.dataclasses", "accelerate.parallelism_config"} <= modules
+    assert not [module for module in modules if module.startswith("accel_") or module.startswith("accel.")]
+    again = pickle.loads(written)
+    assert again[0] == state and again[1] is DistributedType.NO and type(again[2]) is DeepSpeedPlugin
 
 
 def test_names_that_modules_of_the_reference_import_from_others() -> None:

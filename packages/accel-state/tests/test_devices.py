@@ -18,6 +18,7 @@ from accel_state import devices
 from accel_state.devices.base import Device
 from accel_state.enums import DistributedType, RNGType
 from accel_state.errors import ConfigurationError, MissingDependencyError
+from accel_state.memory import clear_device_cache
 from accel_state.testing import WorldError, run_world
 
 NAMES = devices.names()
@@ -227,6 +228,15 @@ def test_a_plug_in_that_cannot_be_loaded_is_told_and_not_used(tmp_path):
     ((name, error),) = run_world(use_broken_plug_in, 1, install_plug_in(tmp_path, broken=True), state=False)
     assert name == "cpu"
     assert "cannot be loaded here" in error
+
+
+def test_clearing_caches_asks_no_device_that_has_none(monkeypatch):
+    asked = []
+    for name in devices.names():
+        device = devices.get(name)
+        monkeypatch.setattr(type(device), "is_available", lambda self: bool(asked.append(self.name)))
+    clear_device_cache()
+    assert "cuda" in asked and not {"cpu", "xla", "tpu", "hpu"} & set(asked)
 
 
 def test_detection_initialises_nothing():

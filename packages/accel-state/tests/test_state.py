@@ -61,6 +61,9 @@ def test_instances_share_their_attributes() -> None:
     assert "Num processes: 1" in repr(first)
     PartialState._reset_state()
     assert not is_initialized()
+    second = PartialState(cpu=True)
+    PartialState._shared_state = {}
+    assert not is_initialized() and second.initialized and PartialState(cpu=True).__dict__ is PartialState._shared_state
 
 
 def test_an_isolated_context_leaves_the_outer_one_alone() -> None:

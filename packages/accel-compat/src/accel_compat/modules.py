@@ -11,14 +11,15 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
+from .absent import COMMANDS, main_of
+
 PACKAGE = "accelerate"
-# Modules of the reference that accel has in another place, or that exist only here.
-_ELSEWHERE = {"accelerate.commands.accelerate_cli": "accel.commands"}
+_ABSENT = "accel_compat.absent"
 
 # Where to find names that a module of the reference has only because it imports them from another one.
 _HOMES = (
     "accel.utils", "accel.state", "accel.data_loader", "accel.checkpointing", "accel.tracking", "accel.big_modeling",
-    "accel",
+    "accel.utils.constants", "accel", "accel.commands.config.config_args", "accel_compat.names",
 )  # fmt: skip
 
 # Names without a counterpart. Libraries import them beside others, so that they must exist; using one raises an error.
@@ -27,7 +28,58 @@ _MEGATRON = (
     "'accel[megatron]'."
 )
 _LAUNCHER = "accel builds this for its own launcher only. Use `accel launch`, or accel_launch.api."
+_COMMAND = "accel does this in its own commands: see `accel --help`, and accel_launch.api for launching."
+_INTERNAL = "it is internal to Accelerate."
 UNAVAILABLE = {
+    "accelerate.accelerator": {_INTERNAL: "_dispatch_batches _even_batches _split_batches _use_seedable_sampler"},
+    "accelerate.commands.accelerate_cli": {},
+    "accelerate.commands.config": {_COMMAND: "get_config_parser"},
+    "accelerate.commands.config.cluster": {_COMMAND: "get_cluster_input"},
+    "accelerate.commands.config.config": {_COMMAND: "config_command config_command_parser get_user_input"},
+    "accelerate.commands.config.config_utils": {
+        _COMMAND: """
+            SubcommandHelpFormatter _ask_field _ask_options _convert_compute_environment _convert_distributed_mode
+            _convert_dynamo_backend _convert_fp8_backend _convert_mixed_precision _convert_sagemaker_distributed_mode
+            _convert_yes_no_to_bool
+            """
+    },
+    "accelerate.commands.config.default": {_COMMAND: "default_command_parser default_config_command"},
+    "accelerate.commands.config.sagemaker": {
+        _COMMAND: "_create_iam_role_for_sagemaker _get_iam_role_arn get_sagemaker_input"
+    },
+    "accelerate.commands.config.update": {_COMMAND: "update_command_parser update_config update_config_command"},
+    "accelerate.commands.env": {_COMMAND: "env_command env_command_parser"},
+    "accelerate.commands.estimate": {
+        _COMMAND: """
+            add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command
+            estimate_command_parser estimate_training_usage gather_data verify_on_hub
+            """
+    },
+    "accelerate.commands.launch": {
+        _COMMAND: "CustomHelpFormatter _validate_launch_command clean_option sagemaker_launcher tpu_pod_launcher"
+    },
+    "accelerate.commands.merge": {_COMMAND: "merge_command merge_command_parser"},
+    "accelerate.commands.test": {_COMMAND: "test_command test_command_parser"},
+    "accelerate.commands.to_fsdp2": {
+        _COMMAND: "ConversionStatus convert_config_to_fsdp2 load_config to_fsdp2_command to_fsdp2_command_parser"
+    },
+    "accelerate.commands.tpu": {_COMMAND: "tpu_command_launcher tpu_command_parser"},
+    "accelerate.commands.utils": {
+        _COMMAND: "CustomArgumentGroup CustomArgumentParser _StoreAction _StoreConstAction _StoreTrueAction"
+    },
+    "accelerate.state": {_INTERNAL: "SharedDict"},
+    "accelerate.utils.bnb": {
+        _INTERNAL: """
+            _replace_with_bnb_layers get_parameter_device get_quantized_model_device_map quantize_and_offload_8bit
+            """
+    },
+    "accelerate.utils.launch": {
+        _LAUNCHER: """
+            _convert_nargs_to_dict _filter_args _get_mpirun_args env_var_path_add prepare_extend_env_parallelism_config
+            setup_fp8_env
+            """
+    },
+    "accelerate.utils.modeling": {_INTERNAL: "_get_param_device _get_proper_dtype _init_infer_auto_device_map"},
     "accelerate.utils": {
         _MEGATRON: """
             AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronEngine MegatronLMDummyDataLoader
@@ -38,7 +90,13 @@ UNAVAILABLE = {
         _LAUNCHER: "prepare_deepspeed_cmd_env prepare_sagemager_args_inputs",
         "install torch_xla with pip.": "install_xla",
     },
-    "accelerate.utils.dataclasses": {_MEGATRON: "MegatronLMPlugin"},
+    "accelerate.utils.dataclasses": {
+        _MEGATRON: """
+            MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin parse_bert_config parse_glm4_moe_config parse_gpt2_config
+            parse_llama_config parse_t5_config
+            """,
+        _INTERNAL: "EnumWithContains",
+    },
     "accelerate.utils.megatron_lm": {
         _MEGATRON: """
             AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronEngine MegatronLMDummyDataLoader
@@ -50,13 +108,26 @@ UNAVAILABLE = {
     },
 }
 
+# Classes in files that clients pickle, such as Trainer's training_args.bin. Their names are written as those of the
+# reference, so that such a file can be loaded where accel is not installed.
+_PICKLED = {
+    "accelerate.state": ("PartialState",),
+    "accelerate.utils.dataclasses": ("DistributedType", "DeepSpeedPlugin", "FullyShardedDataParallelPlugin"),
+    "accelerate.parallelism_config": ("ParallelismConfig",),
+}
+
+
+def rename_pickled() -> None:
+    """Let pickles name the classes of ``_PICKLED`` as the reference does."""
+    for module, names in _PICKLED.items():
+        for name in names:
+            getattr(importlib.import_module(target_of(module)), name).__module__ = module
+
 
 def target_of(name: str) -> str:
     """The module that ``name`` stands for: ``accel.utils.memory`` for ``accelerate.utils.memory``."""
-    target = _ELSEWHERE.get(name, "accel" + name.removeprefix(PACKAGE))
-    if name in UNAVAILABLE and importlib.util.find_spec(target) is None:
-        return "accel_compat.absent"
-    return target
+    target = "accel" + name.removeprefix(PACKAGE)
+    return _ABSENT if name in UNAVAILABLE and importlib.util.find_spec(target) is None else target
 
 
 class Unavailable:
@@ -88,9 +159,9 @@ class PassedOn:
                 return self.own(name)
             except AttributeError:
                 pass
-        for home in () if name.startswith("_") else _HOMES:
+        for home in () if name.startswith("__") else _HOMES:
             module = importlib.import_module(home)
-            if name in dir(module):
+            if name in (dir(module) if not name.startswith("_") else getattr(module, "__all__", ())):
                 return getattr(module, name)
         raise AttributeError(f"module {self.module!r} has no attribute {name!r}")
 
@@ -107,7 +178,13 @@ class _Loader(InspectLoader):
     def exec_module(self, module: ModuleType) -> None:
         # The import system takes what is in sys.modules after this call.
         actual = importlib.import_module(self.target)
+        if self.target == _ABSENT:
+            actual = module  # each is a module of its own, with the names of the reference's
+            if module.__name__ in COMMANDS:
+                vars(module)["main"] = main_of(module.__name__)
         sys.modules[module.__name__] = actual
+        if module.__name__ in ("accelerate.state", "accelerate.utils", "accelerate.utils.dataclasses"):
+            rename_pickled()
         for reason, names in UNAVAILABLE.get(module.__name__, {}).items():
             for name in names.split():
                 if not _has(actual, name):
@@ -175,6 +252,8 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
             value = getattr(accel, name)
         except AttributeError:
             raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+        if isinstance(value, type):
+            rename_pickled()
         is_submodule = isinstance(value, ModuleType) and value.__name__ == target_of(f"{package}.{name}")
         return importlib.import_module(f"{package}.{name}") if is_submodule else value
 

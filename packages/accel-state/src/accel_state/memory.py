@@ -34,8 +34,9 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """
     if garbage_collection:
         gc.collect()
-    for device in devices.available():
-        device.empty_cache()
+    for device in map(devices.get, devices.names()):
+        if device.caches_memory and device.is_available():
+            device.empty_cache()
 
 
 def release_memory(*objects: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -105,15 +106,21 @@ class CpuOffload(ModelHook):
         self.execution_device = devices.detect().current() if execution_device is None else execution_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        return module.to("cpu")
+        return _moved(module, torch.device("cpu"))
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = as_device(self.execution_device)
         if isinstance(self.prev_module_hook, UserCpuOffloadHook):
             self.prev_module_hook.offload()
             clear_device_cache()
-        module.to(device)
+        _moved(module, device)
         return send_to_device(args, device), send_to_device(kwargs, device)
+
+
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """``module.to(device)``, which visits each tensor even where nothing is to be moved."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return module if all(tensor.device == device for tensor in tensors) else module.to(device)
 
 
 class UserCpuOffloadHook:

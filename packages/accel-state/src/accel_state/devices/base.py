@@ -44,6 +44,8 @@ class Device:
     """Whether every new shape of a batch costs a compilation, so that loaders complete their last batch."""
     has_storage: ClassVar[bool] = True
     """Whether tensors have a storage, by which they can be copied byte by byte and saved."""
+    caches_memory: ClassVar[bool] = True
+    """Whether :meth:`empty_cache` does something."""
     vendor_package: ClassVar[str | None] = None
     """The package whose import adds ``torch.<name>``; None if torch includes it."""
     autocast_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)

@@ -17,6 +17,7 @@ class CpuDevice(Device):
     name = "cpu"
     collective_backend = "gloo"
     distributed_type = DistributedType.MULTI_CPU
+    caches_memory = False
     # The second is the allocator's message on Windows.
     out_of_memory_messages = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 

@@ -17,6 +17,7 @@ class HpuDevice(Device):
     collective_backend = "hccl"
     visible_devices_variable = "HABANA_VISIBLE_MODULES"
     distributed_type = DistributedType.MULTI_HPU
+    caches_memory = False
     vendor_package = "habana_frameworks"
     out_of_memory_messages = ("Allocation failed for size", "HPU out of memory")
 

@@ -21,6 +21,7 @@ class TpuDevice(Device):
     collective_backend = "tpu_dist"
     visible_devices_variable = "TPU_VISIBLE_CHIPS"
     distributed_type = DistributedType.MULTI_TPU
+    caches_memory = False
     vendor_package = "torch_tpu"
     autocast_dtypes = (torch.bfloat16,)
     out_of_memory_messages = ("RESOURCE_EXHAUSTED",)

@@ -33,6 +33,7 @@ class XlaDevice(Device):
     sharded_strategy = "xla_spmd"
     fixed_shapes = True
     has_storage = False
+    caches_memory = False
     vendor_package = "torch_xla"
     autocast_dtypes = (torch.bfloat16,)
     out_of_memory_messages = ("RESOURCE_EXHAUSTED",)

@@ -15,6 +15,11 @@ class _SharedStateType(type):
         shared: dict[str, Any] = getattr(context.current(), cls._slot)  # type: ignore[attr-defined]
         return shared
 
+    @_shared_state.setter
+    def _shared_state(cls, attributes: dict[str, Any]) -> None:
+        # Scripts set it to {} to start anew; instances that exist keep what they have.
+        setattr(context.current(), cls._slot, attributes)  # type: ignore[attr-defined]
+
 
 class SharedState(metaclass=_SharedStateType):
     """Attributes are stored in the current :class:`~accel_state.context.Context`, not in the instance."""
@@ -38,7 +43,8 @@ class SharedState(metaclass=_SharedStateType):
         return bool(self.__dict__)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _join, (type(self), self._picklable())
+        attributes = self._picklable()
+        return (_join, (type(self), attributes)) if attributes else (type(self), ())
 
     def _picklable(self) -> dict[str, Any]:
         """Attributes to restore where a pickle is loaded, in a process that has none of its own."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from accel_launch.config.update import LoadedConfig as BaseConfig
 from accel_launch.config.update import load_config_from_file as load_config_from_file
-from accel_state.options import default_folder, default_path
+from accel_state.options import default_folder, default_path, find_default
 
 ClusterConfig = BaseConfig
 SageMakerConfig = BaseConfig
 cache_dir = str(default_folder())
 default_yaml_config_file = str(default_path())
-default_config_file = default_yaml_config_file
+default_config_file = str(find_default() or default_path())
 default_json_config_file = str(default_path().with_suffix(".json"))
