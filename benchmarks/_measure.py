@@ -91,8 +91,8 @@ def llama_config(gigabytes: float, layers: int, width: int) -> Any:
     import transformers
 
     inner = int(gigabytes * 1e9 / 4 / layers / width / 3) // 64 * 64
-    sizes = {"vocab_size": 1000, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    words = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    sizes: Any = {"vocab_size": 1000, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    words: Any = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
     return transformers.LlamaConfig(**sizes, **words, num_attention_heads=width // 128, num_key_value_heads=2)
 
 

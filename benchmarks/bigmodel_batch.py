@@ -19,7 +19,7 @@ import _measure
 import torch
 
 SEQUENCES, PROMPT, NEW_TOKENS, ROUNDS = 64, 4, 8, 5
-ALONE = 4  # sequences that are generated one after another in a round
+ALONE = 2  # sequences that are generated one after another in a round
 TARGET = 8.0
 LAYERS, WIDTH = 8, 1024
 

@@ -25,7 +25,7 @@ import _measure
 import torch
 from safetensors.torch import save_file
 
-TOKENS, COLD_TOKENS, ROUNDS = 10, 4, 5
+TOKENS, COLD_TOKENS, ROUNDS = 10, 3, 5
 TARGET = 3.0
 LAYERS = 4
 

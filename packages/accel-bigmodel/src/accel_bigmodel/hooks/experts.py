@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def is_routed_experts(module: nn.Module) -> bool:
         return False
     if not all(parameter.ndim >= 2 and parameter.shape[0] == experts for parameter in parameters):
         return False
-    return _position(type(module)) is not None
+    return _position(type(module).forward) is not None
 
 
 class RoutedExpertsHook(AlignDevicesHook):
@@ -163,21 +163,21 @@ class RoutedExpertsHook(AlignDevicesHook):
         module.__dict__["num_experts"] = present
         if _CHOICE in kwargs:
             return args, {**kwargs, _CHOICE: renumbered}
-        position: Any = _position(type(module))
+        position: Any = _position(type(module).forward)
         return (*args[:position], renumbered, *args[position + 1 :]), kwargs
 
 
 @functools.cache
-def _position(kind: type[nn.Module]) -> int | None:
+def _position(forward: Callable[..., Any]) -> int | None:
     """The place of the choice among the positional arguments of a class's forward, without the module itself."""
-    names = list(inspect.signature(kind.forward).parameters)
+    names = list(inspect.signature(forward).parameters)
     return names.index(_CHOICE) - 1 if _CHOICE in names else None
 
 
 def _choice(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _CHOICE in kwargs:
         return kwargs[_CHOICE]
-    position = _position(type(module))
+    position = _position(type(module).forward)
     return args[position] if position is not None and position < len(args) else None
 
 
