@@ -250,15 +250,15 @@ class Joined:
     processes: int
     lost: list[int]  # steps that nobody committed
     wrong: list[int]  # steps with other samples than plain PyTorch draws
-    unequal: list[int]  # steps of which a share had another loss when it was computed again
-    again: int  # steps that rank 0 computed again
+    difference: float  # the largest one between two losses of the same share
+    again: int  # steps that a replica applied, and later applied again; the largest number of a replica
     hashes: set[str]
 
 
 def join(folder: Path, replicas: int, settings: Settings) -> Joined:
     """Join the files of the processes."""
     dealt: dict[int, dict[tuple[int, ...], set[float]]] = defaultdict(lambda: defaultdict(set))
-    done: Counter[int] = Counter()
+    done: dict[str, Counter[int]] = defaultdict(Counter)
     hashes: set[str] = set()
     paths = list(folder.glob("*.jsonl"))
     for path in paths:
@@ -267,16 +267,16 @@ def join(folder: Path, replicas: int, settings: Settings) -> Joined:
             if event[0] == "dealt":
                 dealt[event[1]][tuple(event[2])].add(event[3])
             elif event[0] == "done":
-                done[event[1]] += path.name.startswith("0.")
+                done[path.name.partition(".")[0]][event[1]] += 1
             elif event[0] == "end":
                 hashes.add(event[1])
     order = expected_order(replicas, settings)
     return Joined(
         len(paths),
-        [step for step in range(settings.steps) if step not in done],
+        [step for step in range(settings.steps) if not any(step in steps for steps in done.values())],
         [step for step in range(settings.steps) if set(dealt[step]) != order[step]],
-        [step for step in dealt if any(len(losses) > 1 for losses in dealt[step].values())],
-        sum(done.values()) - len(+done),
+        max(max(losses) - min(losses) for shares in dealt.values() for losses in shares.values()),
+        max(sum(steps.values()) - len(steps) for steps in done.values()),
         hashes,
     )
 
@@ -291,14 +291,14 @@ def row_of(name: str, kills: Sequence[Kill], seconds: float, found: Joined, refe
             cells.append(f"{len(times)}: {statistics.median(times):.1f} s ({tail:.1f} s, {times[-1]:.1f} s)")
         else:
             cells.append("")
-    same = "equal" if found.hashes == {reference} else "differ"
+    same = "equal" if found.hashes == {reference} else f"differ, losses by at most {found.difference:.0e}"
     lost, wrong = str(len(found.lost)), str(len(found.wrong))
     return [name, *cells, lost, wrong, str(found.again), same, f"{seconds / 60:.0f} min"]
 
 
 COLUMNS = (
     *("Run", "SIGKILL: median (95 %, longest)", "SIGSTOP", "Steps lost", "Steps with other samples"),
-    *("Steps computed again", "Weights", "Time"),
+    *("Steps applied again", "Weights", "Time"),
 )
 
 
@@ -344,9 +344,11 @@ def measure_kills(arguments: argparse.Namespace, folder: Path) -> None:
     seconds = Harness(command(settings, launch), folder, processes, kills, arguments.pause).run(arguments.restarts)
     found = join(folder, arguments.replicas, settings)
     print(f"{found.processes} processes, sha256 {', '.join(sorted(found.hashes))}")
-    keep_row(arguments, row_of(f"`{name}`", kills, seconds, found, reference))
-    if found.lost or found.wrong or found.hashes != {reference} or (found.unequal and not arguments.restarts):
-        sys.exit(f"steps lost: {found.lost}; with other samples: {found.wrong}; with other losses: {found.unequal}")
+    keep_row(arguments, row_of(f"`{name}`, {len(kills)} kills", kills, seconds, found, reference))
+    # With --max_restarts gradients are added in another order: that of DDP's first buckets, for one step.
+    exact = arguments.restarts or (found.hashes == {reference} and not found.difference and not found.again)
+    if found.lost or found.wrong or not exact:
+        sys.exit(f"the run is not that without kills: {found}")
 
 
 def measure_overhead(arguments: argparse.Namespace) -> None:

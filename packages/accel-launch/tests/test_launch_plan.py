@@ -300,5 +300,19 @@ class TestReplicas:
             ConfigurationError, match="3 replicas .* of 2 processes each need 6 GPUs here, and 4 are visible"
         ):
             ft.FaultTolerantLauncher().run(made)
+        machines = {"num_machines": "2", "machine_rank": "1", "main_process_ip": "127.0.0.1"}
+        made = plan(tmp_path, ft="true", num_replicas="5", **machines)
+        ranks = ft.FaultTolerantLauncher().commands(made)[0].ranks
+        assert [(rank["ACCELERATE_FT_REPLICA"], rank["CUDA_VISIBLE_DEVICES"]) for rank in ranks] == [
+            *(("2", "3"), ("3", "GPU-b"), ("4", "0"))
+        ]
+        (started,) = ft.variables(made, ft.Replica(3, tmp_path / "progress"), "http://127.0.0.1:29500", tmp_path)
+        assert started["ACCELERATE_FT_HOST"] == "127.0.0.1"
+        with pytest.raises(ConfigurationError, match="1 replicas .* leave machines without one"):
+            ft.numbers_here(plan(tmp_path, ft="true", num_replicas="1", **machines))
+        machines["main_process_ip"] = "::1"
+        made = plan(tmp_path, ft="true", num_replicas="2", **machines)
+        with pytest.raises(ConfigurationError, match="torchft needs an IPv4 address"):
+            ft.variables(made, ft.Replica(1, tmp_path / "progress"), "http://[::1]:29500", tmp_path)
         made = plan(tmp_path, ft="true", num_replicas="9", cpu="true")
         assert all("CUDA_VISIBLE_DEVICES" not in rank for rank in ft.FaultTolerantLauncher().commands(made)[0].ranks)

@@ -315,7 +315,12 @@ def numbers_here(plan: LaunchPlan) -> range:
 
 def _own_address(other: str) -> str:
     """The address of this machine from which it reaches another one."""
-    family, kind, protocol, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(other, 9, socket.AF_INET, socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ConfigurationError(
+            f"--main_process_ip {other}: {error.strerror}. torchft needs an IPv4 address, or a name that has one."
+        ) from None
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -97,7 +98,7 @@ class ReplicaGroup:
         # torchft names its groups by the collective library; gloo serves devices whose library it does not know.
         kind = getattr(torchft, f"ProcessGroup{backend.upper()}", torchft.ProcessGroupGloo)
         self.pg: Any = kind(timeout=self._limit)
-        host = env.read_str(HOST, "localhost")
+        host = env.read_str(HOST) or "localhost"
         if processes.world_size == 1:
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             port = self._store.port
@@ -138,14 +139,31 @@ class ReplicaGroup:
         while True:
             manager.start_quorum()
             error = manager.errored()
+            if error is None and self._is_behind():
+                error = RuntimeError("a replica that is ahead is not in the quorum")
             joined = torch.tensor(float(error is None))
             if self._processes.all_reduce(joined, "min").item():
                 break
-            self._leave_group(error or "another process of this replica could not join")
+            self.fail(error or RuntimeError("another process of this replica could not join"))
             manager.should_commit()
-            time.sleep(0.05)
+            time.sleep(0.1)
         self.rank, self.size = int(manager.participating_rank()), int(manager.num_participants())
         self._report("computes", manager.current_step())
+
+    def _is_behind(self) -> bool:
+        """Whether a live replica of this machine is ahead of the quorum, and so is not in it.
+
+        Replicas that were restarted could otherwise begin a run of their own while the others compute a step. The
+        launcher removes the reports of the dead.
+        """
+        if self._progress is None:
+            return False
+        for file in self._progress.parent.glob("replica_*"):
+            with contextlib.suppress(FileNotFoundError):
+                state, _, reached = file.read_text(encoding="utf-8").partition(" ")
+                if state in ("waits", "computes") and int(reached) > self.manager.current_step():
+                    return True
+        return False
 
     def fail(self, error: Exception) -> None:
         """Abandon the step in progress: its vote will be no, and the others notice that this replica left."""
