@@ -19,24 +19,25 @@ from typing import Any
 import _measure
 import torch
 
-STEPS, COLD_STEPS, ROUNDS = 12, 2, 5
+STEPS, ROUNDS = 9, 5
 TARGET = 0.15
 LAYERS, WIDTH = 12, 1536
-# Share of the weights in memory, and sequences in a batch.
-SETTINGS = ((2.0, 1), (0.5, 1), (0.5, 8))
+# Memory as a share of the weights, and sequences in a batch. The least one has room for one layer; a part of the rest
+# would be in memory, and its pages cannot be dropped from the page cache.
+COLD = (0.1, 1)
+SETTINGS = ((2.0, 1), (0.5, 1), (0.5, 8), COLD)
 
 
-def step_seconds(model: Any, sequences: int, folder: str, cold_steps: int) -> tuple[float, float]:
-    """The mean step of generation with a cache, without the first two; and that of later steps from the disk."""
-    tokens, cache, seconds = torch.ones(sequences, 4, dtype=torch.int64), None, []
-    for number in range(STEPS + cold_steps):
-        if number >= STEPS:
-            _measure.drop_from_page_cache(folder)
+def step_seconds(model: Any, sequences: int, folder: str) -> tuple[float, float]:
+    """The mean step of generation with a cache, without the first two; and the first one, from the disk."""
+    tokens, cache, seconds = torch.ones(sequences, 1, dtype=torch.int64), None, []
+    _measure.drop_from_page_cache(folder)
+    for _ in range(STEPS):
         begin = time.perf_counter()
         output = model(tokens, past_key_values=cache, use_cache=True)
         seconds.append(time.perf_counter() - begin)
         cache, tokens = output.past_key_values, output.logits[:, -1:].argmax(-1)
-    return statistics.mean(seconds[2:STEPS]), statistics.mean(seconds[STEPS:] or [0.0])
+    return statistics.mean(seconds[2:]), seconds[0]
 
 
 @torch.no_grad()
@@ -61,13 +62,12 @@ def main(gigabytes: float) -> None:
                     model = transformers.LlamaForCausalLM(config).eval()
                 options: dict[str, Any] = {"device_map": "sequential", "max_memory": {"cpu": memory}}
                 load_checkpoint_and_dispatch(model, folder, **options)
-                cold_steps = COLD_STEPS if estimate.on_disk and sequences == 1 else 0
-                step, cold = step_seconds(model, sequences, folder, cold_steps)
+                step, cold = step_seconds(model, sequences, folder)
                 del model  # pages that it has mapped would stay in the page cache
                 gc.collect()
                 label = f"{min(share, 1):.0%} in memory, {sequences} row{'s' if sequences > 1 else ''}"
                 pairs.setdefault(label, []).append((estimate.step_seconds, step))
-                if cold_steps:
+                if (share, sequences) == COLD:
                     pairs.setdefault(f"{label}, from the disk", []).append((estimate.first_step_seconds, cold))
     for label, found in sorted(pairs.items()):
         error = statistics.median(predicted / ran for predicted, ran in found) - 1
