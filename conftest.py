@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,8 @@ _SECONDS_TO_END = 30.0
 _NEEDS_NEWER_TORCH = re.compile(r"[^\n]*needs (?:a newer torch than|torch 2\.\d+ or newer)[^\n]*")
 # Property tests of the fast tier run this many examples; --all runs as many as the test asks for.
 _FAST_EXAMPLES = 25
+# What a worker computes once for the tests of a file.
+_SHARED = re.compile(r"""scope=["'](module|class|session)|^@(functools\.)?(lru_)?cache\b""", re.MULTILINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -85,20 +89,51 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["order_seed"] = node.config.option.order_seed
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With the slow tests: hand out the tests of a file one by one where they share nothing, so that no worker ends
+    alone with a long file. The fast tier goes by file.
+    """
+    if config.option.dist != "loadfile" or not _runs_all(config):
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneByOne(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return nodeid if _is_divisible(config.rootpath / file) else file
+
+    return OneByOne(config, log)
+
+
+@functools.cache
+def _is_divisible(file: Path) -> bool:
+    """Whether a file has slow tests, and no value that several of its tests share."""
+    source = file.read_text(encoding="utf-8")
+    return "mark.slow" in source and not _SHARED.search(source)
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return f"order: --order-seed {config.option.order_seed}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select the tier and shuffle: files, then the tests of each file. Slow files come first, so that no worker ends
-    alone with one.
+    """Select the tier and shuffle: files, then the tests of each file. Slow tests come first, those of files that one
+    worker runs as a whole at the head, so that no worker ends alone.
     """
     if not _runs_all(config):
         _keep_fast_tier(config, items)
     dice = random.Random(config.option.order_seed)
     position = {item.nodeid: dice.random() for item in sorted(items, key=lambda item: item.nodeid)}
-    files = {path: dice.random() for path in sorted({str(item.path) for item in items})}
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, files[str(item.path)], position[item.nodeid]))
+    files = {path: dice.random() for path in sorted({item.path for item in items})}
+    slow = {item.nodeid for item in items if item.get_closest_marker("slow") is not None}
+    weights = Counter(item.path for item in items if item.nodeid in slow and not _is_divisible(item.path))
+    items.sort(
+        key=lambda item: (
+            *(item.nodeid not in slow, -weights[item.path] if item.nodeid in slow else 0),
+            *(files[item.path], position[item.nodeid]),
+        )
+    )
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from launched import run_launched
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from workspace import ROOT
@@ -18,10 +18,11 @@ from workspace import ROOT
 EXAMPLES = ROOT / "examples"
 CONFIGS = EXAMPLES / "deepspeed_configs"
 SIZE = ("--epochs", "1", "--sentences", "32")
+TWO_RANKS = ("--cpu", "--num_processes", 2, "--use_deepspeed")
 LOSSES = re.compile(r"^losses: (.+)$", re.MULTILINE)
 
 pytest.importorskip("transformers")
-# Launches of two processes that import transformers and deepspeed: ten seconds each on two idle cores.
+# Two ranks that import deepspeed, up to three times: half a minute on two cores.
 pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed: scripts/test tells why"),
     pytest.mark.slow,
@@ -29,17 +30,9 @@ pytestmark = [
 ]
 
 
-def launch(*words: object) -> str:
-    """The output of a launched script."""
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
-    }
-    command = [sys.executable, "-m", "accel_launch", "launch", *map(str, words)]
-    result = subprocess.run(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
+def launch(folder: Path, options: tuple[object, ...], script: Path, *words: object) -> str:
+    """The output of a script in the processes that the launcher plans."""
+    return "\n".join(run_launched(script, *words, launch=options, folder=folder, seconds=600))
 
 
 def module(name: str):
@@ -73,9 +66,10 @@ def test_text_example_with_the_plugin(tmp_path: Path) -> None:
     ):
         pytest.importorskip("ninja", reason="DeepSpeed compiles its optimizer for host memory with ninja")
     script, words = EXAMPLES / "text_classification.py", (*SIZE, "--gradient_accumulation_steps", "1")
-    launch("--cpu", "--num_processes", 2, script, *words, "--output_dir", tmp_path / "ddp")
+    launch(tmp_path, ("--cpu", "--num_processes", 2), script, *words, "--output_dir", tmp_path / "ddp")
     for name in ("plugin_stage2", "plugin_stage3_offload"):
-        output = launch("--config_file", CONFIGS / f"{name}.yaml", script, *words, "--output_dir", tmp_path / name)
+        config = ("--config_file", CONFIGS / f"{name}.yaml")
+        output = launch(tmp_path, config, script, *words, "--output_dir", tmp_path / name)
         assert re.search(r"test accuracy: 0\.\d{3} on 32 sentences", output), output
         # Weights of 0.1 and more, after 6 steps of 2e-4 at most.
         assert worst(tmp_path / name, tmp_path / "ddp") < 1e-4, name
@@ -86,7 +80,7 @@ def test_text_example_with_a_deepspeed_configuration(tmp_path: Path) -> None:
     script = EXAMPLES / "deepspeed_text.py"
     names = ("json_stage2", "json_stage3_offload")
     outputs = [
-        launch("--config_file", CONFIGS / f"{name}.yaml", script, *SIZE, "--output_dir", tmp_path / name)
+        launch(tmp_path, ("--config_file", CONFIGS / f"{name}.yaml"), script, *SIZE, "--output_dir", tmp_path / name)
         for name in names
     ]
     said = [
@@ -97,10 +91,8 @@ def test_text_example_with_a_deepspeed_configuration(tmp_path: Path) -> None:
     assert worst(tmp_path / names[1], tmp_path / names[0]) < 1e-4
 
 
-def test_a_student_and_a_teacher() -> None:
-    output = launch(
-        "--cpu", "--num_processes", 2, "--use_deepspeed", EXAMPLES / "deepspeed_models.py", "--task", "distillation"
-    )
+def test_a_student_and_a_teacher(tmp_path: Path) -> None:
+    output = launch(tmp_path, TWO_RANKS, EXAMPLES / "deepspeed_models.py", "--task", "distillation")
     example = module("deepspeed_models")
     student, teacher = example.make(16, 1, seed=1), example.make(32, 2, seed=2).eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=5e-3, weight_decay=0.0)
@@ -121,10 +113,8 @@ def test_a_student_and_a_teacher() -> None:
     assert expected[-1] < expected[0] - 0.03
 
 
-def test_two_models_with_two_accelerators() -> None:
-    output = launch(
-        "--cpu", "--num_processes", 2, "--use_deepspeed", EXAMPLES / "deepspeed_models.py", "--task", "disjoint"
-    )
+def test_two_models_with_two_accelerators(tmp_path: Path) -> None:
+    output = launch(tmp_path, TWO_RANKS, EXAMPLES / "deepspeed_models.py", "--task", "disjoint")
     example = module("deepspeed_models")
     models = example.make(16, 1, seed=1), example.make(24, 1, seed=3)
     optimizers = torch.optim.AdamW(models[0].parameters(), lr=5e-3), torch.optim.SGD(models[1].parameters(), lr=5e-2)

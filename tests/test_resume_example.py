@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from launched import run_launched
 from safetensors.torch import load_file
 from workspace import ROOT
 
@@ -98,9 +99,11 @@ def saved(folder: Path) -> bool:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("ranks", "most"), [(1, 1), (2, 2)])
 def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path, ranks: int, most: int) -> None:
-    whole = start(tmp_path / "whole", ranks)
-    output = output_of(whole)
-    assert whole.returncode == 0, output
+    run_launched(
+        *(SCRIPT, "--output_dir", tmp_path / "whole", *WORDS),
+        launch=("--cpu", "--num_processes", ranks),
+        folder=tmp_path,
+    )
     dice, kills, folder = random.Random(ranks), 0, tmp_path / "killed"
     while True:
         run = start(folder, ranks)

@@ -140,6 +140,17 @@ def _with_requirements(distribution: str) -> set[str]:
     return found
 
 
+def _linked(distributions: list[str], folder: Path) -> Path:
+    """Links to distributions of the running environment and to everything that they require."""
+    for name in set().union(*map(_with_requirements, distributions)):
+        distribution = importlib.metadata.distribution(name)
+        for entry in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+            source, target = Path(str(distribution.locate_file(entry))), folder / entry
+            if not target.exists():
+                target.symlink_to(source)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory with the wheel of every distribution."""
@@ -154,14 +165,13 @@ def torch_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Torch is 700 MB or more; installing it once per package would dominate the suite.
     """
-    folder = tmp_path_factory.mktemp("torch")
-    for name in _with_requirements("torch"):
-        distribution = importlib.metadata.distribution(name)
-        for entry in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
-            source, target = Path(str(distribution.locate_file(entry))), folder / entry
-            if not target.exists():
-                target.symlink_to(source)
-    return folder
+    return _linked(["torch"], tmp_path_factory.mktemp("torch"))
+
+
+@pytest.fixture(scope="module")
+def test_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that shows what runs the tests, in the same way."""
+    return _linked(TEST_TOOLS, tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture(scope="module")
@@ -229,14 +239,13 @@ def test_each_wheel_works_alone(distribution: str, install: Callable[[str], Path
     _run(python, "-c", README_EXAMPLES, project / "README.md", folder=tmp_path, OMP_NUM_THREADS="1")
 
 
-@pytest.mark.slow  # installs the test tools, and runs several suites
+@pytest.mark.slow  # runs several suites a second time
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("distribution", PUBLIC_SURFACE)
 def test_the_public_surface_works_from_the_wheel(
-    distribution: str, install: Callable[[str], Path], tmp_path: Path
+    distribution: str, install: Callable[[str], Path], test_tools: Path, tmp_path: Path
 ) -> None:
     python = install(distribution)
-    _pip(python, "install", "-qq", "--no-compile", *TEST_TOOLS, folder=tmp_path)
     tests = ROOT / "packages" / distribution / "tests"
     shutil.copytree(tests, tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "packages" / distribution / "README.md", tmp_path)  # a test runs its examples
@@ -244,7 +253,7 @@ def test_the_public_surface_works_from_the_wheel(
     tmp_path.joinpath("conftest.py").write_text(PROFILE)
     files = [f"tests/{name}" for name in PUBLIC_SURFACE[distribution]]
     command = [python, "-m", "pytest", "-q", "-m", "not slow", *files]
-    output = _run(*command, folder=tmp_path, seconds=1500, OMP_NUM_THREADS="1")
+    output = _run(*command, folder=tmp_path, seconds=1500, OMP_NUM_THREADS="1", PYTHONPATH=str(test_tools))
     assert re.search(r"\b\d+ passed", output), output
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import psutil
 import pytest
+from launched import run_launched
 from workspace import ROOT
 
 SCRIPT = ROOT / "examples" / "digits.py"
@@ -61,17 +62,10 @@ def is_alive(pid: int) -> bool:
 
 @cache
 def loss_of_one_process() -> float:
-    """The loss of the script run by Python alone."""
+    """The loss of the script in one process."""
     pytest.importorskip("sklearn")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *ARGUMENTS],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    (loss,) = losses_in(done.stdout)
+    lines = run_launched(SCRIPT, *ARGUMENTS, launch=("--cpu", "--num_processes", 1), folder=Path.cwd())
+    (loss,) = losses_in("\n".join(lines))
     return loss
 
 
