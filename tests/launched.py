@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 from accel_launch.cli import main as accel
 from accel_state.testing import run_world
@@ -30,15 +31,11 @@ def run_launched(
         script: the file.
         *words: its arguments.
         launch: options of ``accel launch``; the processes must all be on this machine.
-        folder: working directory of the processes.
+        folder: working directory of the launcher and the processes.
         seconds: limit of the run.
     """
     arguments = tuple(map(str, words))
-    planned = io.StringIO()
-    with contextlib.redirect_stdout(planned):
-        code = accel(["launch", "--dry_run", "--json", "-q", *map(str, launch), str(script), *arguments])
-    assert code == 0, planned.getvalue()
-    (start,) = json.loads(planned.getvalue())
+    start = _planned(["launch", "--dry_run", "--json", "-q", *map(str, launch), str(script), *arguments], folder)
     assert start["command"][-1 - len(arguments) :] == [str(script), *arguments], start["command"]
     hidden = {name: None for name in os.environ if name.startswith(_HIDDEN)}
     # run_world gives each rank its variables, as the launcher's plan does.
@@ -51,6 +48,20 @@ def run_launched(
         timeout=seconds,
     )
     return [line for text in texts for line in text.splitlines()]
+
+
+def _planned(words: list[str], folder: Path) -> dict[str, Any]:
+    """What the launcher would start on this machine."""
+    printed, here = io.StringIO(), Path.cwd()
+    os.chdir(folder)  # configuration files may name others by relative paths
+    try:
+        with contextlib.redirect_stdout(printed):
+            code = accel(words)
+    finally:
+        os.chdir(here)
+    assert code == 0, printed.getvalue()
+    (start,) = json.loads(printed.getvalue())
+    return start
 
 
 def _run_script(script: str, arguments: tuple[str, ...], folder: str) -> str:

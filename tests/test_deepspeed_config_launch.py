@@ -149,8 +149,7 @@ class Folder:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
-    monkeypatch.chdir(tmp_path)  # the configuration of DeepSpeed is named by a relative path
+def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
 
 

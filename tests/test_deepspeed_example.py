@@ -30,9 +30,10 @@ pytestmark = [
 ]
 
 
-def launch(folder: Path, options: tuple[object, ...], script: Path, *words: object) -> str:
+def launch(options: tuple[object, ...], script: Path, *words: object) -> str:
     """The output of a script in the processes that the launcher plans."""
-    return "\n".join(run_launched(script, *words, launch=options, folder=folder, seconds=600))
+    # The configurations of accel name those of DeepSpeed from the root.
+    return "\n".join(run_launched(script, *words, launch=options, folder=ROOT, seconds=600))
 
 
 def module(name: str):
@@ -66,10 +67,10 @@ def test_text_example_with_the_plugin(tmp_path: Path) -> None:
     ):
         pytest.importorskip("ninja", reason="DeepSpeed compiles its optimizer for host memory with ninja")
     script, words = EXAMPLES / "text_classification.py", (*SIZE, "--gradient_accumulation_steps", "1")
-    launch(tmp_path, ("--cpu", "--num_processes", 2), script, *words, "--output_dir", tmp_path / "ddp")
+    launch(("--cpu", "--num_processes", 2), script, *words, "--output_dir", tmp_path / "ddp")
     for name in ("plugin_stage2", "plugin_stage3_offload"):
         config = ("--config_file", CONFIGS / f"{name}.yaml")
-        output = launch(tmp_path, config, script, *words, "--output_dir", tmp_path / name)
+        output = launch(config, script, *words, "--output_dir", tmp_path / name)
         assert re.search(r"test accuracy: 0\.\d{3} on 32 sentences", output), output
         # Weights of 0.1 and more, after 6 steps of 2e-4 at most.
         assert worst(tmp_path / name, tmp_path / "ddp") < 1e-4, name
@@ -80,7 +81,7 @@ def test_text_example_with_a_deepspeed_configuration(tmp_path: Path) -> None:
     script = EXAMPLES / "deepspeed_text.py"
     names = ("json_stage2", "json_stage3_offload")
     outputs = [
-        launch(tmp_path, ("--config_file", CONFIGS / f"{name}.yaml"), script, *SIZE, "--output_dir", tmp_path / name)
+        launch(("--config_file", CONFIGS / f"{name}.yaml"), script, *SIZE, "--output_dir", tmp_path / name)
         for name in names
     ]
     said = [
@@ -91,8 +92,8 @@ def test_text_example_with_a_deepspeed_configuration(tmp_path: Path) -> None:
     assert worst(tmp_path / names[1], tmp_path / names[0]) < 1e-4
 
 
-def test_a_student_and_a_teacher(tmp_path: Path) -> None:
-    output = launch(tmp_path, TWO_RANKS, EXAMPLES / "deepspeed_models.py", "--task", "distillation")
+def test_a_student_and_a_teacher() -> None:
+    output = launch(TWO_RANKS, EXAMPLES / "deepspeed_models.py", "--task", "distillation")
     example = module("deepspeed_models")
     student, teacher = example.make(16, 1, seed=1), example.make(32, 2, seed=2).eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=5e-3, weight_decay=0.0)
@@ -113,8 +114,8 @@ def test_a_student_and_a_teacher(tmp_path: Path) -> None:
     assert expected[-1] < expected[0] - 0.03
 
 
-def test_two_models_with_two_accelerators(tmp_path: Path) -> None:
-    output = launch(tmp_path, TWO_RANKS, EXAMPLES / "deepspeed_models.py", "--task", "disjoint")
+def test_two_models_with_two_accelerators() -> None:
+    output = launch(TWO_RANKS, EXAMPLES / "deepspeed_models.py", "--task", "disjoint")
     example = module("deepspeed_models")
     models = example.make(16, 1, seed=1), example.make(24, 1, seed=3)
     optimizers = torch.optim.AdamW(models[0].parameters(), lr=5e-3), torch.optim.SGD(models[1].parameters(), lr=5e-2)

@@ -148,6 +148,7 @@ def test_resumed_schedulers_reach_a_replaced_optimizer(tmp_path: Path) -> None:
         assert resumed == full, stage
 
 
+@pytest.mark.slow  # needs the checkpoints of test_resuming_is_exact
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_to_fp32_script(saved: tuple[Path, dict[int, dict[str, Any]]], stage: int, tmp_path: Path) -> None:
     """The script in the checkpoint recovers fp32 weights, equal to those of plain PyTorch."""
