@@ -169,7 +169,7 @@ def torch_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def test_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that shows what runs the tests, in the same way."""
     return _linked(TEST_TOOLS, tmp_path_factory.mktemp("tools"))
 
@@ -243,7 +243,7 @@ def test_each_wheel_works_alone(distribution: str, install: Callable[[str], Path
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("distribution", PUBLIC_SURFACE)
 def test_the_public_surface_works_from_the_wheel(
-    distribution: str, install: Callable[[str], Path], test_tools: Path, tmp_path: Path
+    distribution: str, install: Callable[[str], Path], tools: Path, tmp_path: Path
 ) -> None:
     python = install(distribution)
     tests = ROOT / "packages" / distribution / "tests"
@@ -253,7 +253,7 @@ def test_the_public_surface_works_from_the_wheel(
     tmp_path.joinpath("conftest.py").write_text(PROFILE)
     files = [f"tests/{name}" for name in PUBLIC_SURFACE[distribution]]
     command = [python, "-m", "pytest", "-q", "-m", "not slow", *files]
-    output = _run(*command, folder=tmp_path, seconds=1500, OMP_NUM_THREADS="1", PYTHONPATH=str(test_tools))
+    output = _run(*command, folder=tmp_path, seconds=1500, OMP_NUM_THREADS="1", PYTHONPATH=str(tools))
     assert re.search(r"\b\d+ passed", output), output
 
 
