@@ -5,7 +5,7 @@
 
 Both print the same sha256. So does a run that is killed and started again on another number of processes:
 
-    accel launch --cpu --num_processes 4 examples/world_size.py --output_dir runs/world_size
+    accel launch --cpu --num_processes 4 examples/world_size.py --output_dir runs/world_size --die_after 54
     accel launch --cpu --num_processes 3 examples/world_size.py --output_dir runs/world_size
 
 The batch size is the global one. Each global batch is computed in logical shards, whose gradients are added in an order
@@ -83,24 +83,24 @@ def train(arguments: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(AugmentedDigits(), batch_size=64, shuffle=True, num_workers=arguments.workers)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    loss_of_step = torch.zeros((), device=accelerator.device)
     if arguments.output_dir and accelerator.resume():
         accelerator.print(f"resuming in epoch {loader.iteration} after {optimizer.steps_taken} optimizer steps")
 
     for epoch in range(loader.iteration, arguments.epochs):
-        loss_of_epoch = torch.zeros((), device=accelerator.device)
         for images, labels in loader:
             loss = functional.cross_entropy(model(images), labels)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             # Each batch is a logical shard, and its weight its part of the global batch.
-            loss_of_epoch += loss.detach() * loader.logical_shard.weight
+            shard = loader.logical_shard
+            loss_of_step = loss.detach() * shard.weight + (loss_of_step if shard.slot else 0)
             if accelerator.sync_gradients and arguments.output_dir and optimizer.steps_taken % 10 == 0:
                 accelerator.save_state()
             if optimizer.steps_taken == arguments.die_after:
                 os.kill(os.getpid(), signal.SIGKILL)
-        mean_loss = accelerator.reduce(loss_of_epoch).item() / loader.steps_per_epoch
-        accelerator.print(f"epoch {epoch}: loss {mean_loss:.4f}")
+        accelerator.print(f"epoch {epoch}: loss of the last step {accelerator.reduce(loss_of_step).item():.4f}")
 
     weights = accelerator.get_state_dict(model)
     accelerator.print(f"{accelerator.num_processes} ranks, sha256 {sha256(weights)}")

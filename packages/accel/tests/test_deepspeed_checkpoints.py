@@ -176,26 +176,12 @@ def load(folder: str, stage: int) -> None:
     parts[0].load_state(folder)
 
 
-def load_foreign(folder: str) -> str:
-    """A state of DDP is refused before anything is changed; returns the message."""
-    from accel import CheckpointError
-
-    parts = prepared(2)
-    before = weights_of(parts[0].get_state_dict(parts[1]))
-    with pytest.raises(CheckpointError) as caught:
-        parts[0].load_state(folder)
-    after = weights_of(parts[0].get_state_dict(parts[1]))
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    return str(caught.value)
-
-
-def load_with_ddp(folder: str, saved: str) -> None:
+def load_with_ddp(folder: str) -> None:
     from accel import Accelerator
 
     accelerator = Accelerator()
     model = net()
     accelerator.prepare(model, adamw(groups(model)))
-    accelerator.save_state(saved)
     accelerator.load_state(folder)
 
 
@@ -211,8 +197,7 @@ def test_damaged_and_foreign_checkpoints(saved: tuple[Path, dict[int, dict[str, 
     with pytest.raises(WorldError, match=r"pytorch_model/zero_pp_rank_1_mp_rank_00_optim_states\.pt"):
         run_world(load, 2, str(damaged), 2, timeout=250)
     with pytest.raises(WorldError, match="was saved by DeepSpeed"):
-        run_world(load_with_ddp, 1, str(folder), str(tmp_path / "ddp"), timeout=250)
-    assert "was saved without DeepSpeed" in run_world(load_foreign, 1, str(tmp_path / "ddp"), timeout=250)[0]
+        run_world(load_with_ddp, 1, str(folder), timeout=250)
 
 
 def save_in_a_window(folder: str) -> tuple[bool, str]:

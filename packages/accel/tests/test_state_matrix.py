@@ -29,7 +29,7 @@ STEPS, STOP, MAX_NORM = 6, 3, 0.5
 # The strategies by the number of their ranks. Replicas of "ft" are processes of their own: one of two is alive.
 RANKS = {
     1: ("single", *(("ft",) if find_spec("torchft") else ()), *(() if MISSING else ("deepspeed",))),
-    2: ("ddp", "fsdp1", "fsdp2", "tp2", "shard2"),
+    2: ("ddp", "fsdp1", "fsdp2", "tp2"),
 }
 
 
@@ -41,9 +41,8 @@ def accelerator_for(strategy: str) -> Accelerator:
         return accelerator_of(config(2), **loading)
     if strategy == "ft":
         return Accelerator(strategy="ft", **loading)
-    if strategy in ("tp2", "shard2"):
-        sizes = {"tp_size": 2} if strategy == "tp2" else {"dp_shard_size": 2}
-        return Accelerator(parallelism_config=ParallelismConfig(**sizes), **loading)
+    if strategy == "tp2":
+        return Accelerator(parallelism_config=ParallelismConfig(tp_size=2), **loading)
     if strategy.startswith("fsdp"):
         settings = {**BLOCKS, "fsdp_version": int(strategy[-1]), "state_dict_type": "SHARDED_STATE_DICT"}
         return Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**settings), **loading)
@@ -135,7 +134,7 @@ def plain() -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-@pytest.mark.slow  # eight ways of saving, and eight of loading each
+@pytest.mark.slow  # seven ways of saving, and seven of loading each
 @pytest.mark.timeout(400)
 def test_every_state_continues_in_every_strategy(tmp_path: Path, environment: dict[str, str]) -> None:
     expected = plain()

@@ -140,6 +140,13 @@ class StateReader:
         engine_changes = None if strategy is None else strategy.plan_state(self, models, options)
         if engine_changes is not None:
             self.changes += engine_changes
+        elif engine_folders(self.names) and not any(
+            numbered_files(self.names, *kind) for kind in ((SAFE_MODEL_NAME, "safetensors"), (MODEL_NAME, "bin"))
+        ):
+            raise CheckpointError(
+                f"{self.folder} was saved by DeepSpeed. Load it with DeepSpeed, or consolidate its weights with the "
+                "zero_to_fp32.py in it, and load these into the model before prepare()."
+            )
         elif strategy is not None and (layouts is not None or holds_shards(self.names)):
             self._read_sharded(models, objects.optimizers, options, strategy, layouts)
         else:
@@ -205,11 +212,6 @@ class StateReader:
         if not saved:
             stem, suffix = MODEL_NAME, "bin"
             saved = numbered_files(self.names, stem, suffix)
-        if not saved and engine_folders(self.names):
-            raise CheckpointError(
-                f"{self.folder} was saved by DeepSpeed. Load it with DeepSpeed, or consolidate its weights with the "
-                "zero_to_fp32.py in it, and load these into the model before prepare()."
-            )
         self.check_count("model", len(saved), len(models))
         for index, model in enumerate(models):
             name = numbered(stem, index, suffix)
