@@ -140,13 +140,6 @@ class StateReader:
         engine_changes = None if strategy is None else strategy.plan_state(self, models, options)
         if engine_changes is not None:
             self.changes += engine_changes
-        elif engine_folders(self.names) and not any(
-            numbered_files(self.names, *kind) for kind in ((SAFE_MODEL_NAME, "safetensors"), (MODEL_NAME, "bin"))
-        ):
-            raise CheckpointError(
-                f"{self.folder} was saved by DeepSpeed. Load it with DeepSpeed, or consolidate its weights with the "
-                "zero_to_fp32.py in it, and load these into the model before prepare()."
-            )
         elif strategy is not None and (layouts is not None or holds_shards(self.names)):
             self._read_sharded(models, objects.optimizers, options, strategy, layouts)
         else:
@@ -212,6 +205,8 @@ class StateReader:
         if not saved:
             stem, suffix = MODEL_NAME, "bin"
             saved = numbered_files(self.names, stem, suffix)
+        if not saved:
+            self._refuse_engines()
         self.check_count("model", len(saved), len(models))
         for index, model in enumerate(models):
             name = numbered(stem, index, suffix)
@@ -223,6 +218,13 @@ class StateReader:
             else:
                 weights = read(path, self._map_location, mapped=True)
             self.changes.append(plan_weights(model, weights, path, **options))
+
+    def _refuse_engines(self) -> None:
+        if engine_folders(self.names):
+            raise CheckpointError(
+                f"{self.folder} was saved by DeepSpeed. Load it with DeepSpeed, or consolidate its weights with the "
+                "zero_to_fp32.py in it, and load these into the model before prepare()."
+            )
 
     def _read_sharded(
         self,
@@ -253,7 +255,10 @@ class StateReader:
             model = owner_of(optimizer, models, f"optimizer {index}")
             owned.append((layouts[id(model)], optimizer, strategy.parameter_names(model, optimizer)))
         strict = bool(options.get("strict", True))
-        self.check_count("model", reader.count_models(), len(models))
+        saved = reader.count_models()
+        if not saved:
+            self._refuse_engines()
+        self.check_count("model", saved, len(models))
         self.check_count("optimizer", reader.count_optimizers(), len(owned))
         self.changes += plan(reader, [layouts[id(model)] for model in models], owned, strict)
         self._read_names |= reader.used
