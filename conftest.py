@@ -138,16 +138,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """List the examples and documented commands that ran, with their times."""
-    runs = [
-        text
-        for report in terminalreporter.getreports("passed")
-        for name, text in report.user_properties
-        if name == "documented run"
-    ]
+    reports = terminalreporter.getreports("passed")
+    runs = [text for report in reports for name, text in report.user_properties if name == "documented run"]
     if runs:
         terminalreporter.section("examples and documented commands")
-        for line in sorted(runs, reverse=True):
+        for line in sorted([*runs, *_commands_run_by(reports)], reverse=True):
             terminalreporter.write_line(line)
+
+
+def _commands_run_by(reports: list[Any]) -> Iterator[str]:
+    """The documented commands that tests of their own have run, with the time of all of these tests."""
+    from documented_commands import ELSEWHERE, entry  # in tests/, which is on the path when pytest has started
+    from documents import all_commands
+
+    for command in all_commands():
+        test = entry(ELSEWHERE, command)
+        seconds = [
+            report.duration for report in reports if test and f"{report.nodeid}:".startswith((f"{test}:", f"{test}["))
+        ]
+        if seconds:
+            yield f"{sum(seconds):6.1f} s  {command.block}: {command.line} (by {test})"
 
 
 def _runs_all(config: pytest.Config) -> bool:

@@ -70,21 +70,45 @@ def blocks() -> tuple[Block, ...]:
     return tuple(found)
 
 
-def commands() -> list[tuple[Block, list[str]]]:
-    """The commands of all shell blocks, as words."""
+@dataclass(frozen=True)
+class Command:
+    """A command of a page, and the lines that the page shows below it."""
+
+    block: Block
+    line: str  # without comments and continuations
+    shown: str
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the line, as a shell splits them."""
+        return shlex.split(self.line)
+
+    def __str__(self) -> str:
+        return f"{self.block}: {self.line}"
+
+
+@cache
+def all_commands() -> tuple[Command, ...]:
+    """The commands of all shell blocks and transcripts."""
     found = []
     for block in blocks():
-        if block.language not in ("bash", "console"):
+        text = re.sub(r"\\\n\s*", " ", block.text)
+        if block.language == "bash":
+            lines = [(line, "") for line in text.splitlines()]
+        elif block.language == "console" or (block.language == "text" and text.startswith("$ ")):
+            lines = [part.partition("\n")[::2] for part in ("\n" + text).split("\n$ ")[1:]]
+        else:
             continue
-        for line in re.sub(r"\\\n\s*", " ", block.text).splitlines():
-            if block.language == "console":
-                if not line.startswith("$ "):
-                    continue
-                line = line[2:]
+        for line, shown in lines:
             line = _COMMENT.sub("", line).strip()
             if line:
-                found.append((block, shlex.split(line)))
-    return found
+                found.append(Command(block, re.sub(r"\s+", " ", line), shown))
+    return tuple(found)
+
+
+def commands() -> list[tuple[Block, list[str]]]:
+    """The commands of all shell blocks and transcripts, as words."""
+    return [(command.block, command.words) for command in all_commands()]
 
 
 def links(page: Path) -> list[str]:

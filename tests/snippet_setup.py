@@ -9,12 +9,10 @@ RUN_ELSEWHERE = {
     "packages/accel-data/README.md": "packages/accel-data/tests/test_readme.py",
     "packages/accel-fp8/README.md": "packages/accel-fp8/tests/test_readme.py",
     "packages/accel-quant/README.md": "packages/accel-quant/tests/test_readme.py",
-    "packages/accel-megatron/README.md": "packages/accel-megatron/tests, by scripts/test-megatron",
-    # Fragments of scripts for several processes, or for libraries of environments of their own.
-    "docs/guides/compat.md": "tests/clients, by scripts/test-clients",
-    "docs/guides/elastic.md": "tests of accel-launch and examples",
-    "docs/guides/inference.md": "packages/accel-bigmodel/tests",
-    "docs/guides/megatron.md": "packages/accel/tests",
+    # Transformers must find a distribution called accelerate, which only that environment has.
+    "docs/guides/compat.md": "tests/clients/trainer_cases.py, by scripts/test-clients",
+    # Needs Megatron-core.
+    "docs/guides/megatron.md": "packages/accel-megatron/tests, by scripts/test-megatron",
 }
 
 _SMALL_MODEL = """
@@ -33,6 +31,31 @@ from transformers import get_scheduler
 from transformers import BertConfig, BertModel
 model = accelerator.prepare(BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                                                  intermediate_size=16, vocab_size=32)))
+""",
+    ("docs/guides/elastic.md", "model, optimizer, scheduler, loader = accelerator.prepare("): """
+project = ProjectConfiguration("run", automatic_checkpoint_naming=True)
+accelerator = Accelerator(cpu=True, project_config=project)
+""",
+    ("docs/guides/inference.md", "from accel_bigmodel import init_empty_weights"): """
+def ModelClass(_):
+    return nn.Linear(10, 2)
+accelerator.save_model(ModelClass(...), "checkpoint")
+inputs = features
+""",
+    ("docs/guides/inference.md", "tokenizer.padding_side"): """
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+words = Tokenizer(models.WordLevel({"<pad>": 0, "a": 1, "dog": 2}, unk_token="a"))
+words.pre_tokenizer = pre_tokenizers.Whitespace()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+tokenizer.model_input_names = ["input_ids", "attention_mask"]
+model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                     num_attention_heads=2, pad_token_id=0))
+prompts = ["a dog", "dog"]
+""",
+    ("docs/guides/inference.md", "class Scale(ModelHook)"): """
+from accel_bigmodel import ModelHook, add_hook_to_module, remove_hook_from_module
+module = nn.Linear(2, 2)
 """,
     ("docs/guides/launching.md", "from accel import notebook_launcher"): """
 model_name = "bert"
@@ -104,6 +127,10 @@ NOT_RUN: dict[tuple[str, str], str] = {
         "needs sharded parameters: test_deepspeed_models.py"
     ),
     ("docs/guides/deepspeed.md", "plugins = {"): "examples/deepspeed_models.py is the whole script",
+    ("docs/guides/inference.md", "model = AutoModelForCausalLM.from_pretrained(folder"): (
+        "loads a mixture of experts: packages/accel-bigmodel/tests/test_moe.py"
+    ),
+    ("docs/guides/inference.md", "model_1, hook_1 = cpu_offload_with_hook"): "needs a GPU",
     (
         "docs/guides/launching.md",
         "notebook_launcher(\n    train,",

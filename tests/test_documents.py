@@ -51,7 +51,8 @@ def test_readmes_of_packages_link_to_nothing_outside() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in ROOT.glob("docs/**/*.md"):
-        assert re.search(rf": {re.escape(str(page.relative_to(ROOT / 'docs')))}$", navigation, re.MULTILINE), page
+        entries = re.findall(rf": {re.escape(str(page.relative_to(ROOT / 'docs')))}$", navigation, re.MULTILINE)
+        assert len(entries) == 1, f"{page} is in the navigation {len(entries)} times"
 
 
 def test_coverage_names_every_page_of_the_specification() -> None:
@@ -164,8 +165,6 @@ def snippets(pattern: str = "") -> dict[str, list[dict[str, object]]]:
             items.append({**item, "raises": of_block(RAISES, block), "expected": None})
         elif block.language == "text" and block.follows and at_previous and not items[-1].get("raises"):
             items[-1]["expected"] = block.text
-        elif block.language == "console" and block.page.startswith("docs/tutorials/"):
-            items.append({"console": block.text, "at": str(block)})
         previous = block
     return by_page
 

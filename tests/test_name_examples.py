@@ -1,0 +1,96 @@
+"""Every name of the reference has an example, and the examples print what they show."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from workspace import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+try:
+    from exports import _exports
+    from name_examples import examples
+finally:
+    sys.path.pop(0)
+
+RUNNER = Path(__file__).with_name("run_name_examples.py")
+# Base classes, records and functions that users get from others, or that libraries import and users do not call.
+WITHOUT = set(
+    """
+accel_bigmodel.inference.Pipeline
+accel_bigmodel.inference.pippy_forward
+accel_data.adapter.DataLoaderStateMixin
+accel_fp8.backends.base.Backend
+accel_fp8.scaling.Float8Format
+accel_fp8.scaling.matmul_error_bound
+accel_fp8.scaling.rounding_error_bound
+accel_megatron.architectures.base.Architecture
+accel_megatron.engine.MegatronOutput
+accel_megatron.strategy.MegatronStrategy
+accel_megatron.train_step.AbstractTrainStep
+accel_megatron.train_step.BertTrainStep
+accel_megatron.train_step.GPTTrainStep
+accel_megatron.train_step.T5TrainStep
+accel_megatron.train_step.avg_losses_across_data_parallel_group
+accel_megatron.train_step.gather_across_data_parallel_groups
+accel_megatron.weights.Weight
+accel_quant.quantizers.base.Quantizer
+accel_track.base.Silence
+""".split()
+)
+
+
+def public() -> dict[str, Any]:
+    """The classes and functions of the reference, and the methods of the Accelerator, by where they are defined."""
+    text = "".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/**/*.md"))
+    found = {}
+    for module in set(re.findall(r"<!-- (?:exports|index): ([\w.]+) -->", text)):
+        source = importlib.import_module(module)
+        names = source.__all__ if module == "accel.utils" else _exports(ROOT, module)[0]
+        for value in (getattr(source, name) for name in names if not re.fullmatch(r"is_\w+_available", name)):
+            if (inspect.isclass(value) or inspect.isroutine(value)) and value.__module__.startswith("accel"):
+                found[f"{value.__module__}.{value.__qualname__}"] = value
+    accelerator = importlib.import_module("accel").Accelerator
+    for name, value in inspect.getmembers(accelerator, inspect.isfunction):
+        if not name.startswith("_"):
+            owner = next(base for base in accelerator.__mro__ if name in vars(base))
+            found[f"{owner.__module__}.{owner.__qualname__}.{name}"] = value
+    return found
+
+
+def test_every_name_has_an_example() -> None:
+    names = public()
+    documented = {name for name, value in names.items() if ">>>" in (inspect.getdoc(value) or "")} | set(examples())
+    assert set(names) - documented == WITHOUT, "write an example in docs/name_examples"
+    for example in examples().values():
+        for line in doctest.DocTestParser().get_examples(example.text + "\n"):
+            compile(line.source, example.name, "single")
+
+
+@pytest.mark.slow  # 300 examples, in one process that forks for each package
+@pytest.mark.timeout(400)
+def test_examples_print_what_they_show(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    result = subprocess.run(
+        [sys.executable, str(RUNNER)],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=380,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    failures = json.loads(result.stdout.splitlines()[-1])
+    assert not failures, "\n".join(failures)
