@@ -19,6 +19,7 @@ class NameExamples(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called by griffe for each object that it has read."""
         if (obj.is_class or obj.is_function) and (example := examples().get(obj.path)):
-            text = obj.docstring.value if obj.docstring else ""
-            lines = textwrap.indent(example.text, "    ")
-            obj.docstring = griffe.Docstring(f"{text}\n\nExamples:\n{lines}", parent=obj)
+            if obj.docstring is None:
+                obj.docstring = griffe.Docstring("", parent=obj, parser="google")
+            # The docstring itself, which knows how it is to be parsed.
+            obj.docstring.value += "\n\nExamples:\n" + textwrap.indent(example.text, "    ")
