@@ -43,7 +43,6 @@ ELSEWHERE = {
     "mpirun *": "tests/test_launch_mpi.py::test_mpirun_starts_accel_launch",
     "accel launch * --mpirun_hostfile *": "tests/test_launch_mpi.py::test_accel_launch_starts_mpirun",
     "srun *": "tests/test_launch_slurm.py::test_a_signal_ends_the_ranks_of_all_nodes",
-    "docs/guides/launching.md:83: *": "tests/test_launch_slurm.py::test_a_batch_script_without_srun",
     "python examples/quantize.py": "tests/test_model_examples.py::test_quantize",
     "PJRT_DEVICE=CPU *python examples/xla.py*": "tests/test_xla_launch.py::test_the_example",
     "PJRT_DEVICE=* python show.py*": "tests/test_xla_launch.py",
@@ -78,7 +77,7 @@ NOT_RUN = {
     "source .venv/bin/activate": "belongs to the command above it",
     "cd accel": "the directory of a clone",
     "scripts/*": "these run the tests, the documentation and the benchmarks themselves",
-    "docs/guides/checkpoints.md: #!/bin/bash": "a batch script: tests/test_feature_examples.py checks such scripts",
+    "#!/bin/bash": "begins a batch script; tests/test_launch_slurm.py submits some",
     "docs/guides/checkpoints.md: status=$[?]": "as above",
     "docs/guides/checkpoints.md: if *": "as above",
     "docs/guides/checkpoints.md: exit $status": "as above",
@@ -87,6 +86,5 @@ NOT_RUN = {
 
 def entry(table: dict[str, str], command: Command) -> str | None:
     """The value of the first pattern that fits a command."""
-    page = command.block.page
-    names = command.line, f"{page}: {command.line}", f"{page}:{command.block.line}: {command.line}"
+    names = command.line, f"{command.block.page}: {command.line}"
     return next((value for key, value in table.items() if any(fnmatchcase(name, key) for name in names)), None)
