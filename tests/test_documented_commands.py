@@ -154,7 +154,7 @@ MASKS = [
 
 
 def shows(shown: str, printed: str) -> bool:
-    """Whether a page shows what a command printed: "..." stands for anything, numbers may differ in the third digit.
+    """Whether a page shows what a command printed: "..." stands for anything, numbers may differ by one percent.
 
     Ranks print in any order.
     """
@@ -180,7 +180,7 @@ def tokens(text: str) -> list[str]:
 def same(shown: list[str], printed: list[str]) -> bool:
     return len(shown) == len(printed) and all(
         left == right
-        or ("." in left and is_number(left, right) and float(right) == pytest.approx(float(left), abs=0.02))
+        or ("." in left and is_number(left, right) and float(right) == pytest.approx(float(left), rel=0.01, abs=0.02))
         for left, right in zip(shown, printed, strict=True)
     )
 
@@ -209,7 +209,7 @@ def test_commands_print_what_the_page_shows(
         code, *streams = (0, f"{code}\n", "") if command.line == "echo $?" else run(command, tmp_path)
         seconds = time.perf_counter() - start
         record_property("documented run", f"{seconds:6.1f} s  {command.block}: {command.line}")
-        if code and not any(part in command.line for part in MAY_FAIL):
+        if code and not any(part in command.line for part in MAY_FAIL) and "contents differ" not in command.shown:
             failures.append(f"{command}: exit code {code}\n{streams[0][-1000:]}{streams[1][-2000:]}")
         elif command.shown and not any(shows(command.shown, text) for text in (*streams, "".join(streams))):
             failures.append(f"{command}: prints\n{''.join(streams)}\nand the page shows\n{command.shown}")
