@@ -31,6 +31,7 @@ SETTINGS = ((2.0, 1), (0.5, 1), (0.5, 8), COLD)
 def step_seconds(model: Any, sequences: int, folder: str) -> tuple[float, float]:
     """The mean step of generation with a cache, without the first two; and the first one, from the disk."""
     tokens, cache, seconds = torch.ones(sequences, 1, dtype=torch.int64), None, []
+    gc.collect()  # pages that the models of the prediction have mapped would stay in the page cache
     _measure.drop_from_page_cache(folder)
     for _ in range(STEPS):
         begin = time.perf_counter()
@@ -63,8 +64,7 @@ def main(gigabytes: float) -> None:
                 options: dict[str, Any] = {"device_map": "sequential", "max_memory": {"cpu": memory}}
                 load_checkpoint_and_dispatch(model, folder, **options)
                 step, cold = step_seconds(model, sequences, folder)
-                del model  # pages that it has mapped would stay in the page cache
-                gc.collect()
+                del model
                 label = f"{min(share, 1):.0%} in memory, {sequences} row{'s' if sequences > 1 else ''}"
                 pairs.setdefault(label, []).append((estimate.step_seconds, step))
                 if (share, sequences) == COLD:
