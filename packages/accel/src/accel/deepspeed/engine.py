@@ -98,12 +98,18 @@ class DeepSpeedEngineWrapper:
         if not self._has_gradients:
             return None
         ends_window = bool(self.engine.is_gradient_accumulation_boundary())
-        self.engine.step()
+        with gradients.norm_known(self.engine, self._norm if ends_window else None):
+            self.engine.step()
         if not ends_window:
             return None
         self._has_gradients, self._norm = False, None
         gradients.set_clipping(self.engine, self.configured_clipping)
         return bool(self.engine.was_step_applied())
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply the gradients of the current window, in place."""
+        gradients.scale_gradients(self.engine, factor)
+        self._norm = None
 
     def discard_gradients(self) -> None:
         """Discard the gradients of a window that has not been stepped with."""

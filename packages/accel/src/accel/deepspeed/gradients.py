@@ -14,7 +14,8 @@ stage  gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +64,21 @@ def gradient_norm(engine: Any) -> torch.Tensor | None:
             return None
         scaled = nn.utils.get_total_norm(gradients)
     return (scaled / getattr(optimizer, "loss_scale", 1.0)).detach()
+
+
+@contextmanager
+def norm_known(engine: Any, norm: float | None) -> Iterator[None]:
+    """Let a step of stage 1 or 2 use the norm that clipping has computed already: it costs collectives."""
+    optimizer = engine.optimizer
+    if norm is None or hasattr(optimizer, "_get_norm_groups") or not hasattr(optimizer, "scaled_global_norm"):
+        yield
+        return
+    scaled = torch.tensor(norm * getattr(optimizer, "loss_scale", 1.0), dtype=torch.float32, device=engine.device)
+    optimizer.scaled_global_norm = lambda *_, **__: scaled
+    try:
+        yield
+    finally:
+        del optimizer.scaled_global_norm
 
 
 def set_clipping(engine: Any, max_norm: float) -> None:

@@ -166,7 +166,7 @@ class DeepSpeedStrategy(Strategy):
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         for wrapper in self._owners(parameters):
-            gradients.scale_gradients(wrapper.engine, factor)
+            wrapper.scale_gradients(factor)
 
     def _owners(self, parameters: Iterable[torch.Tensor]) -> list[DeepSpeedEngineWrapper]:
         wanted = set(map(id, parameters))
