@@ -44,6 +44,10 @@ def refusals() -> list[str]:
         engine, _ = both(accelerator, model)
         engine(input_ids=torch.ones(2, 8, dtype=torch.long))
 
+    def too_long(accelerator: Any, model: Any) -> None:
+        engine, _ = both(accelerator, model)
+        engine(**matrix.batches("t5", 1, 128)[0])
+
     def twice(accelerator: Any, model: Any) -> None:
         engine, _ = both(accelerator, model)
         batch = matrix.batches("llama", 1, 128)[0]
@@ -73,6 +77,9 @@ def refusals() -> list[str]:
     attempt(llama("t5"), both, context_parallel_size=2)
     attempt(llama("gpt2"), both, tp_degree=2, use_rotary_position_embeddings=True)
     attempt(llama("llama"), both, tp_degree=2, other_megatron_args={"position_embedding_type": "alibi"})
+    attempt(llama("llama"), both, tp_degree=2, other_megatron_args={"use_megatron_fsdp": True})
+    attempt(llama("gpt2"), both, tp_degree=2, encoder_seq_length=8)
+    attempt(llama("t5"), too_long, tp_degree=2, decoder_seq_length=24)
     attempt(llama("llama"), both, pp_degree=2, num_layers_per_virtual_pipeline_stage=3)
     attempt(llama("mixtral"), both, tp_degree=2)
     attempt(llama("llama"), both, use_distributed_optimizer=True, use_precision_aware_optimizer=True)
@@ -92,6 +99,9 @@ EXPECTED = [
     "context_parallel_size=2 needs a causal model",
     "use_rotary_position_embeddings=True, and a gpt2 has none",
     "position_embedding_type.*do not have.*position embeddings and heads follow from the model",
+    "use_megatron_fsdp.*is not supported. Megatron-core's FSDP keeps.*use_distributed_optimizer=True",
+    "encoder_seq_length=8, and a gpt2 has no encoder. Leave it out",
+    "sequences of 32 tokens, and decoder_seq_length=24. Set max_length=24 of the tokenizer, or a larger",
     "4 layers of the llama cannot be split over pp_degree=2.*num_layers_per_virtual_pipeline_stage=3",
     "tp_degree=2 of a model with experts needs sequence_parallelism=True",
     "use_precision_aware_optimizer=True needs Transformer Engine",

@@ -39,9 +39,9 @@ def test_defaults() -> None:
     [
         ({"tp_degree": 0}, "tp_degree=0"),
         ({"use_custom_fsdp": True}, "use_custom_fsdp=True.*FullyShardedDataParallelPlugin"),
-        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True.*DeepSpeedPlugin"),
-        ({"encoder_seq_length": 8}, "encoder_seq_length=8.*max_length"),
-        ({"custom_model_provider_function": print}, "custom_model_provider_function.*Subclass accel_megatron.Arch"),
+        ({"overlap_cpu_optimizer_d2h_h2d": True}, "overlap_cpu_optimizer_d2h_h2d=True.*optimizer_cpu_offload"),
+        ({"encoder_seq_length": 0}, "encoder_seq_length=0 is not a number of tokens"),
+        ({"custom_prepare_model_function": print}, "custom_prepare_model_function prepares.*Set both"),
         ({"tensorboard_dir": "runs"}, "tensorboard_dir='runs'.*log_with"),
         ({"attention_backend": "flash"}, "attention_backend='flash'.*sdpa_kernel"),
         ({"num_layers_per_virtual_pipeline_stage": 1}, "pp_degree=1"),

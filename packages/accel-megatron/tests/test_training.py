@@ -26,7 +26,9 @@ TWO_RANKS: list[Case] = [
     ("qwen3", {"tp_degree": 2, "sequence_parallelism": True}),
     ("mixtral", {"expert_model_parallel_size": 2}),
     ("megatron-bert", {"tp_degree": 2, "sequence_parallelism": True}),
-    ("t5", {"pp_degree": 2, "num_micro_batches": 2}),
+    ("megatron-bert", {"pp_degree": 2, "encoder_seq_length": 40}),
+    ("t5", {"pp_degree": 2, "num_micro_batches": 2, "decoder_seq_length": 48}),
+    ("t5", {"tp_degree": 2, "encoder_seq_length": 48, "decoder_seq_length": 36}),
     ("t5-gated", {"tp_degree": 2, "sequence_parallelism": True}),
 ]
 SP = {"tp_degree": 2, "sequence_parallelism": True}

@@ -2,6 +2,7 @@
 
 from .architectures.base import Architecture as Architecture
 from .architectures.registry import ARCHITECTURES as ARCHITECTURES
+from .core_config import transformer_config as transformer_config
 from .data import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from .data import write_dataset as write_dataset
 from .engine import MegatronEngine as MegatronEngine

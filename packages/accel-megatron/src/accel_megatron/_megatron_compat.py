@@ -51,6 +51,7 @@ class MainParameter:
 
     def __init__(self, optimizer: Any, parameter: torch.Tensor) -> None:
         self.optimizer, self.parameter = optimizer.optimizer, parameter
+        self.shown: Any = None  # what an optimizer in host memory copies the updated parameter to
         self.group: Any = None
         self.start, self.end = 0, parameter.numel()
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -69,12 +70,25 @@ class MainParameter:
             self.main = getattr(parameter, "main_param", None)
             if self.main is None:
                 self.main = parameter
+        self._find_in_host_memory()
+
+    def _find_in_host_memory(self) -> None:
+        """With an offloaded optimizer: the copy that it updates, and the optimizer of that copy."""
+        from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+        hybrid = self.optimizer
+        if not isinstance(hybrid, HybridDeviceOptimizer):
+            return
+        inner = hybrid.param_to_inner_param[self.main]
+        for sub in hybrid.sub_optimizers:
+            if any(inner is item for group in sub.param_groups for item in group["params"]):
+                self.shown, self.main, self.optimizer = self.main, inner, sub
 
     def full(self, part: torch.Tensor | None) -> torch.Tensor:
         """A tensor of the parameter's shape from the ranges of all data-parallel ranks. A collective call."""
         if self.group is None:
             assert part is not None
-            return part.detach().reshape(self.parameter.shape)
+            return part.detach().to(self.parameter.device).reshape(self.parameter.shape)
         flat = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
         if part is not None and self.end > self.start:
             flat[self.start : self.end] = part.detach().reshape(-1)
@@ -92,6 +106,8 @@ class MainParameter:
         part = value.reshape(-1)[self.start : self.end].view(self.main.shape)
         if key is None:
             self.main.data.copy_(part)
+            if self.shown is not None:
+                self.shown.data.copy_(part)
         else:
             self.optimizer.state[self.main][key] = part.to(self.main.device, self.main.dtype).clone()
 

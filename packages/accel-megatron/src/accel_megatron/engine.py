@@ -17,24 +17,16 @@ from accel_state import GradientState
 from accel_state.errors import ConfigurationError
 
 from ._megatron_compat import load_core, parallel_state
-from .architectures.base import IGNORED, Batch, Chunk
-from .architectures.registry import architecture_of
-from .layout import sizes_for
+from .architectures.base import IGNORED, Architecture, Batch, Chunk
+from .architectures.provided import Provided, ProvidedGroups, bare, share_first_values
+from .architectures.registry import architecture_of, settings_of
+from .core_config import adopt, config_for, create, dtype_of, set_virtual_stages
 from .optimizer import EngineOptimizer, ParameterGroups, build_optimizer
 from .plugin import MegatronLMPlugin
 from .runtime import seed_generators
 from .train_step import create_train_step
 from .weights import ParameterTable
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Fields of TransformerConfig that split the layers over the stages in other ways.
-_UNEVEN = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-)
 _UNEQUAL = (
     "the losses of an accumulation window were scaled by different factors ({}), and Megatron-core computes their "
     "gradients before backward() knows the factors. Scale all losses of a window by the same factor, and do not pass "
@@ -75,11 +67,6 @@ class _ComputedLoss(torch.autograd.Function):
         return None, None, None
 
 
-def _no_init(tensor: torch.Tensor) -> torch.Tensor:
-    """Weights are loaded after the model was built."""
-    return tensor
-
-
 class MegatronEngine(nn.Module):
     """A model in Megatron-core.
 
@@ -87,7 +74,8 @@ class MegatronEngine(nn.Module):
     the backward pass, otherwise the forward pass. The loss is the mean over the batches of all data-parallel ranks.
 
     Args:
-        model: the Transformers model; its weights are taken over, and its parameters move to the meta device.
+        model: the Transformers model; its weights are taken over, and its parameters move to the meta device. With
+            ``custom_model_provider_function`` any module, of which only the parameters in the optimizer are used.
         optimizer: the optimizer of its parameters; None for evaluation only.
         plugin: the settings.
         mixed_precision: "no", "fp16" or "bf16".
@@ -106,40 +94,42 @@ class MegatronEngine(nn.Module):
     ) -> None:
         super().__init__()
         load_core()
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig
-        from megatron.core.transformer.module import Float16Module
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         self.plugin, self.device = plugin, device
-        self.architecture = architecture_of(model)
+        provided = plugin.custom_model_provider_function is not None
+        self.architecture: Architecture = Provided(model, plugin) if provided else architecture_of(model)
+        self.architecture.lengths = (plugin.encoder_seq_length, plugin.decoder_seq_length)
         self.train_step = create_train_step(plugin, self.architecture.hf.model_type)
         self.gradient_state = GradientState()
-        self.dtype = _DTYPES.get(mixed_precision)
-        if self.dtype is None:
-            self.dtype = next(model.parameters()).dtype
-        if self.dtype not in (torch.float32, *_DTYPES.values()):
-            raise ConfigurationError(f"the model's dtype {self.dtype} is not one of float32, bfloat16, float16.")
+        own = torch.float32 if provided else next(model.parameters()).dtype
+        self.dtype = dtype_of(mixed_precision, own)
         seed_generators()
         config, ddp, core = plugin.settings_for(TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
-        self.config_core = self._transformer_config(config)
         self._calls: list[_Call] = []
         self._complete = False  # gradients were reduced over the ranks
         self._stale = False  # the buffers hold gradients of a step that was taken
         self._uncleared = False  # zero_grad was not called since the last step
         self._dropped = False  # zero_grad was called after a forward pass without backward
-        chunks = self._build()
-        self.table = ParameterTable(chunks, list(self.architecture.weights()), device)
+        chunks = self._provide(model, config) if provided else self._build(config)
+        chunks = self._in_half_precision(chunks)
+        plain = [bare(chunk) for chunk in chunks]
+        self.table = ParameterTable(plain, list(self.architecture.weights()), device, buffers=provided)
         self.table.check(self.architecture.unmapped)
         self._zero_unmapped()
-        groups = None if optimizer is None else ParameterGroups(model, optimizer, self.table)
-        for name, parameters in self.table.local.items():
-            for parameter in parameters:
-                parameter.requires_grad_(groups is not None and groups.of_target.get(name) is not None)
-        if self.dtype is not torch.float32:
-            chunks = [Float16Module(self.config_core, chunk) for chunk in chunks]
+        groups: Any = None
+        if optimizer is not None and isinstance(self.architecture, Provided):
+            groups = ProvidedGroups(self.architecture, optimizer)
+        elif optimizer is not None:
+            groups = ParameterGroups(model, optimizer, self.table)
+        for name, tensors in self.table.local.items():
+            for tensor in tensors:
+                if isinstance(tensor, nn.Parameter):
+                    tensor.requires_grad_(groups is not None and groups.of_target.get(name) is not None)
         self.optimizer: Any = None
-        if optimizer is not None and groups is not None:
+        if optimizer is not None:
             settings = DistributedDataParallelConfig(
                 **{
                     "grad_reduce_in_fp32": True,
@@ -147,126 +137,17 @@ class MegatronEngine(nn.Module):
                     **ddp,
                 }
             )
-            self.overlaps = settings.overlap_grad_reduce
-            chunks = [
-                DistributedDataParallel(self.config_core, settings, chunk, disable_bucketing=index > 0)
-                for index, chunk in enumerate(chunks)
-            ]
-            precision = {"bf16": self.dtype is torch.bfloat16, "fp16": self.dtype is torch.float16}
-            shared = {"overlap_param_gather": settings.overlap_param_gather, "params_dtype": self.dtype}
-            extra = {**precision, **shared, **(scaler or {}), **core}
-            built = build_optimizer(plugin, optimizer, groups, self.table, chunks, extra)
-            self.optimizer = EngineOptimizer(plugin, optimizer, built, groups, self.table)
-            if self.dtype is torch.float16:
-                self.config_core.grad_scale_func = built.scale_loss
-            if settings.overlap_param_gather and len(chunks) > 1:
-                self.config_core.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+            chunks = self._optimised(chunks, settings, optimizer, groups, {**(scaler or {}), **core})
         self.chunks: Any = nn.ModuleList(chunks)
         self._take_weights(model, optimizer)
         self.train(model.training)
 
     # -- building ----------------------------------------------------------------------------------------------------
 
-    def _transformer_config(self, other: dict[str, Any]) -> Any:
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
-        plugin, architecture = self.plugin, self.architecture
-        settings = architecture.settings()
-        vp_size = None
-        if plugin.context_parallel_size > 1 and not architecture.supports_context_parallel:
-            raise ConfigurationError(
-                f"context_parallel_size={plugin.context_parallel_size} needs a causal model, and this is a "
-                f"{architecture.hf.model_type}. Set it to 1."
-            )
-        rotary = getattr(architecture, "position_embedding", None) == "rope"
-        if plugin.use_rotary_position_embeddings not in (None, rotary):
-            raise ConfigurationError(
-                f"use_rotary_position_embeddings={plugin.use_rotary_position_embeddings}, and a "
-                f"{architecture.hf.model_type} {'has them' if rotary else 'has none'}. Leave it out."
-            )
-        per_chunk = plugin.num_layers_per_virtual_pipeline_stage
-        if not architecture.supports_interleaving:  # its stages check their layers themselves
-            if per_chunk is not None:
-                raise ConfigurationError(
-                    f"num_layers_per_virtual_pipeline_stage={per_chunk}: the stages of a {architecture.hf.model_type} "
-                    "cannot be interleaved. Leave it out."
-                )
-        elif not any(name in other for name in _UNEVEN):
-            chunks = sizes_for(
-                architecture,
-                plugin.tp_degree,
-                plugin.pp_degree,
-                plugin.expert_model_parallel_size,
-                plugin.decoder_last_pipeline_num_layers or None,
-                per_chunk,
-            ).chunks
-            vp_size = chunks if chunks > 1 else None
-            if vp_size and plugin.num_micro_batches % plugin.pp_degree:
-                raise ConfigurationError(
-                    f"interleaved stages need a num_micro_batches that is a multiple of pp_degree={plugin.pp_degree}, "
-                    f"not {plugin.num_micro_batches}."
-                )
-        if settings.get("num_moe_experts") and plugin.tp_degree > 1 and not plugin.sequence_parallelism:
-            raise ConfigurationError(
-                f"tp_degree={plugin.tp_degree} of a model with experts needs sequence_parallelism=True."
-            )
-        parallel_state.set_virtual_pipeline_model_parallel_world_size(vp_size)
-        parallel_state.set_virtual_pipeline_model_parallel_rank(None if vp_size is None else 0)
-        recompute = {}
-        if plugin.recompute_granularity or plugin.recompute_activations:
-            recompute = {
-                "recompute_granularity": plugin.recompute_granularity or "selective",
-                "recompute_method": plugin.recompute_method,
-                "recompute_num_layers": plugin.recompute_num_layers,
-            }
-        interleaving = {"overlap_p2p_comm": True, "batch_p2p_comm": False} if vp_size else {}
-        given = {
-            name: getattr(plugin, name)
-            for name in ("attention_dropout", "hidden_dropout")
-            if getattr(plugin, name) is not None
-        }
-        uneven = plugin.decoder_last_pipeline_num_layers
-        combined = {
-            **settings,
-            **given,
-            **recompute,
-            **interleaving,
-            "num_layers_in_last_pipeline_stage": uneven if uneven and plugin.pp_degree > 1 else None,
-            "init_method": _no_init,
-            "output_layer_init_method": _no_init,
-            "embedding_init_method": _no_init,
-            "params_dtype": self.dtype,
-            "pipeline_dtype": self.dtype,
-            "bf16": self.dtype is torch.bfloat16,
-            "fp16": self.dtype is torch.float16,
-            "tensor_model_parallel_size": plugin.tp_degree,
-            "pipeline_model_parallel_size": plugin.pp_degree,
-            "virtual_pipeline_model_parallel_size": vp_size,
-            "context_parallel_size": plugin.context_parallel_size,
-            "expert_model_parallel_size": plugin.expert_model_parallel_size,
-            "expert_tensor_parallel_size": plugin.expert_tensor_parallel_size,
-            "sequence_parallel": bool(plugin.sequence_parallelism),
-            # Gradients of sums over tokens; they are divided in `_finish_gradients`.
-            "calculate_per_token_loss": True,
-            # Reduced when the window ends, not by every schedule.
-            "finalize_model_grads_func": lambda *args, **kwargs: None,
-            "gradient_accumulation_fusion": False,
-            "masked_softmax_fusion": False,
-            "bias_dropout_fusion": False,
-            **other,
-        }
-        if plugin.expert_model_parallel_size > 1 and not combined.get("num_moe_experts"):
-            raise ConfigurationError(
-                f"expert_model_parallel_size={plugin.expert_model_parallel_size}, and the model has no experts. Set it "
-                "to 1."
-            )
-        try:
-            return TransformerConfig(**combined)
-        except (ValueError, AssertionError) as error:
-            raise ConfigurationError(f"Megatron-core refuses these settings: {error}") from error
-
-    def _build(self) -> list[nn.Module]:
-        config = self.config_core
+    def _build(self, other: dict[str, Any]) -> list[nn.Module]:
+        """This rank's chunks of a mapped model."""
+        config = self.config_core = config_for(self.plugin, self.architecture, self.dtype, other)
+        set_virtual_stages(config.virtual_pipeline_model_parallel_size)
         padded = -(-self.architecture.vocab_size // self.plugin.tp_degree) * self.plugin.tp_degree
         chunks = []
         for stage in range(config.virtual_pipeline_model_parallel_size or 1):
@@ -278,6 +159,55 @@ class MegatronEngine(nn.Module):
             chunks.append(built.to(self.device))
         return chunks
 
+    def _provide(self, model: nn.Module, other: dict[str, Any]) -> list[nn.Module]:
+        """This rank's chunks of the user's model, each wrapped or not."""
+        architecture, plugin = self.architecture, self.plugin
+        assert isinstance(architecture, Provided)
+        fields = {**settings_of(model), **other}
+        vp_size = plugin.virtual_stages(fields.get("num_layers"))
+        set_virtual_stages(vp_size)
+        config = create(plugin, self.dtype, vp_size, fields) if "num_layers" in fields else None
+        chunks = [chunk.to(self.device) for chunk in architecture.provide(config, vp_size)]
+        plain = [bare(chunk) for chunk in chunks]
+        for chunk in plain:
+            adopt(chunk.config, plugin, self.dtype, vp_size)
+        self.config_core = plain[0].config
+        architecture.describe(plain)
+        share_first_values(plain)
+        return chunks
+
+    def _in_half_precision(self, chunks: list[nn.Module]) -> list[nn.Module]:
+        from megatron.core.transformer.module import Float16Module
+
+        if self.dtype is torch.float32:
+            return chunks
+        return [chunk if chunk is not bare(chunk) else Float16Module(self.config_core, chunk) for chunk in chunks]
+
+    def _optimised(
+        self, chunks: list[Any], settings: Any, optimizer: Optimizer, groups: Any, core: dict[str, Any]
+    ) -> list[nn.Module]:
+        """The chunks with buffers for their gradients, after the optimizer of their parameters was created."""
+        from megatron.core.distributed import DistributedDataParallel
+
+        wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+        if wrapped:
+            settings = _check_wrapped(wrapped, len(chunks), settings)
+        else:
+            chunks = [
+                DistributedDataParallel(self.config_core, settings, chunk, disable_bucketing=index > 0)
+                for index, chunk in enumerate(chunks)
+            ]
+        self.overlaps = settings.overlap_grad_reduce
+        precision = {"bf16": self.dtype is torch.bfloat16, "fp16": self.dtype is torch.float16}
+        shared = {"overlap_param_gather": settings.overlap_param_gather, "params_dtype": self.dtype}
+        built = build_optimizer(self.plugin, optimizer, groups, self.table, chunks, {**precision, **shared, **core})
+        self.optimizer = EngineOptimizer(self.plugin, optimizer, built, groups, self.table)
+        if self.dtype is torch.float16:
+            self.config_core.grad_scale_func = built.scale_loss
+        if settings.overlap_param_gather and len(chunks) > 1:
+            self.config_core.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+        return chunks
+
     @torch.no_grad()
     def _zero_unmapped(self) -> None:
         for name, parameters in self.table.local.items():
@@ -287,9 +217,12 @@ class MegatronEngine(nn.Module):
 
     def _take_weights(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Load the weights of the Transformers model, and move its parameters to the meta device."""
-        state = model.state_dict()
-        self.dtypes = {name: tensor.dtype for name, tensor in state.items()}
-        self.load_weights(lambda name: state[name])
+        if isinstance(self.architecture, Provided):
+            self.dtypes = self.architecture.dtypes
+        else:
+            state = model.state_dict()
+            self.dtypes = {name: tensor.dtype for name, tensor in state.items()}
+            self.load_weights(lambda name: state[name])
         meta = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -308,7 +241,7 @@ class MegatronEngine(nn.Module):
         self.table.load(read, put)
 
     @staticmethod
-    def _put(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    def _put(parameter: torch.Tensor, value: torch.Tensor) -> None:
         parameter.data.copy_(value)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -318,10 +251,13 @@ class MegatronEngine(nn.Module):
             yield name, tensor.to(self.dtypes[name])
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The Transformers model's state dict, on rank 0; empty on other ranks. A collective call."""
+        """The state dict of the Transformers model, or of the provided one, on rank 0; empty on other ranks.
+
+        A collective call.
+        """
         state = dict(self.weights())
-        if not state:
-            return {}
+        if not state or not self.architecture.takes_weights:
+            return state
         model = self.transformers_model
         buffers, first = dict(model.named_buffers()), {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -338,7 +274,13 @@ class MegatronEngine(nn.Module):
         return complete
 
     def unwrapped(self) -> nn.Module:
-        """The Transformers model with the current weights, on the host of every rank. A collective call."""
+        """The Transformers model with the current weights, on the host of every rank. A collective call.
+
+        Of a provided model, this rank's part without wrappers; a list of modules, if stages are interleaved.
+        """
+        if not self.architecture.takes_weights:
+            parts = [bare(chunk) for chunk in self.chunks]
+            return parts[0] if len(parts) == 1 else nn.ModuleList(parts)
         state = self.full_state_dict()
         model = self.transformers_model
         filled: dict[int, nn.Parameter] = {}
@@ -376,11 +318,16 @@ class MegatronEngine(nn.Module):
         if "tokens" in batch:  # of Megatron-core's datasets, whose labels are shifted already
             batch = self._from_dataset(batch)
             return self._run(batch, batch, training=self.training and torch.is_grad_enabled())
-        if "input_ids" not in batch:
+        free = not self.architecture.takes_weights and self.train_step is not None  # it reads batches itself
+        if "input_ids" not in batch and not (free and batch):
             raise ConfigurationError(f"the model was called without input_ids, with {', '.join(kwargs) or 'nothing'}.")
         training = self.training and torch.is_grad_enabled()
-        if training and ("labels" not in batch or self.optimizer is None):
-            lacks = "labels" if "labels" not in batch else "an optimizer, which belongs into the same call of prepare()"
+        if training and (("labels" not in batch and not free) or self.optimizer is None):
+            lacks = (
+                "labels"
+                if self.optimizer is not None
+                else "an optimizer, which belongs into the same call of prepare()"
+            )
             raise ConfigurationError(
                 f"forward and backward passes run in one call, which lacks {lacks}. For outputs only, use model.eval() "
                 "or torch.no_grad()."
@@ -395,7 +342,7 @@ class MegatronEngine(nn.Module):
         return {"input_ids": batch["tokens"], "position_ids": batch["position_ids"], "labels": labels}
 
     def _run(self, batch: Batch, inputs: Batch, training: bool) -> MegatronOutput:
-        samples, length = batch["input_ids"].shape
+        samples, length = self.architecture.shape(batch)
         micro_batches = self._micro_batches(inputs, samples, training)
         if training:
             return MegatronOutput(self._train(micro_batches))
@@ -407,6 +354,12 @@ class MegatronEngine(nn.Module):
         if self.config_core.virtual_pipeline_model_parallel_size:
             count = self.plugin.num_micro_batches  # the interleaved schedule needs a multiple of the stages
         missing = -samples % count
+        length = self.architecture.shape(inputs)[1]
+        if missing and not self.architecture.pads_batches:
+            raise ConfigurationError(
+                f"a batch of {samples} samples cannot be split into num_micro_batches={count}, and what the train step "
+                "makes of padding is unknown. Pass batches of a multiple (DataLoader(drop_last=True))."
+            )
         cp_size = self.plugin.context_parallel_size
         multiple = (self.plugin.tp_degree if self.plugin.sequence_parallelism else 1) * (
             2 * cp_size if cp_size > 1 else 1
@@ -414,24 +367,24 @@ class MegatronEngine(nn.Module):
         padded = {}
         for name, tensor in inputs.items():
             fill = _FILL.get(name, 0)
-            if tensor.ndim > 1:
+            if tensor.ndim == 2:
                 tensor = F.pad(tensor, (0, -tensor.shape[1] % multiple), value=fill)
             if missing:
                 tensor = torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), fill)])
                 if name == "attention_mask":  # a row that is masked as a whole has no softmax
                     tensor[-missing:] = inputs[name].new_zeros(()) if tensor.dtype is torch.bool else 1
             padded[name] = tensor
-        limit = self.architecture.max_length
-        if limit is not None and padded["input_ids"].shape[1] > limit:
+        limit, length = self.architecture.max_length, length + -length % multiple
+        if limit is not None and length > limit:
             raise ConfigurationError(
-                f"sequences of {padded['input_ids'].shape[1]} tokens (padded to a multiple of {multiple}) are longer "
+                f"sequences of {length} tokens (padded to a multiple of {multiple}) are longer "
                 f"than the {limit} positions of the model."
             )
         if cp_size > 1:
             rank = parallel_state.get_context_parallel_rank()
             for name, tensor in padded.items():
                 # Attention needs the mask of all keys.
-                if tensor.ndim > 1 and name != "attention_mask":
+                if tensor.ndim == 2 and name != "attention_mask":
                     pieces = tensor.unflatten(1, (2 * cp_size, -1))
                     padded[name] = pieces[:, [rank, 2 * cp_size - 1 - rank]].flatten(1)
         size = (samples + missing) // count
@@ -443,15 +396,15 @@ class MegatronEngine(nn.Module):
 
         chunks = list(self.chunks)
         iterators = [iter(micro_batches) for _ in chunks]
-        ids = micro_batches[0]["input_ids"]
-        length = ids.shape[1] * self.plugin.context_parallel_size
+        samples, length = self.architecture.shape(micro_batches[0])
+        length *= self.plugin.context_parallel_size
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(micro_batches),
             seq_length=length * self.architecture.sequences,
-            micro_batch_size=ids.shape[0],
+            micro_batch_size=samples,
             forward_only=not training,
         )
 
@@ -565,7 +518,7 @@ class MegatronEngine(nn.Module):
         labelled = "labels" in micro_batches[0]
         weights = self._weights_of(micro_batches) if labelled else torch.zeros(1)
         wants_logits = self.plugin.return_logits or not labelled
-        if self.train_step is not None and not wants_logits:
+        if self.train_step is not None and not (wants_logits and architecture.returns_logits):
             losses = self._schedule(micro_batches, self._custom_step(len(micro_batches)), training=False)
             return MegatronOutput(self._share_loss(losses))
 
@@ -583,7 +536,9 @@ class MegatronEngine(nn.Module):
                         losses = vocab_parallel_cross_entropy(words, labels.clamp(min=0).transpose(0, 1).contiguous())
                         losses = losses.transpose(0, 1)
                         output = (losses, output[1]) if isinstance(output, tuple) else losses
-                    logits = gather_from_tensor_model_parallel_region(logits)[..., : architecture.vocab_size]
+                    if logits.shape[-1] < architecture.vocab_size:  # a provided model may have gathered them itself
+                        logits = gather_from_tensor_model_parallel_region(logits)
+                    logits = logits[..., : architecture.vocab_size]
                 loss = architecture.loss(batch, output, weights) if labelled else torch.zeros((), device=self.device)
                 return loss, torch.zeros((), dtype=torch.int, device=self.device), (loss.detach(), logits)
 
@@ -711,6 +666,24 @@ class MegatronEngine(nn.Module):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.core.zero_grad()
+
+
+def _check_wrapped(wrapped: list[Any], count: int, settings: Any) -> Any:
+    """The settings of chunks that custom_prepare_model_function wrapped in DistributedDataParallel."""
+    found = wrapped[0].ddp_config
+    problem = None
+    if len(wrapped) < count:
+        problem = f"{len(wrapped)} of {count} parts are wrapped"
+    elif found.use_distributed_optimizer != settings.use_distributed_optimizer:
+        problem = f"its use_distributed_optimizer={found.use_distributed_optimizer}"
+    elif any(buffer.gradient_scaling_factor != 1.0 for chunk in wrapped for buffer in chunk.buffers):
+        problem = "it divides gradients by the number of ranks (calculate_per_token_loss=False in its config)"
+    if problem is not None:
+        raise ConfigurationError(
+            f"custom_prepare_model_function wrapped the model in DistributedDataParallel, and {problem}. Return the "
+            "model without it: prepare() wraps it."
+        )
+    return found
 
 
 _FILL = {"labels": IGNORED, "next_sentence_label": IGNORED, "decoder_labels": IGNORED}

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from accel_state.errors import ConfigurationError
 
 from ._megatron_compat import parallel_state
-from .architectures.base import Decoder
 
 
 def generate(
@@ -120,7 +119,7 @@ def _generate_padded(engine: Any, input_ids: torch.Tensor, mask: torch.Tensor, o
 
 def _check(engine: Any) -> None:
     plugin = engine.plugin
-    if not isinstance(engine.architecture, Decoder):
+    if not engine.architecture.generates:
         raise ConfigurationError(
             f"megatron_generate needs a causal language model, and this is a {engine.architecture.hf.model_type}."
         )

@@ -53,6 +53,16 @@ def zigzag_positions(length: int, ranks: int, device: Any) -> torch.Tensor:
     return torch.stack(rows)
 
 
+def blocked_keys(mask: torch.Tensor) -> torch.Tensor:
+    """The mask (samples, 1, queries, keys) of a causal model, True where blocked, from one that is True at padding.
+
+    Megatron-core's own attention takes the mask that it is given in place of the causal one.
+    """
+    length = mask.shape[1]
+    future = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
+    return mask[:, None, None, :] | future
+
+
 class CoreAttention(nn.Module):
     """Attention by torch's scaled_dot_product_attention, with masks, bias, sliding window and context parallelism.
 
@@ -168,44 +178,16 @@ def layer_spec(
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import (
-        CrossAttention,
-        CrossAttentionSubmodules,
-        SelfAttention,
-        SelfAttentionSubmodules,
-    )
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType[mask_type]},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=CoreAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=Norm if qk_norm else IdentityOp,
-            k_layernorm=Norm if qk_norm else IdentityOp,
-        ),
-    )
     cross = {}
     if cross_attention:
         cross = {
             "pre_cross_attn_layernorm": Norm,
             "cross_attn_bda": get_bias_dropout_add,
-            "cross_attention": ModuleSpec(
-                module=CrossAttention,
-                params={"attn_mask_type": AttnMaskType.padding},
-                submodules=CrossAttentionSubmodules(
-                    linear_q=ColumnParallelLinear,
-                    linear_kv=ColumnParallelLinear,
-                    core_attention=CoreAttention,
-                    linear_proj=RowParallelLinear,
-                ),
-            ),
+            "cross_attention": _cross_attention(),
         }
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -214,12 +196,51 @@ def layer_spec(
         module=layer or TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
-            self_attention=attention,
+            self_attention=_self_attention(mask_type, qk_norm),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
             mlp=mlp or dense,
             mlp_bda=get_bias_dropout_add,
             **cross,
+        ),
+    )
+
+
+def _self_attention(mask_type: str, qk_norm: bool) -> Any:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    norm = Norm if qk_norm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType[mask_type]},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )
+
+
+def _cross_attention() -> Any:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    return ModuleSpec(
+        module=CrossAttention,
+        params={"attn_mask_type": AttnMaskType.padding},
+        submodules=CrossAttentionSubmodules(
+            linear_q=ColumnParallelLinear,
+            linear_kv=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
         ),
     )
 

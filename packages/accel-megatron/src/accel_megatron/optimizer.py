@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -84,11 +85,14 @@ def build_optimizer(
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
+    offload = bool(plugin.optimizer_cpu_offload)
     if plugin.use_precision_aware_optimizer and find_spec("transformer_engine") is None:
         raise ConfigurationError(
             "use_precision_aware_optimizer=True needs Transformer Engine, which is not installed. Leave it out, or "
             "install transformer-engine."
         )
+    if offload:
+        _check_offload(plugin, optimizer, settings)
     first = optimizer.param_groups[0]
     options: dict[str, Any] = {"optimizer": optimizer_kind(optimizer), "lr": float(first["lr"])}
     if options["optimizer"] == "adam":
@@ -103,6 +107,9 @@ def build_optimizer(
         "clip_grad": 0.0,  # gradients are clipped before Megatron-core's step
         "use_distributed_optimizer": bool(plugin.use_distributed_optimizer),
         "use_precision_aware_optimizer": bool(plugin.use_precision_aware_optimizer),
+        "optimizer_cpu_offload": offload,
+        "optimizer_offload_fraction": float(offload),
+        "overlap_cpu_optimizer_d2h_h2d": bool(plugin.overlap_cpu_optimizer_d2h_h2d),
         **settings,
     }
     try:
@@ -130,7 +137,23 @@ def build_optimizer(
                     fn=lambda parameter, name, key=key: keys.get(id(parameter)) == key,
                 )
                 overrides[ParamKey(with_name_predicate=predicate)] = {"accel_group": key}
-    return get_megatron_optimizer(config, chunks, config_overrides=overrides)
+    # The distributed optimizer hands views of float32 parameters to the one in host memory, which takes leaves only.
+    with torch.no_grad() if offload else nullcontext():
+        return get_megatron_optimizer(config, chunks, config_overrides=overrides)
+
+
+def _check_offload(plugin: MegatronLMPlugin, optimizer: Optimizer, settings: dict[str, Any]) -> None:
+    """Refuse what Megatron-core's optimizer in host memory does not do, or does wrongly."""
+    if not isinstance(optimizer, (AdamW, SGD)):
+        raise ConfigurationError(
+            f"optimizer_cpu_offload=True updates parameters with AdamW or SGD, not {type(optimizer).__name__}. Use one "
+            "of them."
+        )
+    if (settings["bf16"] or settings["fp16"]) and not plugin.use_distributed_optimizer:
+        # The float32 copies of Megatron-core's other optimizer take the place of the parameters that were offloaded.
+        raise ConfigurationError(
+            "optimizer_cpu_offload=True in mixed precision needs use_distributed_optimizer=True. Set it, too."
+        )
 
 
 class EngineOptimizer:

@@ -10,19 +10,16 @@ from typing import Any, ClassVar
 from accel_state.errors import ConfigurationError
 from accel_state.options import MegatronOptions
 
+_FSDP = (
+    "Megatron-core's FSDP keeps parameters as DTensors of uneven parts, which the exchange of weights and optimizer "
+    "states under Transformers' names cannot read. Use FullyShardedDataParallelPlugin, or "
+    "use_distributed_optimizer=True, which shards optimizer states and gradients."
+)
 _NO_EFFECT = {
-    "use_custom_fsdp": "Use FullyShardedDataParallelPlugin, or use_distributed_optimizer=True.",
-    "optimizer_cpu_offload": "Use DeepSpeedPlugin(offload_optimizer_device='cpu').",
-    "overlap_cpu_optimizer_d2h_h2d": "It belongs to optimizer_cpu_offload, which is not supported.",
-    "encoder_seq_length": "The length of a batch is that of its tokens: set max_length of the tokenizer.",
-    "decoder_seq_length": "The length of a batch is that of its tokens: set max_length of the tokenizer.",
+    "use_custom_fsdp": _FSDP,
     "tensorboard_dir": 'Use Accelerator(log_with="tensorboard", project_dir=...).',
     "set_all_logging_options": "Use Accelerator(log_with=...).",
 }
-_NOT_YET = (
-    "custom_model_provider_function",
-    "custom_prepare_model_function",
-)
 _SIZES = ("tp_degree", "pp_degree", "context_parallel_size", "expert_model_parallel_size")
 
 
@@ -37,11 +34,13 @@ class MegatronLMPlugin:
         tp_degree: tensor-parallel size (default 1).
         pp_degree: pipeline-parallel size: number of stages (default 1).
         use_custom_fsdp: not supported; use FullyShardedDataParallelPlugin.
-        overlap_cpu_optimizer_d2h_h2d: not supported.
+        overlap_cpu_optimizer_d2h_h2d: with ``optimizer_cpu_offload``, copy gradients and parameters while others are
+            updated.
         no_load_optim: do not load optimizer states from a checkpoint.
         eod_mask_loss: Megatron datasets: no loss for end-of-document tokens.
         no_save_optim: do not save optimizer states in a checkpoint.
-        optimizer_cpu_offload: not supported; use DeepSpeedPlugin.
+        optimizer_cpu_offload: keep AdamW's states in host memory, and update the parameters there: all, or the share
+            ``other_megatron_args={"optimizer_offload_fraction": ...}``.
         use_precision_aware_optimizer: keep optimizer states in reduced precision; needs Transformer Engine.
         decoder_last_pipeline_num_layers: layers in the last stage, where it has fewer or more than the others.
         recompute_granularity: "full" or "selective".
@@ -85,8 +84,9 @@ class MegatronLMPlugin:
         lr_mult: the factor.
         megatron_dataset_flag: batches come from Megatron-core's datasets.
         seq_length: sequence length of these datasets.
-        encoder_seq_length: not supported; batches have the lengths of the tokenizer.
-        decoder_seq_length: not supported, either.
+        encoder_seq_length: T5 and Megatron-BERT: pad the encoder's sequences to this length. By default batches have
+            the lengths of the tokenizer.
+        decoder_seq_length: T5: pad the decoder's sequences to this length.
         tensorboard_dir: not supported; use trackers.
         set_all_logging_options: not supported; use trackers.
         eval_iters: batches of an evaluation, for Megatron-core's datasets.
@@ -94,8 +94,12 @@ class MegatronLMPlugin:
         return_logits: return logits with the loss in evaluation.
         custom_train_step_class: a subclass of GPTTrainStep, BertTrainStep or T5TrainStep.
         custom_train_step_kwargs: further arguments of its constructor.
-        custom_model_provider_function: not supported yet.
-        custom_prepare_model_function: not supported yet.
+        custom_model_provider_function: ``provide(pre_process, post_process)`` returns this rank's part of a model of
+            Megatron-core, which is trained in place of the one that ``prepare`` gets. ``add_encoder``, ``add_decoder``,
+            ``vp_stage`` and ``config`` (a TransformerConfig, where the sizes of the model are known) are passed to a
+            function that takes them.
+        custom_prepare_model_function: ``prepare(provider)`` returns the model, or a list of its parts if stages are
+            interleaved: calls the provider, and may load weights into what it returns.
         custom_megatron_datasets_provider_function: ``provide(sizes)`` returns the training, validation and test data,
             for MegatronLMDummyDataLoader; a size of None is one epoch.
         custom_get_batch_function: ``get_batch(iterator)`` of the train step, in place of its own.
@@ -193,12 +197,18 @@ class MegatronLMPlugin:
                 raise ConfigurationError(
                     f"MegatronLMPlugin({name}={getattr(self, name)!r}) is not supported. {instead}"
                 )
-        for item in fields(self):
-            if item.name in _NOT_YET and getattr(self, item.name) is not None:
-                raise ConfigurationError(
-                    f"MegatronLMPlugin({item.name}=...) is not supported yet. Subclass accel_megatron.Architecture, "
-                    "and register it for the model_type of your model."
-                )
+        if self.custom_prepare_model_function is not None and self.custom_model_provider_function is None:
+            raise ConfigurationError(
+                "custom_prepare_model_function prepares what custom_model_provider_function builds. Set both."
+            )
+        if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
+            raise ConfigurationError(
+                "overlap_cpu_optimizer_d2h_h2d=True overlaps the copies of optimizer_cpu_offload. Set both, or neither."
+            )
+        for name in ("encoder_seq_length", "decoder_seq_length"):
+            length = getattr(self, name)
+            if length is not None and (not isinstance(length, int) or length < 1):
+                raise ConfigurationError(f"{name}={length!r} is not a number of tokens. Set a positive integer.")
         if self.attention_backend not in (None, "auto"):
             raise ConfigurationError(
                 f"attention_backend={self.attention_backend!r}: attention is torch's scaled_dot_product_attention. "
@@ -210,6 +220,29 @@ class MegatronLMPlugin:
             raise ConfigurationError(
                 f"num_layers_per_virtual_pipeline_stage={self.num_layers_per_virtual_pipeline_stage} interleaves the "
                 "stages of a pipeline, and pp_degree=1. Set pp_degree to 2 or more, or leave it out."
+            )
+
+    def virtual_stages(self, num_layers: int | None) -> int | None:
+        """How many parts each rank has of a model whose stages are interleaved; None for one."""
+        per_chunk = self.num_layers_per_virtual_pipeline_stage
+        if per_chunk is None:
+            return None
+        if num_layers is None or num_layers % (per_chunk * self.pp_degree):
+            raise ConfigurationError(
+                f"num_layers_per_virtual_pipeline_stage={per_chunk} with pp_degree={self.pp_degree} needs a num_layers "
+                f"that is a multiple of {per_chunk * self.pp_degree}, not {num_layers}. Set it in "
+                "other_megatron_args={'num_layers': ...}."
+            )
+        chunks = num_layers // (per_chunk * self.pp_degree)
+        self.check_interleaving(chunks)
+        return chunks if chunks > 1 else None
+
+    def check_interleaving(self, chunks: int) -> None:
+        """Raise ConfigurationError if the micro batches do not fill interleaved stages."""
+        if chunks > 1 and self.num_micro_batches % self.pp_degree:
+            raise ConfigurationError(
+                f"interleaved stages need a num_micro_batches that is a multiple of pp_degree={self.pp_degree}, not "
+                f"{self.num_micro_batches}."
             )
 
     def check_world(self, world_size: int) -> None:
@@ -239,6 +272,9 @@ class MegatronLMPlugin:
     def settings_for(self, *kinds: type[Any]) -> list[dict[str, Any]]:
         """The ``other_megatron_args`` that are fields of each class; one that no class has is an error."""
         given = dict(self.other_megatron_args or {})
+        for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"):
+            if given.get(name):
+                raise ConfigurationError(f"other_megatron_args={{{name!r}: {given[name]!r}}} is not supported. {_FSDP}")
         found = []
         for kind in kinds:
             names = {item.name for item in fields(kind) if item.init}

@@ -142,7 +142,13 @@ class MegatronStrategy(Strategy):
             raise ConfigurationError(
                 "MegatronLMDummyDataLoader was prepared without a model. Pass both to one call of prepare()."
             )
-        config = self._engines[-1].transformers_model.config
+        config = getattr(self._engines[-1].transformers_model, "config", None)
+        if config is None:
+            raise ConfigurationError(
+                "MegatronLMDummyDataLoader reads vocab_size and eos_token_id of the model's config, which "
+                f"{type(self._engines[-1].transformers_model).__name__} does not have. Pass a model of Transformers to "
+                "prepare(), or ordinary loaders."
+            )
 
         def prepare(loader: DataLoader[Any]) -> Any:
             prepared = preparation.data_loader(loader)

@@ -6,6 +6,7 @@ imports this module.
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ _TYPES = {
     torch.float16: "torch.cuda.HalfTensor",
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
 }
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _installed: list[TorchFunctionMode] = []
 
 
@@ -36,6 +38,12 @@ class _OnCpu(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.record_stream:
             return None
+        if func is torch.Tensor.cpu:  # a copy, as from a device
+            copied: torch.Tensor = func(*args, **kwargs).clone()
+            copied._on_host = True  # type: ignore[attr-defined]
+            return copied
+        if func == _IS_CUDA and self._in_offloading():
+            return not getattr(args[0], "_on_host", False)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs.get("dtype"):
             return _TYPES.get(args[0].dtype) or func(*args, **kwargs)
         if _is_cuda(kwargs.get("device")):
@@ -43,6 +51,10 @@ class _OnCpu(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return func(*(_CPU if _is_cuda(value) else value for value in args), **kwargs)
+
+    @staticmethod
+    def _in_offloading() -> bool:
+        return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.optimizer.cpu_offloading")
 
 
 class _Stream:
@@ -64,7 +76,7 @@ class _Stream:
     def wait_stream(self, *_: Any) -> None:
         """Nothing to wait for."""
 
-    wait_event = synchronize = record = wait_stream
+    wait_event = wait = synchronize = record = wait_stream
 
     def record_event(self, event: Any = None) -> _Stream:
         """An event that has happened."""

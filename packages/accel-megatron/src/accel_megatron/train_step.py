@@ -15,6 +15,7 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
 from ._megatron_compat import parallel_state
+from .layers import blocked_keys
 
 Batch = dict[str, torch.Tensor]
 
@@ -119,11 +120,16 @@ class GPTTrainStep(_TrainStep):
                 tokens,
                 labels.clamp(min=0),
                 loss_mask,
-                None if mask is None else mask[:, None, None, :],
+                None if mask is None else self._attention_mask(mask, tokens),
                 batch["position_ids"],
             )
 
         return get_batch
+
+    @staticmethod
+    def _attention_mask(mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        # With context parallelism the mask is that of all keys, and attention knows which tokens are here.
+        return blocked_keys(mask) if mask.shape == tokens.shape else mask[:, None, None, :]
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
         def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> Any:

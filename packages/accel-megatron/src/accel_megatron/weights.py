@@ -7,9 +7,9 @@ concatenations and padding, so they are exact in both directions, and apply to o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -119,6 +119,26 @@ class Unstacked(Same):
 
 
 @dataclass(frozen=True)
+class ByRank(Same):
+    """A matrix that tensor parallelism splits in a way of its own: Transformers' side has the parts, (ranks, *part)."""
+
+    dim: int
+    ranks: int
+
+    def to_megatron(self, tensors: Tensors) -> Tensors:
+        if tensors[0].shape[0] != self.ranks:
+            raise ConfigurationError(
+                f"weights of shape {tuple(tensors[0].shape)} are {tensors[0].shape[0]} parts that tensor parallelism "
+                f"split in a way of their model, and this run has tp_degree={self.ranks}. Load them at the tp_degree "
+                "that they were saved at."
+            )
+        return [torch.cat(tensors[0].unbind(), self.dim)]
+
+    def from_megatron(self, tensors: Tensors) -> Tensors:
+        return [torch.stack(tensors[0].chunk(self.ranks, self.dim))]
+
+
+@dataclass(frozen=True)
 class Weight:
     """Weights of a Transformers model, and the same weights in Megatron-core.
 
@@ -182,7 +202,8 @@ def cut(parameter: torch.Tensor, full: torch.Tensor, pair: Weight) -> torch.Tens
     if is_split(parameter):
         group, dim = shard_group(parameter), parameter.partition_dim  # type: ignore[attr-defined]
         ranks, rank = group.size(), group.rank()
-    full = part_of(full, pair, dim, ranks, rank, parameter.shape[0] * ranks)
+    rows = 0 if pair.rows is None else parameter.shape[0] * ranks
+    full = part_of(full, pair, dim, ranks, rank, rows)
     if full.shape != parameter.shape:
         raise ConfigurationError(
             f"{', '.join(pair.names)} gives a tensor of shape {tuple(full.shape)} for {', '.join(pair.targets)} of "
@@ -193,43 +214,52 @@ def cut(parameter: torch.Tensor, full: torch.Tensor, pair: Weight) -> torch.Tens
 
 def join(parts: Sequence[torch.Tensor], dim: int, pair: Weight) -> torch.Tensor:
     """The full tensor from the parts of all ranks, without padding."""
-    blocks = pair.blocks if dim == 0 else 1
-    rows = [part.chunk(blocks, dim) for part in parts]
-    full = (
-        parts[0]
-        if len(parts) == 1
-        else torch.cat([torch.cat([row[i] for row in rows], dim) for i in range(blocks)], dim)
-    )
+    full = parts[0]
+    if len(parts) > 1:
+        blocks = pair.blocks if dim == 0 else 1
+        rows = [part.chunk(blocks, dim) for part in parts]
+        full = torch.cat([torch.cat([row[i] for row in rows], dim) for i in range(blocks)], dim)
     return full if pair.rows is None else full[: pair.rows]
 
 
-def global_names(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def global_tensors(chunk: nn.Module, buffers: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters of a model chunk, with layers and experts numbered over all ranks.
 
     An output layer that shares the embedding's weights has the embedding's name.
+
+    Args:
+        chunk: the model, without wrappers.
+        buffers: add the buffers of its state dict.
     """
-    prefixes = {}
-    for stack in ("decoder", "encoder"):
-        block = getattr(chunk, stack, None)
-        for index, layer in enumerate([] if block is None else block.layers):
-            prefixes[f"{stack}.layers.{index}."] = (f"{stack}.layers.{layer.layer_number - 1}.", layer)
+    layers: dict[str, tuple[str, Any]] = {
+        f"{name}.{index}.": (f"{name}.{layer.layer_number - 1}.", layer)
+        for name, stack in chunk.named_modules()
+        if isinstance(stack, nn.ModuleList) and re.search(r"(^|\.)layers$", name)
+        for index, layer in enumerate(cast("Any", stack))
+        if hasattr(layer, "layer_number")
+    }
     shared = getattr(chunk, "share_embeddings_and_output_weights", False)
     seen: set[int] = set()
-    for name, parameter in chunk.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
+    tensors: Iterable[tuple[str, torch.Tensor]] = chunk.named_parameters(remove_duplicate=False)
+    if buffers:
+        saved = chunk.state_dict()
+        tensors = [*tensors, *((name, tensor) for name, tensor in chunk.named_buffers() if name in saved)]
+    for name, tensor in tensors:
+        if id(tensor) in seen:
             continue
-        seen.add(id(parameter))
-        full, owner = name, None
-        found = re.match(r"(?:decoder|encoder)\.layers\.\d+\.", name)
-        if found:
-            prefix, owner = prefixes[found[0]]
+        seen.add(id(tensor))
+        full = name
+        owner: Any = None
+        found = re.match(r"(?:.*?\.)?layers\.\d+\.", name)
+        if found and found[0] in layers:
+            prefix, owner = layers[found[0]]
             full = prefix + name[found.end() :]
         if owner is not None and ".local_experts." in full:
             before, number, after = re.split(r"local_experts\.(\d+)", full)
             full = f"{before}local_experts.{owner.mlp.local_expert_indices[int(number)]}{after}"
         if shared and re.fullmatch(r"(lm_head\.)?output_layer\.weight", name):
             full = "embedding.word_embeddings.weight"
-        yield full, parameter
+        yield full, tensor
 
 
 class ParameterTable:
@@ -238,11 +268,13 @@ class ParameterTable:
     Creating one is a collective call.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], pairs: Sequence[Weight], device: torch.device) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], pairs: Sequence[Weight], device: torch.device, buffers: bool = False
+    ) -> None:
         self.device, self.rank = device, dist.get_rank()
-        self.local: dict[str, list[nn.Parameter]] = {}
+        self.local: dict[str, list[Any]] = {}
         for chunk in chunks:
-            for name, parameter in global_names(chunk):
+            for name, parameter in global_tensors(chunk, buffers):
                 self.local.setdefault(name, []).append(parameter)
         self.pairs = {target: pair for pair in pairs for target in pair.targets}
         self.weights = list(pairs)
@@ -250,7 +282,7 @@ class ParameterTable:
         for name, parameters in self.local.items():
             split = is_split(parameters[0])
             ranks = tuple(dist.get_process_group_ranks(shard_group(parameters[0]))) if split else (self.rank,)
-            dim = parameters[0].partition_dim if split else 0  # type: ignore[attr-defined]
+            dim = parameters[0].partition_dim if split else 0
             own[name] = (ranks, dim, tuple(parameters[0].shape))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
@@ -329,7 +361,8 @@ class ParameterTable:
             dist.send(full, 0)
         elif self.rank == 0:
             size = list(shape)
-            size[dim] *= len(ranks)
+            if len(ranks) > 1:
+                size[dim] *= len(ranks)
             if pair.rows is not None:
                 size[0] = pair.rows
             received = torch.empty(size, device=self.device)

@@ -56,6 +56,16 @@ class Architecture:
     """Sequences that are passed from stage to stage, joined along the sequence dimension."""
     supports_context_parallel: ClassVar[bool] = True
     supports_interleaving: ClassVar[bool] = True
+    takes_weights: ClassVar[bool] = True
+    """Whether the weights of the Transformers model are taken over, and come back under its names."""
+    pads_batches: bool = True
+    """Whether samples without labels may be added to a batch, so that it splits into micro batches."""
+    returns_logits: bool = True
+    """Whether the model without labels returns the logits of all tokens."""
+    sequence_lengths: ClassVar[tuple[str, ...]] = ()
+    """Those of ``encoder_seq_length`` and ``decoder_seq_length`` that the model has."""
+    lengths: tuple[int | None, int | None] = (None, None)
+    """``encoder_seq_length`` and ``decoder_seq_length`` of the settings."""
 
     def __init__(self, model: Any) -> None:
         self.hf = model.config
@@ -67,6 +77,11 @@ class Architecture:
         output = model.get_output_embeddings()
         self.tied = output is not None and output.weight is model.get_input_embeddings().weight
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+
+    @property
+    def generates(self) -> bool:
+        """Whether ``megatron_generate`` works."""
+        return False
 
     @property
     def max_length(self) -> int | None:
@@ -96,6 +111,11 @@ class Architecture:
     def call(self, model: nn.Module, batch: Batch) -> Any:
         """Call the model with what :meth:`inputs` returned: the loss of every token, or without labels the logits."""
         raise NotImplementedError
+
+    def shape(self, batch: Batch) -> tuple[int, int]:
+        """The samples and the length of the sequences of a batch, which the logits have too."""
+        samples, length = batch["input_ids"].shape
+        return samples, length
 
     def weigh(self, batch: Batch) -> torch.Tensor:
         """The numbers that losses are divided by, summed over all data-parallel ranks: that of tokens with a loss."""
@@ -128,6 +148,10 @@ class Decoder(Architecture):
     position_embedding: ClassVar[str] = "rope"
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
     qk_norm: ClassVar[bool] = False
+
+    @property
+    def generates(self) -> bool:
+        return True
 
     def spec(self) -> Any:
         """The modules of a layer."""
@@ -280,6 +304,16 @@ class LlamaLike(Decoder):
                     )
             yield weight(f"{source}self_attn.o_proj.weight", f"{target}self_attention.linear_proj.weight")
             yield from self.mlp_weights(source, target)
+
+
+def fixed_length(name: str, length: int, fixed: int | None) -> int:
+    """The length that sequences of a batch are padded to."""
+    if fixed is not None and length > fixed:
+        raise ConfigurationError(
+            f"a batch has sequences of {length} tokens, and {name}={fixed}. Set max_length={fixed} of the tokenizer, "
+            f"or a larger {name}."
+        )
+    return length if fixed is None else fixed
 
 
 def refuse_unknown(name: str, given: Batch, known: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..layers import Norm, block_spec, layer_spec, mask_padded_logits
 from ..weights import QKV, Weight, weight
-from .base import IGNORED, Architecture, Batch, Chunk, refuse_unknown
+from .base import IGNORED, Architecture, Batch, Chunk, fixed_length, refuse_unknown
 
 _LAYER = {
     "attention.ln": "input_layernorm",
@@ -35,6 +35,7 @@ class MegatronBert(Architecture):
     model_classes = ("MegatronBertForPreTraining",)
     normalised: ClassVar[bool] = True
     supports_context_parallel = False
+    sequence_lengths = ("encoder_seq_length",)
 
     def settings(self) -> dict[str, Any]:
         hf = self.hf
@@ -96,14 +97,16 @@ class MegatronBert(Architecture):
         given = dict(batch)
         ids = given.pop("input_ids")
         mask, types = given.pop("attention_mask", None), given.pop("token_type_ids", None)
+        more = fixed_length("encoder_seq_length", ids.shape[1], self.lengths[0]) - ids.shape[1]
         made = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids) if mask is None else mask.long(),
-            "token_type_ids": torch.zeros_like(ids) if types is None else types,
+            "input_ids": F.pad(ids, (0, more)),
+            "attention_mask": F.pad(torch.ones_like(ids) if mask is None else mask.long(), (0, more)),
+            "token_type_ids": F.pad(torch.zeros_like(ids) if types is None else types, (0, more)),
         }
         for name in ("labels", "next_sentence_label"):
             if given.get(name) is not None:
-                made[name] = given.pop(name)
+                value = given.pop(name)
+                made[name] = F.pad(value, (0, more), value=IGNORED) if value.ndim > 1 else value
         if "labels" in made and "next_sentence_label" not in made:
             made["next_sentence_label"] = torch.full_like(ids[:, 0], IGNORED)
         refuse_unknown("MegatronBertForPreTraining", given, "input_ids, attention_mask, token_type_ids and labels")

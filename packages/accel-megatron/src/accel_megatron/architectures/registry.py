@@ -40,3 +40,12 @@ def architecture_of(model: Any) -> Architecture:
             "docs/guides/megatron.md), or pass MegatronLMPlugin(custom_model_provider_function=...)."
         )
     return ARCHITECTURES.load(model_type)(model)
+
+
+def settings_of(model: Any) -> dict[str, Any]:
+    """The fields of TransformerConfig that a model has; none for one without a mapping."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        return {}
+    kind = ARCHITECTURES.load(model_type)
+    return kind(model).settings() if type(model).__name__ in kind.model_classes else {}

@@ -16,7 +16,7 @@ from accel_state.errors import ConfigurationError
 from .._megatron_compat import parallel_state
 from ..layers import block_spec, layer_spec, mask_padded_logits
 from ..weights import KV, QKV, Concatenated, Weight, weight
-from .base import IGNORED, Architecture, Batch, Chunk, refuse_unknown
+from .base import IGNORED, Architecture, Batch, Chunk, fixed_length, refuse_unknown
 
 
 class T5(Architecture):
@@ -26,6 +26,7 @@ class T5(Architecture):
     unmapped = ("lm_head.output_layer.bias",)
     supports_context_parallel = False
     supports_interleaving = False
+    sequence_lengths = ("encoder_seq_length", "decoder_seq_length")
     max_length = None
 
     def __init__(self, model: Any) -> None:
@@ -138,16 +139,23 @@ class T5(Architecture):
         mask = given.pop("attention_mask", None)
         mask = torch.ones_like(ids) if mask is None else mask
         refuse_unknown("T5ForConditionalGeneration", given, "input_ids, attention_mask, labels and decoder_input_ids")
-        made = {"input_ids": ids, "attention_mask": mask == 0, "decoder_input_ids": decoder_ids}
+        length = fixed_length("encoder_seq_length", ids.shape[1], self.lengths[0])
+        decoder = fixed_length("decoder_seq_length", decoder_ids.shape[1], self.lengths[1])
         if self.sequences == 2:  # stages exchange tensors of one length
-            length = max(ids.shape[1], decoder_ids.shape[1])
-            made["input_ids"] = F.pad(ids, (0, length - ids.shape[1]))
-            made["attention_mask"] = F.pad(mask == 0, (0, length - ids.shape[1]), value=True)
-            made["decoder_input_ids"] = F.pad(decoder_ids, (0, length - decoder_ids.shape[1]))
-            labels = None if labels is None else F.pad(labels, (0, length - labels.shape[1]), value=IGNORED)
+            length = decoder = max(length, decoder)
+        made = {
+            "input_ids": F.pad(ids, (0, length - ids.shape[1])),
+            "attention_mask": F.pad(mask == 0, (0, length - ids.shape[1]), value=True),
+            "decoder_input_ids": F.pad(decoder_ids, (0, decoder - decoder_ids.shape[1])),
+        }
         if labels is not None:
-            made["labels"] = labels
+            made["labels"] = F.pad(labels, (0, decoder - labels.shape[1]), value=IGNORED)
         return made
+
+    def shape(self, batch: Batch) -> tuple[int, int]:
+        """The length is that of the stages' messages, and of the logits: the decoder's."""
+        decoder = batch.get("decoder_input_ids", batch.get("labels"))
+        return batch["input_ids"].shape[0], (batch["input_ids"] if decoder is None else decoder).shape[1]
 
     def call(self, model: nn.Module, batch: Batch) -> Any:
         blocked = batch["attention_mask"][:, None, None, :]

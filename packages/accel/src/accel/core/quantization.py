@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from accel_state.errors import require
+from .deferred import names_of_extra
 
-_NAMES = (
-    "BnbQuantizationConfig",
-    "get_keys_to_not_convert",
-    "has_4bit_bnb_layers",
-    "load_and_quantize_model",
-    "replace_with_bnb_layers",
+__getattr__: Callable[[str], Any] = names_of_extra(
+    __name__,
+    "accel_quant",
+    "quant",
+    (
+        "BnbQuantizationConfig",
+        "get_keys_to_not_convert",
+        "has_4bit_bnb_layers",
+        "load_and_quantize_model",
+        "replace_with_bnb_layers",
+    ),
 )
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(require("accel_quant", purpose=f"accel.utils.{name}", install="accel[quant]"), name)
