@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from accel_megatron.command import run
-from accel_megatron.convert import FILE, folder_name, sizes_for
+from accel_megatron.layout import sizes_for
+from accel_megatron.rank_files import FILE, folder_name
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 

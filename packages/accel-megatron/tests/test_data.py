@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import matrix
 import pytest
@@ -105,8 +105,145 @@ def test_training_on_a_dataset(dataset: str, tmp_path: Path) -> None:
         assert matrix.worst(*found["losses"]) < 1e-5
 
 
-def test_what_is_refused() -> None:
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two data sets of sentences, with the tokens of a WordPiece model, and of T5."""
+    from pydoc_data.topics import topics
+
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("sentences")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>", *(f"<extra_id_{i}>" for i in range(40))]
+    vocabulary = {token: number for number, token in enumerate([*special, *letters, *(f"##{x}" for x in letters), "."])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "eos": "</s>"}
+    words = {f"{name}_token": token for name, token in names.items()}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **words).save_pretrained(directory)
+    for part in ("first", "second"):
+        chosen = sorted(topics)[:6] if part == "first" else sorted(topics)[6:12]
+        text = directory / f"{part}.txt"
+        text.write_text("\n\n".join(topics[name] for name in chosen), encoding="utf-8")
+        run(["data", str(text), str(directory / part), "--tokenizer", str(directory), "--split_sentences"])
+    return str(directory)
+
+
+def compare_with_the_builder(directory: str, cache: str) -> dict[str, Any]:
+    """The first batches of `prepare` and the builder's own samples; the losses in Megatron-core and in Transformers."""
+    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
+    from transformers import AutoTokenizer
+
+    from accel import Accelerator
+    from accel_megatron.testing import cuda_on_cpu
+
+    cuda_on_cpu()
+    loaded = AutoTokenizer.from_pretrained(directory)
+
+    class Own:
+        """A tokenizer as Megatron-LM hands it over, with the model's own token of padding."""
+
+        pad, cls, sep, mask, bos, eos, eod = 0, 2, 3, 4, 0, 5, 5
+        inv_vocab: ClassVar[Any] = dict(sorted((number, token) for token, number in loaded.get_vocab().items()))
+        additional_special_tokens_ids: ClassVar[Any] = list(range(6, 46))
+        unique_identifiers: ClassVar[Any] = {"class": "Own"}
+
+    masking = {
+        "masking_probability": 0.15,
+        "short_sequence_probability": 0.1,
+        "masking_do_full_word": True,
+        "masking_do_permutation": False,
+        "masking_use_longer_ngrams": False,
+    }
+    kinds: dict[str, Any] = {
+        "megatron-bert": (
+            BERTMaskedWordPieceDataset,
+            BERTMaskedWordPieceDatasetConfig,
+            {"masking_max_ngram": 3, "masking_use_geometric_distribution": False, "classification_head": True},
+        ),
+        "t5": (
+            T5MaskedWordPieceDataset,
+            T5MaskedWordPieceDatasetConfig,
+            {"masking_max_ngram": 10, "masking_use_geometric_distribution": True, "sequence_length_decoder": 48},
+        ),
+    }
+    blend = ["0.3", f"{directory}/first", "0.7", f"{directory}/second"]
+    found: dict[str, Any] = {"different": [], "losses": []}
+    for name, (kind, kind_config, options) in kinds.items():
+        settings = MegatronLMPlugin(train_iters=3, eval_iters=1, eval_interval=10, tp_degree=2)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=settings)
+        given = {"decoder_seq_length": 48} if name == "t5" else {}
+        dummy = MegatronLMDummyDataLoader(
+            data_path=blend,
+            splits_string="80,10,10",
+            seq_length=64,
+            micro_batch_size=4,
+            tokenizer=directory,
+            path_to_cache=cache,
+            **given,
+        )
+        model = matrix.create(name)
+        engine, _, train, evaluate, _ = accelerator.prepare(model, matrix.optimizer_of(model), dummy, dummy, dummy)
+        config = kind_config(
+            random_seed=1234,
+            sequence_length=64,
+            blend=([blend[1], blend[3]], [0.3, 0.7]),
+            split="80,10,10",
+            path_to_cache=f"{cache}/own",
+            tokenizer=Own(),
+            **masking,
+            **options,
+        )
+        datasets = BlendedMegatronDatasetBuilder(kind, [12, 4, 4], lambda: True, config).build()
+        for loader, dataset in ((train, datasets[0]), (evaluate, datasets[1])):
+            batch = next(loader)
+            for row in range(4):
+                own = {key: torch.as_tensor(value) for key, value in dataset[row].items() if key != "dataset_id"}
+                labels = own["labels"].masked_fill(own["loss_mask"] == 0, -100)
+                expected = {"labels": labels}
+                if name == "t5":
+                    expected.update(input_ids=own["text_enc"], decoder_input_ids=own["text_dec"])
+                    expected["attention_mask"] = own["enc_mask"]
+                else:
+                    expected.update(input_ids=own["text"], token_type_ids=own["types"])
+                    expected.update(attention_mask=own["padding_mask"], next_sentence_label=own["is_random"])
+                found["different"] += [key for key in expected if not torch.equal(batch[key][row], expected[key])]
+        plain = matrix.create(name)
+        found["losses"].append((engine(**batch).loss.item(), plain(**batch).loss.item()))
+        matrix.close(accelerator)
+    return found
+
+
+def test_masked_words(sentences: str, tmp_path: Path) -> None:
+    for found in run_world(compare_with_the_builder, 2, sentences, str(tmp_path)):
+        assert found["different"] == []
+        assert all(abs(left - right) < 1e-5 for left, right in found["losses"])
+
+
+def test_sentences() -> None:
+    from accel_megatron.data import split_sentences
+
+    assert split_sentences("One. Two?  Three\nfour.\n") == ["One.", "Two?", "Three", "four."]
+
+
+def test_what_is_refused(sentences: str) -> None:
+    from accel_megatron.data import build_datasets
+
     with pytest.raises(ConfigurationError, match="needs data_path and micro_batch_size"):
         MegatronLMDummyDataLoader(seq_length=8)
+    given: dict[str, Any] = {"data_path": f"{sentences}/first", "micro_batch_size": 1, "seq_length": 64}
+    bert, t5 = (matrix.create(name).config for name in ("megatron-bert", "t5"))
+    for options, plugin, config, message in (
+        ({}, {"train_iters": 1}, bert, r"need MegatronLMDummyDataLoader\(tokenizer=NAME\)"),
+        ({"tokenizer": sentences}, {}, t5, "need train_iters or train_samples"),
+        ({"tokenizer": sentences, "seq_length": None}, {"train_iters": 1}, bert, "needs seq_length"),
+        ({"tokenizer": sentences, "wrong": 1}, {"train_iters": 1}, bert, "got wrong, which BERTMaskedWord"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            build_datasets(MegatronLMDummyDataLoader(**{**given, **options}), MegatronLMPlugin(**plugin), config)
     with pytest.raises(ConfigurationError, match="missing.txt is not a file"):
         run(["data", "missing.txt", "prefix", "--tokenizer", "none"])

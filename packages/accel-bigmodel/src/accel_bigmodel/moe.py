@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from accel_state import convert_file_size_to_int
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.humanize import convert_bytes
 
+from .device_map.memory import memory_bytes
 from .hooks.attach import align_hooks
 from .hooks.experts import RoutedExpertsHook
 
@@ -39,12 +39,7 @@ def cache_experts(model: nn.Module, max_memory: int | float | str) -> int:
             "accelerator, to the CPU). Layers are recognized by stacked weights, num_experts, and a forward that takes "
             "top_k_index, as in Transformers 5."
         )
-    try:
-        budget = convert_file_size_to_int(max_memory)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ConfigurationError(f"max_memory={max_memory!r}: {error}") from error
-    if budget < 0:
-        raise ConfigurationError(f"max_memory={max_memory!r} is negative: give bytes, text such as '8GB', or 0")
+    budget = memory_bytes(max_memory, "max_memory", "give bytes, text such as '8GB', or 0")
     sizes = [[weight.expert_nbytes for weight in hook.expert_weights().values()] for hook in hooks]
     counts = [next(iter(hook.expert_weights().values())).shape[0] for hook in hooks]
     one_of_each = sum(map(sum, sizes))

@@ -20,7 +20,8 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
 
-def _own_file(rank: int) -> str:
+def own_file(rank: int) -> str:
+    """The file of a rank with what has no place in the files of one process."""
     return f"megatron_rank{rank}.bin"
 
 
@@ -38,9 +39,10 @@ def gather(engines: Sequence[Any], weights: Sequence[dict[str, Any]]) -> Gathere
         if engine.optimizer is not None:
             state = engine.optimizer.state_dict()
             gathered.parts.append(Part(numbered(OPTIMIZER_NAME, index, "bin"), state, f"{OPTIMIZER_NAME} {index}"))
+            own["optimizer_names"] = engine.optimizer.groups.names  # which `accel megatron convert` reads
             own["scaler"] = next((scaler.state_dict() for scaler in _scalers(engine)), None)
         own["sizes"] = _sizes(engine)
-    gathered.parts.append(Part(_own_file(rank), own, each_rank=True))
+    gathered.parts.append(Part(own_file(rank), own, each_rank=True))
     return gathered
 
 
@@ -90,7 +92,7 @@ def plan(reader: Any, engines: Sequence[Any], options: dict[str, Any]) -> list[C
         if engine.optimizer is not None:
             state = reader._read(numbered(OPTIMIZER_NAME, index, "bin"), mapped=True)
             changes.append(partial(engine.optimizer.load_state_dict, state))
-    for own in (_own_file(PartialState().process_index), _own_file(0)):
+    for own in (own_file(PartialState().process_index), own_file(0)):
         if own in reader.names:
             changes.append(partial(_load_own, engines, reader._read(own)))
             break

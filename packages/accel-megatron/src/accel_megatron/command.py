@@ -9,6 +9,8 @@ from typing import Any
 from accel_launch.commands.base import Command
 from accel_state.errors import ConfigurationError
 
+FORMATS = ("torch", "torch_dist")
+
 
 def run(argv: list[str]) -> int:
     """Run ``accel megatron data`` or ``accel megatron convert``."""
@@ -26,17 +28,32 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("prefix", metavar="PREFIX", help="path of the files to write, without suffix")
     data.add_argument("--tokenizer", required=True, help="name or directory of a tokenizer of Transformers")
     data.add_argument("--key", default="text", help="key of the text in JSON lines (default: %(default)s)")
+    data.add_argument(
+        "--split_sentences",
+        action="store_true",
+        help="write the sentences of a text one by one, as Megatron-BERT and T5 need them",
+    )
     data.set_defaults(run=_data)
-    text = "convert weights between Megatron-LM and Transformers"
+    text = "convert checkpoints between Megatron-LM and Transformers"
     convert = actions.add_parser(
         "convert",
         help=text,
-        description=f"{text.capitalize()}. A SOURCE with mp_rank_... folders is a checkpoint of Megatron-LM, and one "
-        "with model.safetensors is of Transformers; TARGET gets the other format.",
+        description=f"{text.capitalize()}. A SOURCE with mp_rank_... folders, or of dist_checkpointing, is of "
+        "Megatron-LM, and one with model.safetensors is of Transformers; TARGET gets the other format.",
     )
     convert.add_argument("source", metavar="SOURCE", type=Path, help="the checkpoint to read")
     convert.add_argument("target", metavar="TARGET", type=Path, help="the folder to write, new or empty")
     convert.add_argument("--config", help="name or folder of the Transformers configuration (default: SOURCE)")
+    convert.add_argument(
+        "--format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="of Megatron-LM, to write: a file for each rank, or dist_checkpointing, for any parallel sizes (default: "
+        "%(default)s)",
+    )
+    convert.add_argument(
+        "--optimizer", action="store_true", help="convert the state of AdamW too (of the format torch_dist)"
+    )
     convert.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as it is)")
     convert.add_argument("--max_shard_size", default="5GB", help="of files of Transformers (default: %(default)s)")
     convert.add_argument(
@@ -65,16 +82,16 @@ def _positive(text: str) -> int:
 def _convert(options: argparse.Namespace) -> int:
     import torch
 
-    from .convert import LATEST, to_megatron, to_transformers
+    from .convert import is_megatron, to_megatron, to_transformers
 
     source: Path = options.source
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if options.dtype is not None and options.dtype not in dtypes:
         raise ConfigurationError(f"--dtype {options.dtype} is not one of {', '.join(dtypes)}.")
-    shared: dict[str, Any] = {"dtype": dtypes.get(options.dtype)}
+    shared: dict[str, Any] = {"dtype": dtypes.get(options.dtype), "optimizer": options.optimizer}
     if not source.is_dir():
         raise ConfigurationError(f"SOURCE {source} is not a folder (looked in {Path.cwd()}).")
-    if (source / LATEST).is_file() or any(source.glob("mp_rank_*")):
+    if is_megatron(source):
         config = options.config or str(source)
         if options.config is None and not (source / "config.json").is_file():
             raise ConfigurationError(
@@ -89,6 +106,7 @@ def _convert(options: argparse.Namespace) -> int:
             source,
             options.target,
             options.config or str(source),
+            kind=options.format,
             tp=options.tp_degree,
             pp=options.pp_degree,
             ep=options.expert_model_parallel_size,
@@ -111,7 +129,8 @@ def _data(options: argparse.Namespace) -> int:
     from .data import read_documents, write_dataset
 
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    if tokenizer.eos_token_id is None:
+    eod = None if options.split_sentences else tokenizer.eos_token_id
+    if eod is None and not options.split_sentences:
         raise ConfigurationError(f"the tokenizer {options.tokenizer} has no eos_token, which ends each document.")
     documents = (text for path in options.input for text in read_documents(Path(path), options.key))
 
@@ -119,7 +138,7 @@ def _data(options: argparse.Namespace) -> int:
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    count, tokens = write_dataset(documents, options.prefix, encode, tokenizer.eos_token_id, len(tokenizer))
+    count, tokens = write_dataset(documents, options.prefix, encode, eod, len(tokenizer))
     print(f"{options.prefix}.bin: {count} documents, {tokens} tokens")
     return 0
 

@@ -7,6 +7,7 @@ numbers of tokens) are left out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -18,10 +19,14 @@ from accel_state.options import MegatronOptions
 
 from .architectures.base import Architecture, Decoder
 from .architectures.registry import architecture_of
-from .layout import Sizes, places, sizes_for
+from .layout import LAYER, Sizes, places, sizes_for
 from .plugin import MegatronLMPlugin
 from .weights import Weight, part_of, split_dim
 
+# Parameters whose gradients are those of a rank's part of the sequence, with sequence parallelism.
+_OF_SEQUENCES = re.compile(r"layernorm|layer_norm|lm_head\.dense|router\.weight|(linear_proj|linear_fc2)\.bias$")
+# Bytes of a token that routing saves, for each expert, and for each expert that it is sent to.
+_ROUTING, _ORDERS = 12, 24
 _STATES = {"adam": 2, "adamw": 2, "sgd": 0, "sgd_momentum": 1}
 
 
@@ -75,23 +80,27 @@ def plan_plugin(
     plugin.check_world(processes)
     architecture = architecture_of(model)
     kind = architecture.hf.model_type
-    if not isinstance(architecture, Decoder) or architecture.settings().get("num_moe_experts"):
+    works: dict[str, type[_Work]] = {"megatron-bert": _Bert, "t5": _T5}
+    if kind not in works and not isinstance(architecture, Decoder):
         raise ConfigurationError(
-            f"accel plan computes Megatron-core's plan of causal models without experts, and this is a {kind}. `accel "
-            "estimate-memory --strategy megatron` estimates the memory of any model."
+            f"accel plan knows what causal models, {' and '.join(works)} hold and send in Megatron-core, and this is a "
+            f"{kind}. `accel estimate-memory --strategy megatron` estimates the memory of any model."
         )
-    work = _Work(plugin, architecture, model, processes, rank, batch_size, seq_length, mixed_precision, device)
+    experts = bool(architecture.settings().get("num_moe_experts"))
+    work = works.get(kind, _Experts if experts else _Work)(
+        plugin, architecture, model, processes, rank, batch_size, seq_length, mixed_precision, device
+    )
     samples = batch_size * plugin.num_micro_batches
     if split_batches:
         samples //= work.dp
-    first = work.dp_rank * samples
+    first = work.data_rank * samples
     coordinates = {name: position for name, position in work.coordinates.items() if position[1] > 1}
     return {
         "coordinates": coordinates or {"dp": (0, 1)},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "memory": work.memory(_STATES[optimizer]),
         "collectives": work.messages(steps),
-        "data": (work.dp, work.dp_rank, samples * work.dp, tuple(range(first, first + samples))),
+        "data": (work.dp, work.data_rank, samples * work.dp, tuple(range(first, first + samples))),
         "local_length": seq_length // plugin.context_parallel_size,
         "axes": {name: size for name, (_, size) in work.coordinates.items()},
     }
@@ -99,6 +108,8 @@ def plan_plugin(
 
 @dataclass
 class _Work:
+    """Of a causal model without experts."""
+
     plugin: MegatronLMPlugin
     architecture: Architecture
     model: Any
@@ -115,44 +126,59 @@ class _Work:
         self.tp, self.cp, self.pp = plugin.tp_degree, plugin.context_parallel_size, plugin.pp_degree
         self.dp = self.processes // (self.tp * self.cp * self.pp)
         self.bytes = 2 if self.precision in ("fp16", "bf16") else 4
+        self.core = self.architecture.settings()
+        self.experts = int(self.core.get("num_moe_experts") or 1)
+        self.ep = plugin.expert_model_parallel_size
         self.coordinates: dict[str, tuple[int, int]] = {}
         rest = self.rank
-        for name, size in (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)):
+        for name, size in self._axes():
             rest, position = divmod(rest, size)
             self.coordinates = {name: (position, size), **self.coordinates}
-        self.stage, self.dp_rank = self.coordinates["pp"][0], self.coordinates["dp"][0]
-        self.sizes = sizes_for(
-            self.architecture,
-            self.tp,
-            self.pp,
-            1,
-            plugin.decoder_last_pipeline_num_layers,
-            plugin.num_layers_per_virtual_pipeline_stage,
-        )
-        self.core = self.architecture.settings()
+        self.stage = self.coordinates["pp"][0]
+        self.ep_rank = self.coordinates.get("ep", (0, 1))[0]
+        self.data_rank = self.coordinates["dp"][0] * self.ep + self.ep_rank
+        self.first, self.last = self.stage == 0, self.stage == self.pp - 1
         self.sp = self.tp if plugin.sequence_parallelism else 1
         self.tokens = self.batch_size * self.seq_length // self.cp
-        self.layers = sum(self.sizes.layers[chunk * self.pp + self.stage] for chunk in range(self.sizes.chunks))
-        self.first, self.last = self.stage == 0, self.stage == self.pp - 1
+        self._split_layers()
         self._count()
+
+    def _axes(self) -> list[tuple[str, int]]:
+        """The kinds of parallelism, from that of neighbouring ranks."""
+        return [("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)]
+
+    def _split_layers(self) -> None:
+        plugin = self.plugin
+        last, per_chunk = plugin.decoder_last_pipeline_num_layers, plugin.num_layers_per_virtual_pipeline_stage
+        self.sizes = sizes_for(self.architecture, self.tp, self.pp, self.ep, last, per_chunk)
+        self.layers = sum(self.sizes.layers[chunk * self.pp + self.stage] for chunk in range(self.sizes.chunks))
 
     def _count(self) -> None:
         """Values of this rank's parameters, and those that are summed over other ranks than data-parallel ones."""
         state = self.model.state_dict()
         self.rows = -(-self.architecture.vocab_size // self.tp) * self.tp
-        self.values = self.norms = self.embedding = 0
+        # Trained, of experts on a part of the ranks, fixed, with the gradients of parts of sequences, of the embedding.
+        self.values = self.expert_values = self.fixed = self.norms = self.embedding = 0
         for pair in self.architecture.weights():
             full = pair.transform.to_megatron([state[name] for name in pair.names])
             for target, tensor in zip(pair.targets, full, strict=True):
-                for stage, _, _, _ in places(target, self.sizes, 1, self.architecture.tied):
-                    if stage == self.stage:
-                        self._add(target, tensor, pair)
+                for _ in range(self._copies(target)):
+                    self._add(target, tensor, pair)
+        self.fixed = len(self.architecture.unmapped) * self.rows // self.tp if self.last else 0
+
+    def _copies(self, target: str) -> int:
+        """How many times this rank has a parameter."""
+        found = places(target, self.sizes, self.experts, self.architecture.tied)
+        return sum(place[0] == self.stage and place[2] in (None, self.ep_rank) for place in found)
 
     def _add(self, target: str, tensor: torch.Tensor, pair: Weight) -> None:
         count = part_of(tensor, pair, split_dim(target), self.tp, 0, self.rows).numel()
-        self.values += count
+        if self.ep > 1 and ".local_experts." in target:
+            self.expert_values += count
+        else:
+            self.values += count
         # Each rank has the gradients of its part of the sequence only.
-        if self.sp > 1 and ("layernorm" in target or target.endswith(("linear_proj.bias", "linear_fc2.bias"))):
+        if self.sp > 1 and _OF_SEQUENCES.search(target):
             self.norms += count
         if target == "embedding.word_embeddings.weight":
             self.embedding = count
@@ -163,11 +189,13 @@ class _Work:
         """Bytes of weights, gradients, optimizer states, buffers and activations."""
         shards = self.dp * self.cp if self.plugin.use_distributed_optimizer else 1
         # Half-precision weights are rounded from float32 ones; gradients are accumulated in float32.
-        state = self.values * 4 * (copies + (1 if self.bytes == 2 else 0)) // shards
+        each = 4 * (copies + (1 if self.bytes == 2 else 0))
+        state = each * self.values // shards + each * self.expert_values // max(shards // self.ep, 1)
         gathered = self.tokens * self.core["hidden_size"] * self.bytes if self.sp > 1 else 0
+        trained = self.values + self.expert_values
         return {
-            "weights": self.values * self.bytes,
-            "gradients": self.values * 4,
+            "weights": (trained + self.fixed) * self.bytes,
+            "gradients": trained * 4,
             "optimizer": state,
             "buffers": gathered,
             "activations": self.activations(),
@@ -181,7 +209,7 @@ class _Work:
         else:  # chunks of layers rather than whole stages
             warm_up = (self.pp - self.stage - 1) * 2 + (chunks - 1) * self.pp + 1
             in_flight = min(warm_up, count * chunks) / chunks
-        layer, unit = self._layer_bytes(), self.tokens * self.core["hidden_size"] // self.sp * self.bytes
+        layer, unit = self._mean_layer_bytes(), self.tokens * self.core["hidden_size"] // self.sp * self.bytes
         head = self._head_bytes() if self.last else 0
         layers = in_flight * self.layers * layer
         if self.plugin.recompute_granularity == "full":
@@ -192,8 +220,14 @@ class _Work:
             else:  # the output layer is done when the first unit is repeated
                 layers = in_flight * -(-self.layers // each) * unit
                 head = max(head, each * layer)
-        embedded = in_flight * self.tokens * 8 if self.first else 0
-        return int(layers + embedded + head)
+        return int(layers + in_flight * self._input_bytes() + head)
+
+    def _input_bytes(self) -> float:
+        """Bytes of the ids of tokens."""
+        return self.tokens * 8 if self.first else 0
+
+    def _mean_layer_bytes(self) -> float:
+        return self._layer_bytes()
 
     def _norm(self, values: float) -> float:
         """Bytes that a norm of so many values of a token saves, beyond its input and its output."""
@@ -206,15 +240,14 @@ class _Work:
         core, architecture, width = self.core, self.architecture, self.bytes
         heads, hidden = core["num_attention_heads"], core["hidden_size"] / self.sp
         groups, size = core.get("num_query_groups") or heads, self._head_size()
-        rope = architecture.position_embedding == "rope"  # type: ignore[attr-defined]
+        rope = self._rotary()
         attention = (heads + 2 * groups) * size + heads * size  # queries, keys and values in one tensor; the output
         if rope:
             attention += (heads + groups) * size
         each = 2 * hidden  # outputs of the norms
         norms = 2 - getattr(architecture.hf, "use_parallel_residual", False)  # which read different tensors
         each += norms * hidden + attention / self.tp
-        # Gated: both parts in one tensor, the activation, the other part, the product.
-        each += (5 if core.get("gated_linear_unit") else 2) * core["ffn_hidden_size"] / self.tp
+        each += self._mlp_values()
         total = each * width + 2 * self._norm(hidden) + 4 * heads / self.tp  # statistics of the softmax
         if core.get("qk_layernorm"):
             total += heads * size / self.tp * width + self._norm((heads + groups) * size / self.tp)
@@ -222,6 +255,14 @@ class _Work:
             total += 2 * hidden
         angles = 4 * self.seq_length // self.cp * size * architecture.rotary_percent if rope else 0  # type: ignore[attr-defined]
         return self.tokens * total + angles * width
+
+    def _mlp_values(self) -> float:
+        """Values of a token that an MLP saves, without its input."""
+        # Gated: both parts in one tensor, the activation, the other part, the product.
+        return (5 if self.core.get("gated_linear_unit") else 2) * self.core["ffn_hidden_size"] / self.tp
+
+    def _rotary(self) -> bool:
+        return getattr(self.architecture, "position_embedding", None) == "rope"
 
     def _head_size(self) -> int:
         return int(self.core.get("kv_channels") or self.core["hidden_size"] // self.core["num_attention_heads"])
@@ -254,9 +295,14 @@ class _Work:
         ahead = passes if not self.last else batches * (chunks - 1)
         back = passes if not self.first else batches * (chunks - 1)
         if self.pp > 1:
-            add("send", "pp", 2, ahead + back, layer // self.sp)
+            add("send", "pp", 2, ahead + back, self.sequences * layer // self.sp)
         self._reductions(add)
         return found
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that are passed from stage to stage together."""
+        return 1
 
     def _forwards(self) -> int:
         """Forward passes of layers in a micro batch, with those that are repeated."""
@@ -268,29 +314,184 @@ class _Work:
         return 2 * self.layers
 
     def _tensor_parallel(self, add: Any, batches: int, layer: int) -> None:
-        forwards, embeds = self._forwards(), self.first
-        logits = self.tokens * 4
+        again, columns, outputs = self._parts()
+        repeated = self._forwards() / max(self.layers, 1)  # forward passes of a layer
+        embeds = self._embeddings()
         if self.sp > 1:
-            # The embedding is summed in parts, unless positions are added to it first.
-            whole = self.architecture.position_embedding != "rope"  # type: ignore[attr-defined]
-            gathers = 2 * forwards + 4 * self.layers + embeds + 2 * self.last
-            scatters = 2 * forwards + 2 * self.layers + (embeds and not whole) + self.last
-            add("all-gather", "tp", self.tp, batches * gathers, layer)
-            add("reduce-scatter", "tp", self.tp, batches * scatters, layer)
-            add("all-reduce", "tp", self.tp, batches * int(embeds and whole), layer)
+            # The embedding is summed in parts, unless something is added to it first.
+            whole = self._adds_to_embedding()
+            gathers = repeated * columns + again + outputs + embeds + 2 * self.last
+            scatters = repeated * outputs + columns + (0 if whole else embeds) + self.last
+            add("all-gather", "tp", self.tp, int(batches * gathers), layer)
+            add("reduce-scatter", "tp", self.tp, int(batches * scatters), layer)
+            add("all-reduce", "tp", self.tp, batches * (embeds if whole else 0), layer)
         else:
-            add("all-reduce", "tp", self.tp, batches * (2 * forwards + 2 * self.layers + embeds + self.last), layer)
+            count = repeated * outputs + columns + embeds + self.last
+            add("all-reduce", "tp", self.tp, int(batches * count), layer)
         if self.last:
-            add("all-reduce", "tp", self.tp, batches * 3, logits)
+            add("all-reduce", "tp", self.tp, batches * 3, self.tokens * 4)
+
+    def _parts(self) -> tuple[int, int, int]:
+        """Matrices of this rank's layers: whose input is gathered again, split by output, and split by input."""
+        return 2 * self.layers, 2 * self.layers, 2 * self.layers
+
+    def _embeddings(self) -> int:
+        return int(self.first)
+
+    def _adds_to_embedding(self) -> bool:
+        return not self._rotary()
 
     def _reductions(self, add: Any) -> None:
         """Of the gradients, once in a step."""
         add("all-reduce", "tp", self.tp, 1, self.norms * 4)
         if self.architecture.tied and self.pp > 1 and (self.first or self.last):
             add("all-reduce", "pp", 2, 1, self.embedding * 4)
-        ranks, axis = self.dp * self.cp, "+".join(name for name in ("dp", "cp") if getattr(self, name) > 1)
+        self._over_data(add, self.values, self.dp * self.cp, ("dp", "cp", "ep"))
+        self._over_data(add, self.expert_values, self.dp * self.cp // self.ep, ("dp", "cp"))
+
+    def _over_data(self, add: Any, values: int, ranks: int, axes: tuple[str, ...]) -> None:
+        axis = "+".join(name for name in self.coordinates if name in axes and self.coordinates[name][1] > 1)
+        chunks = self.sizes.chunks
         if self.plugin.use_distributed_optimizer:
-            add("reduce-scatter", axis, ranks, self.sizes.chunks, self.values * 4 // self.sizes.chunks)
-            add("all-gather", axis, ranks, self.sizes.chunks, self.values * self.bytes // self.sizes.chunks)
+            add("reduce-scatter", axis, ranks, chunks, values * 4 // chunks)
+            add("all-gather", axis, ranks, chunks, values * self.bytes // chunks)
         else:
-            add("all-reduce", axis, ranks, self.sizes.chunks, self.values * 4 // self.sizes.chunks)
+            add("all-reduce", axis, ranks, chunks, values * 4 // chunks)
+
+
+@dataclass
+class _Experts(_Work):
+    """Of a causal model with a mixture of experts in every layer. Tokens are taken to be spread evenly over them."""
+
+    def __post_init__(self) -> None:
+        plugin = self.plugin
+        if plugin.context_parallel_size > 1 or plugin.expert_tensor_parallel_size not in (None, plugin.tp_degree):
+            raise ConfigurationError(
+                f"accel plan knows experts without context parallelism (context_parallel_size="
+                f"{plugin.context_parallel_size}), and with expert_tensor_parallel_size="
+                f"{plugin.expert_tensor_parallel_size} equal to tp_degree={plugin.tp_degree}. Leave both out."
+            )
+        super().__post_init__()
+
+    def _axes(self) -> list[tuple[str, int]]:
+        if self.ep == 1:
+            return super()._axes()
+        return [("tp", self.tp), ("ep", self.ep), ("dp", self.dp // self.ep), ("pp", self.pp)]
+
+    @property
+    def _chosen(self) -> int:
+        return int(self.core["moe_router_topk"])
+
+    def _mlp_values(self) -> float:
+        # The tokens in the order of the experts, what an expert saves, and its product with the token's weight.
+        each = super()._mlp_values() + self.core["ffn_hidden_size"] / self.tp
+        return float(self._chosen * (self.core["hidden_size"] + each))
+
+    def _layer_bytes(self) -> float:
+        # Probabilities of the experts and orders of the tokens.
+        return super()._layer_bytes() + self.tokens / self.sp * (_ROUTING * self.experts + _ORDERS * self._chosen)
+
+    def _parts(self) -> tuple[int, int, int]:
+        return self.layers, self.layers, self.layers  # attention
+
+    def _tensor_parallel(self, add: Any, batches: int, layer: int) -> None:
+        super()._tensor_parallel(add, batches, layer)
+        passes = batches * (self._forwards() + self.layers)
+        weights = self.tokens * self._chosen * 4  # of the tokens
+        if self.ep > 1:
+            add("all-to-all", "ep", self.ep, 2 * passes, layer // self.sp * self._chosen)
+            add("all-to-all", "ep", self.ep, passes, weights // self.sp)
+        if self.sp > 1:
+            add("all-gather", "tp", self.tp, passes, layer * self._chosen)
+            add("all-gather", "tp", self.tp, batches * self._forwards(), weights)
+            add("reduce-scatter", "tp", self.tp, passes, layer * self._chosen)
+            add("reduce-scatter", "tp", self.tp, batches * self.layers, weights)
+
+
+@dataclass
+class _Bert(_Work):
+    """Of a Megatron-BERT."""
+
+    def _input_bytes(self) -> float:
+        return 3 * super()._input_bytes()  # positions and types of tokens too
+
+    def _layer_bytes(self) -> float:
+        return super()._layer_bytes() + self.tokens * self.seq_length * self.bytes  # the mask
+
+    def _head_bytes(self) -> float:
+        hidden = self.core["hidden_size"] / self.sp
+        return super()._head_bytes() + self.tokens * (3 * hidden * self.bytes + self._norm(hidden))
+
+    def _tensor_parallel(self, add: Any, batches: int, layer: int) -> None:
+        super()._tensor_parallel(add, batches, layer)
+        if self.sp > 1 and self.last:
+            add("all-gather", "tp", self.tp, batches, layer)  # for the first token, of the next sentence
+
+
+@dataclass
+class _T5(_Work):
+    """Of a T5, whose encoder and decoder have the same number of tokens."""
+
+    def _split_layers(self) -> None:
+        hf, stages = self.architecture.hf, self.pp
+        self.sizes = sizes_for(self.architecture, self.tp, 1, 1)
+        self.split = self.plugin.pipeline_model_parallel_split_rank or max(stages // 2, 1)
+        parts = (1, 1) if stages == 1 else (self.split, stages - self.split)
+        if min(parts) < 1 or any(hf.num_layers % part for part in parts):
+            raise ConfigurationError(
+                f"{hf.num_layers} layers of T5's encoder cannot be split over {parts[0]} stages, and those of its "
+                f"decoder over {parts[1]}, evenly. Choose pp_degree and pipeline_model_parallel_split_rank that divide "
+                "the layers."
+            )
+        self.encoder, self.decoder = (hf.num_layers // part for part in parts)
+        if stages > 1:
+            self.encoder *= self.stage < self.split
+            self.decoder *= self.stage >= self.split
+        self.layers = self.encoder + self.decoder
+
+    @property
+    def sequences(self) -> int:
+        return 2
+
+    def _copies(self, target: str) -> int:
+        if self.pp == 1 or "relative_pos_emb" in target:
+            return 1
+        layer = LAYER.match(target)
+        if layer is not None:
+            parts = self.split if layer[1].startswith("encoder") else self.pp - self.split
+            first = 0 if layer[1].startswith("encoder") else self.split
+            return int(self.stage == first + int(layer[2]) // (self.core["num_layers"] // parts))
+        if target.startswith("embedding."):
+            return int(self.first) + int(self.last and self.architecture.tied)
+        return int(self.stage == self.split - 1 if target.startswith("encoder.") else self.last)
+
+    def _input_bytes(self) -> float:
+        buckets = 8 * self.seq_length**2 * (int(self.encoder > 0) + int(self.decoder > 0))
+        return 2 * super()._input_bytes() + buckets
+
+    def _mean_layer_bytes(self) -> float:
+        core, width, hidden = self.core, self.bytes, self.core["hidden_size"] / self.sp
+        heads = core["num_attention_heads"] / self.tp
+        attention = 4 * heads * self._head_size()
+        # The positions are added to the scores, whose softmax is saved; a matrix of relu's outputs is that of inputs.
+        each = 4 * hidden + attention + heads * self.seq_length
+        each += self._mlp_values() if core["gated_linear_unit"] else core["ffn_hidden_size"] / self.tp
+        cross = 2 * hidden + attention
+        encoder = self.tokens * (each * width + 2 * self._norm(hidden))
+        decoder = encoder + self.tokens * (cross * width + self._norm(hidden) + 4 * heads)
+        return (self.encoder * encoder + self.decoder * decoder) / max(self.layers, 1)
+
+    def _parts(self) -> tuple[int, int, int]:
+        split = 2 * self.encoder + 4 * self.decoder
+        return split, split, 2 * self.encoder + 3 * self.decoder
+
+    def _embeddings(self) -> int:
+        return 2 * int(self.first)
+
+    def _adds_to_embedding(self) -> bool:
+        return False
+
+    def _tensor_parallel(self, add: Any, batches: int, layer: int) -> None:
+        super()._tensor_parallel(add, batches, layer)
+        positions = self.seq_length**2 * self.core["num_attention_heads"] * self.bytes
+        add("all-gather", "tp", self.tp, batches * (int(self.encoder > 0) + int(self.decoder > 0)), positions)

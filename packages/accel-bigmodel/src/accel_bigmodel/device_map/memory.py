@@ -32,7 +32,8 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
         if device_type.name != "cpu":
             free.update({index: device_type.memory_free(index) for index in range(device_type.device_count())})
         return {**free, "cpu": devices.get("cpu").memory_free()}
-    limits = {device: _bytes(device, limit) for device, limit in max_memory.items()}
+    advice = "give the bytes available for weights"
+    limits = {device: memory_bytes(limit, f"max_memory[{device!r}]", advice) for device, limit in max_memory.items()}
     for device in limits:
         if not (isinstance(device, int) or device in HOST_AND_DISK):
             raise ConfigurationError(
@@ -45,13 +46,14 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
     return {device: limits[device] for device in ordered}
 
 
-def _bytes(device: int | str, limit: float | str) -> int:
+def memory_bytes(limit: float | str, name: str, advice: str) -> int:
+    """A limit in bytes; raises ConfigurationError, with the name of the argument, if it is none."""
     try:
         size = convert_file_size_to_int(limit)
     except (ValueError, TypeError, OverflowError) as error:
-        raise ConfigurationError(f"max_memory[{device!r}]={limit!r}: {error}") from error
+        raise ConfigurationError(f"{name}={limit!r}: {error}") from error
     if size < 0:
-        raise ConfigurationError(f"max_memory[{device!r}]={limit!r} is negative: give the bytes available for weights")
+        raise ConfigurationError(f"{name}={limit!r} is negative: {advice}")
     return size
 
 

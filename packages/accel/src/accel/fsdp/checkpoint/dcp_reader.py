@@ -10,7 +10,7 @@ import struct
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,13 @@ def _enum_member(owner: Any, name: str) -> Any:
 
 
 class _SafeUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, classes: Mapping[tuple[str, str], type]) -> None:
+        super().__init__(file)
+        self._classes = classes
+
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._classes:
+            return self._classes[module, name]
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if name in _ALLOWED.get(module, ()):
@@ -71,11 +77,16 @@ class _SafeUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which checkpoint metadata does not need")
 
 
-def read_metadata(directory: Path) -> Metadata:
-    """The metadata of a directory."""
+def read_metadata(directory: Path, classes: Mapping[tuple[str, str], type] | None = None) -> Metadata:
+    """The metadata of a directory.
+
+    Args:
+        directory: the directory.
+        classes: what to create for classes in it other than torch's, by their module and name.
+    """
     path = directory / SHARD_TABLE_NAME
     try:
-        metadata = _SafeUnpickler(io.BytesIO(path.read_bytes())).load()
+        metadata = _SafeUnpickler(io.BytesIO(path.read_bytes()), classes or {}).load()
         _check(metadata)
     except FileNotFoundError:
         raise CheckpointError(
@@ -263,3 +274,76 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+class SavedTensors:
+    """Parts of the tensors in a directory, read one by one from the mapped files.
+
+    Args:
+        directory: the directory.
+        classes: as in :func:`read_metadata`.
+    """
+
+    def __init__(self, directory: Path, classes: Mapping[tuple[str, str], type] | None = None) -> None:
+        self.directory = directory
+        metadata = read_metadata(directory, classes)
+        self._tensors = {
+            name: saved
+            for name, saved in metadata.state_dict_metadata.items()
+            if isinstance(saved, TensorStorageMetadata)
+        }
+        self._places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+        self._files: dict[str, memoryview] = {}
+        self._known: dict[bytes, tuple[torch.dtype, torch.Size]] = {}
+        self.names = list(self._tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a tensor."""
+        return self._tensors[name].size
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+        return self._tensors[name].properties.dtype
+
+    def read(self, name: str, first: Sequence[int] = ()) -> torch.Tensor:
+        """The part of a tensor at its first indices: ``read(name, (3,))`` is ``tensor[3]``."""
+        shape = self.shape(name)[len(first) :]
+        result, missing = None, shape.numel()
+        for chunk in self._tensors[name].chunks:
+            starts = list(zip(first, chunk.offsets, chunk.sizes, strict=False))
+            if any(not begin <= index < begin + size for index, begin, size in starts):
+                continue
+            part = self._chunk(name, chunk.offsets, chunk.sizes)
+            for index, begin, _ in starts:
+                part = part[index - begin]
+            if part.shape == shape:
+                return part
+            result = torch.empty(shape, dtype=self.dtype(name)) if result is None else result
+            offsets = chunk.offsets[len(first) :]
+            place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, part.shape, strict=True))
+            result[place] = part
+            missing -= part.numel()
+        if missing or result is None:
+            raise CheckpointError(f"{self.directory} lacks {missing} of the {shape.numel()} values of {name}.")
+        return result
+
+    def _chunk(self, name: str, offsets: torch.Size, sizes: torch.Size) -> torch.Tensor:
+        try:
+            info = self._places[name, offsets]
+            if info.relative_path not in self._files:
+                with open(self.directory / info.relative_path, "rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._files[info.relative_path] = memoryview(mapped)
+            content = self._files[info.relative_path][info.offset : info.offset + info.length]
+            part = _map_tensor(content, self._known)
+            if part is None:
+                part = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            return part.view(sizes)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.directory} cannot be read: the part of {name} at {tuple(offsets)}: {_reason(error)}. Copy the "
+                "checkpoint again."
+            ) from error

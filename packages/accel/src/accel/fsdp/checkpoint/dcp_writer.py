@@ -9,20 +9,29 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from accel_state.collectives.single import Collectives
 
 from ..._torch_compat import storage_info
-from ...checkpoint.names import SHARD_SUFFIX
+from ...checkpoint.names import SHARD_SUFFIX, SHARD_TABLE_NAME
 from ...core.types import Part
 
 
@@ -36,35 +45,39 @@ class ShardPart(Part):
     written: list[tuple[int, int]] = field(default_factory=list)
 
     def write_value(self, value: Any, target: Any) -> None:
-        import torch
-
         self.written.clear()
-        counted: Any = _CountingWriter(target)
+        counted = _CountingWriter(target)
         for item in value:
-            begin = counted.size
-            if isinstance(item, bytes):
-                counted.write(item)
-            else:
-                # torch.save would write the full storage of a view.
-                torch.save(item.clone() if item.untyped_storage().nbytes() != item.nbytes else item, counted)
-            self.written.append((begin, counted.size - begin))
+            self.written.append(_write_item(item, counted))
 
 
 class _CountingWriter:
     """Counts the bytes written to a file, so that tensors are saved into it without a copy."""
 
     def __init__(self, target: Any) -> None:
-        self._target = target
+        self.target = target
         self.size = 0
 
     def write(self, data: Any) -> int:
-        self._target.write(data)
+        self.target.write(data)
         count = memoryview(data).nbytes
         self.size += count
         return count
 
     def flush(self) -> None:
         """Do nothing: torch flushes after each tensor, but the target decides when to write out."""
+
+
+def _write_item(item: torch.Tensor | bytes, target: _CountingWriter) -> tuple[int, int]:
+    """Write a tensor or bytes; returns the offset and the length."""
+    begin = target.size
+    if isinstance(item, bytes):
+        target.write(item)
+    else:
+        # torch.save would write the full storage of a view.
+        content = item.clone() if item.untyped_storage().nbytes() != item.nbytes else item
+        torch.save(content, target)  # type: ignore[arg-type]  # it needs write and flush only
+    return begin, target.size - begin
 
 
 @dataclass(frozen=True)
@@ -131,3 +144,55 @@ def _write_results(path: Path) -> list[WriteResult]:
         info = storage_info(content["file"], offset, length)
         results.append(WriteResult(index=index, size_in_bytes=length, storage_data=info))
     return results
+
+
+class TensorWriter:
+    """Writes tensors one after the other, on this process alone.
+
+    Args:
+        directory: where to write; it exists.
+        file_bytes: a file that has this many bytes is followed by another one.
+    """
+
+    def __init__(self, directory: Path, file_bytes: int) -> None:
+        self.directory, self.file_bytes = directory, file_bytes
+        self.files: list[str] = []
+        self._file: Any = None
+        self._metadata: dict[str, Any] = {}
+        self._results: list[WriteResult] = []
+
+    def add(self, names: Sequence[str], part: torch.Tensor, size: Sequence[int], offset: Sequence[int]) -> None:
+        """Write a part of a tensor of a size, once for all of its names; the part begins at an offset."""
+        place = self._write(part)
+        for name in names:
+            properties = TensorProperties(dtype=part.dtype)
+            saved = self._metadata.setdefault(name, TensorStorageMetadata(properties, torch.Size(size), []))
+            saved.chunks.append(ChunkStorageMetadata(torch.Size(offset), part.shape))
+            self._place(MetadataIndex(name, torch.Size(offset), len(saved.chunks) - 1), *place)
+
+    def add_bytes(self, name: str, content: bytes) -> None:
+        """Write a value other than a tensor."""
+        self._metadata[name] = BytesStorageMetadata()
+        self._place(MetadataIndex(name), *self._write(content))
+
+    def finish(self) -> list[str]:
+        """Write the metadata; returns the names of the files."""
+        self._close()
+        FileSystemWriter(self.directory).finish(Metadata(self._metadata), [self._results])
+        return [*self.files, SHARD_TABLE_NAME]
+
+    def _write(self, item: torch.Tensor | bytes) -> tuple[str, int, int]:
+        if self._file is None or self._file.size >= self.file_bytes:
+            self._close()
+            self.files.append(f"__0_{len(self.files)}{SHARD_SUFFIX}")
+            self._file = _CountingWriter((self.directory / self.files[-1]).open("wb"))
+        return self.files[-1], *_write_item(item, self._file)
+
+    def _place(self, index: MetadataIndex, file: str, offset: int, length: int) -> None:
+        self._results.append(WriteResult(index, length, storage_info(file, offset, length)))
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.target.flush()
+            os.fsync(self._file.target.fileno())
+            self._file.target.close()
