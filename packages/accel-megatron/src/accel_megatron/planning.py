@@ -466,15 +466,18 @@ class _T5(_Work):
         return int(self.stage == self.split - 1 if target.startswith("encoder.") else self.last)
 
     def _input_bytes(self) -> float:
+        """Bytes of the ids, the distances of tokens, and the last norm of the encoder."""
+        hidden = self.core["hidden_size"] / self.sp
+        norm = self.tokens * (2 * hidden * self.bytes + self._norm(hidden))
         buckets = 8 * self.seq_length**2 * (int(self.encoder > 0) + int(self.decoder > 0))
-        return 2 * super()._input_bytes() + buckets
+        return 2 * super()._input_bytes() + buckets + (norm if self.pp == 1 or self.stage == self.split - 1 else 0)
 
     def _mean_layer_bytes(self) -> float:
         core, width, hidden = self.core, self.bytes, self.core["hidden_size"] / self.sp
         heads = core["num_attention_heads"] / self.tp
         attention = 4 * heads * self._head_size()
-        # The positions are added to the scores, whose softmax is saved; a matrix of relu's outputs is that of inputs.
-        each = 4 * hidden + attention + heads * self.seq_length
+        # Positions are added to the scores, which are saved, on CPUs twice. The outputs of relu are the next inputs.
+        each = 4 * hidden + attention + (2 if self.device == "cpu" else 1) * heads * self.seq_length
         each += self._mlp_values() if core["gated_linear_unit"] else core["ffn_hidden_size"] / self.tp
         cross = 2 * hidden + attention
         encoder = self.tokens * (each * width + 2 * self._norm(hidden))
@@ -495,3 +498,8 @@ class _T5(_Work):
         super()._tensor_parallel(add, batches, layer)
         positions = self.seq_length**2 * self.core["num_attention_heads"] * self.bytes
         add("all-gather", "tp", self.tp, batches * (int(self.encoder > 0) + int(self.decoder > 0)), positions)
+
+    def _reductions(self, add: Any) -> None:
+        super()._reductions(add)
+        positions = 2 * self.architecture.hf.relative_attention_num_buckets * self.core["num_attention_heads"]
+        add("all-reduce", "pp", self.pp, 1, positions * 4)
