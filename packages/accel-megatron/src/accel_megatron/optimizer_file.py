@@ -111,7 +111,7 @@ class OptimizerFile:
                     "default_config": True,
                     "step": float(self.step),
                 }
-                for factor in (1.0, 0.0)
+                for factor in ((1.0,) if experts else (1.0, 0.0))  # experts have matrices only
             ]
             core = {"param_groups": groups, "state": {"common_step": torch.tensor(float(self.step))}}
             return {**core, "optimizer": core, "param_state_sharding_type": "fully_reshardable"}
