@@ -95,6 +95,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "megatron"
     assert "has no optimizer.bin" in attempt(source, target, "--optimizer", "--format=torch_dist")
     assert "have no names" in attempt(source, target, "--optimizer")
+    matrix.create("t5").config.save_pretrained(tmp_path / "t5")
+    assert "Megatron-LM has no pipeline of T5" in attempt(tmp_path / "t5", target, "--pp_degree=2")
     convert(source, target, "--format=torch_dist")
     folder = target / "release"
     assert "has no state exp_avg" in attempt(folder, tmp_path / "back", "--config", source, "--optimizer")
