@@ -354,7 +354,9 @@ class _Work:
         chunks = self.sizes.chunks
         if self.plugin.use_distributed_optimizer:
             add("reduce-scatter", axis, ranks, chunks, values * 4 // chunks)
-            add("all-gather", axis, ranks, chunks, values * self.bytes // chunks)
+            # The optimizers of dense and of expert parameters both gather all parameters.
+            optimizers = 2 if self.ep > 1 else 1
+            add("all-gather", axis, ranks, optimizers * chunks, values * self.bytes // chunks)
         else:
             add("all-reduce", axis, ranks, chunks, values * 4 // chunks)
 
