@@ -86,7 +86,7 @@ class OptimizerFile:
         """The number of steps taken."""
         return int(max((entry["step"] for entry in self.state.values() if "step" in entry), default=0))
 
-    def core_state(self, separate_experts: bool) -> dict[str, Any]:
+    def core_state(self, separate_experts: bool) -> dict[Any, Any]:
         """What dist_checkpointing keeps of the optimizer apart from the tensors.
 
         The optimizers of float32, of half precision, and the distributed one look for it in different places. Experts

@@ -311,7 +311,8 @@ class SavedTensors:
     def read(self, name: str, first: Sequence[int] = ()) -> torch.Tensor:
         """The part of a tensor at its first indices: ``read(name, (3,))`` is ``tensor[3]``."""
         shape = self.shape(name)[len(first) :]
-        result, missing = None, shape.numel()
+        result: torch.Tensor | None = None
+        missing = shape.numel()
         for chunk in self._tensors[name].chunks:
             starts = list(zip(first, chunk.offsets, chunk.sizes, strict=False))
             if any(not begin <= index < begin + size for index, begin, size in starts):
