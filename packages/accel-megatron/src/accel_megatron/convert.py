@@ -128,11 +128,9 @@ def to_transformers(
     model = model_of(config)
     architecture = architecture_of(model)
     folder = iteration_folder(source)
-    files: DistFiles | RankFiles
-    if is_torch_dist(folder):
-        files = DistFiles(folder, architecture)
-    else:
-        files = RankFiles(folder, architecture, trust)
+    files: DistFiles | RankFiles = (
+        DistFiles(folder, architecture) if is_torch_dist(folder) else RankFiles(folder, architecture, trust)
+    )
     full: Callable[..., torch.Tensor] = files.full
     if optimizer:
         if not isinstance(files, DistFiles):
