@@ -168,7 +168,7 @@ def write_torch_dist(
     settings = architecture.settings()
     layers, experts = settings["num_layers"], int(settings.get("num_moe_experts") or 0)
     writer = TensorWriter(folder, _FILE_BYTES)
-    modules: dict[Slot, None] = {}
+    modules: dict[Slot, None] = {Slot("output_layer.weight"): None}  # also where its weights are the embedding's
     for prefixes, (pairs, full) in tensors.items():
         dtype = None
         for index, pair in enumerate(pairs):
@@ -182,6 +182,7 @@ def write_torch_dist(
         for target in architecture.unmapped:
             for slot in _written(target, layers, experts):
                 _add(writer, prefixes, slot, torch.zeros(rows, dtype=dtype))
+                modules[slot] = None
     # Modules without a state of their own are saved nevertheless, and looked for.
     empty = io.BytesIO()
     torch.save([None], empty)
@@ -213,7 +214,7 @@ def _add(writer: TensorWriter, prefixes: Sequence[str], slot: Slot, tensor: torc
 
 
 def _extra_states(slot: Slot) -> Iterator[str]:
-    module = slot.key.removesuffix(".weight")
+    module = slot.key.removesuffix(".weight").removesuffix(".bias")
     if module.endswith(("_embeddings", "layer_norm_weight")) or "relative_pos_emb" in module:
         return
     places = f"shard_{'.'.join(map(str, slot.index or (0,)))}_{'.'.join(map(str, slot.sizes or (1,)))}"
