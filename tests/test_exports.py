@@ -72,12 +72,13 @@ def test_every_list_has_a_module() -> None:
 
 
 def main() -> None:
+    exports = {name: _exports(name) for name in _modules()}  # before a list is deleted: a module may not import
     FACTS.mkdir(parents=True, exist_ok=True)
     for file in FACTS.glob("*.txt"):
         file.unlink()
-    for name in _modules():
-        (FACTS / f"{name}.txt").write_text("".join(f"{export}\n" for export in _exports(name)), encoding="utf-8")
-        print(f"{FACTS.name}/{name}.txt: {len(_exports(name))} names")
+    for name, names in exports.items():
+        (FACTS / f"{name}.txt").write_text("".join(f"{export}\n" for export in names), encoding="utf-8")
+        print(f"{FACTS.name}/{name}.txt: {len(names)} names")
 
 
 if __name__ == "__main__":

@@ -404,7 +404,7 @@ class TestOnATerminal:
         ):
             terminal.expect(question)
             terminal.send(keys)
-        terminal.expect("is not an integer of at least 1")
+        terminal.expect("neither an integer of at least 1")
         terminal.sendcontrol("c")
         terminal.expect(pexpect.EOF)
         terminal.wait()  # what is still about to end pexpect gives half a second, and raises

@@ -113,6 +113,7 @@ UNAVAILABLE = {
 _PICKLED = {
     "accelerate.state": ("PartialState",),
     "accelerate.utils.dataclasses": ("DistributedType", "DeepSpeedPlugin", "FullyShardedDataParallelPlugin"),
+    "accelerate.utils.deepspeed": ("HfDeepSpeedConfig",),
     "accelerate.parallelism_config": ("ParallelismConfig",),
 }
 

@@ -122,6 +122,16 @@ class DeepSpeedPlugin:
             # Callers read the key. As a filled value it does not override the Accelerator's number of steps.
             self._filled.fill(config, copy_config(config), {validation.COUNTS[2]: 1})
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Values of built-in types only: Accelerate, which does not have the class, loads a Trainer's training_args.bin.
+        return {**self.__dict__, "_filled": vars(self._filled), "_filled_precision": vars(self._filled_precision)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._filled, self._filled_precision = ds_config.FilledValues(), ds_config.FilledValues()
+        vars(self._filled).update(state.get("_filled", {}))
+        vars(self._filled_precision).update(state.get("_filled_precision", {}))
+
     def _update_fields(self) -> None:
         missing = {"gradient_accumulation_steps": AUTO, "gradient_clipping": AUTO, "zero3_save_16bit_model": False}
         for name, path in FILE_PATHS.items():
