@@ -73,6 +73,7 @@ NOT_RUN = {
     "pip install $(ls *": "scripts/_env.sh installs the packages like this",
     "conda *": "another package manager",
     "accel launch --gpu_ids *": "needs four GPUs",
+    "python benchmarks/kill_replicas.py *": "takes from ten minutes to an hour",
     "numactl *": "needs a machine with two sockets",
     "python -m venv .venv": "scripts/_env.sh makes an environment like this",
     "source .venv/bin/activate": "belongs to the command above it",

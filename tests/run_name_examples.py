@@ -21,16 +21,17 @@ IMPORTS = "import torch\nfrom accel import *\nfrom accel.utils import *"
 
 
 def failures_of(file: Path) -> list[str]:
-    """The examples of a file that print something else than they show."""
+    """The examples of a file that print something else than they show; each runs in an empty directory."""
     from accel_state import AcceleratorState
 
-    failures = []
+    failures, parent = [], Path.cwd()
     for example in read(file):
         if not example.runs:
             continue
         names: dict[str, Any] = {}
         exec(example.shared, names)
         AcceleratorState._reset_state(reset_partial_state=True)
+        os.chdir(tempfile.mkdtemp(dir=parent))
         test = doctest.DocTestParser().get_doctest(example.text + "\n", names, example.name, str(file), 0)
         report = io.StringIO()
         if doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.write).failed:
@@ -47,7 +48,6 @@ def main() -> None:
         if child == 0:
             code = 1
             try:
-                os.chdir(tempfile.mkdtemp(dir="."))
                 found = failures_of(file)
                 with os.fdopen(write_end, "w", encoding="utf-8") as pipe:
                     json.dump(found, pipe)

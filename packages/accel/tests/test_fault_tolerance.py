@@ -204,7 +204,8 @@ while optimizer.steps_taken < total:
         with accelerator.accumulate(model):
             weights = (ids % 3 + 1).float()
             loss = ((model(x) - y).pow(2).squeeze(1) * weights).sum()
-            if restarts == "0" and kills.get((number, rank)) == optimizer.steps_taken:
+            due = optimizer.steps_taken >= kills.get((number, rank), total)
+            if restarts == "0" and due and accelerator.strategy._group.size == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             accelerator.backward(loss, num_items=weights.sum(), reduction="sum")
             if accelerator.sync_gradients:
