@@ -6,6 +6,7 @@ Prints the failures as JSON.
 from __future__ import annotations
 
 import doctest
+import functools
 import io
 import json
 import os
@@ -13,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from forked import forked, preload
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 from name_examples import FOLDER, read
@@ -29,9 +32,9 @@ def failures_of(file: Path) -> list[str]:
         if not example.runs:
             continue
         names: dict[str, Any] = {}
+        os.chdir(tempfile.mkdtemp(dir=parent))  # first: the code that examples share writes files too
         exec(example.shared, names)
         AcceleratorState._reset_state(reset_partial_state=True)
-        os.chdir(tempfile.mkdtemp(dir=parent))
         test = doctest.DocTestParser().get_doctest(example.text + "\n", names, example.name, str(file), 0)
         report = io.StringIO()
         if doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.write).failed:
@@ -40,25 +43,10 @@ def failures_of(file: Path) -> list[str]:
 
 
 def main() -> None:
-    exec(IMPORTS, {})  # once, before the forks
+    preload(IMPORTS)
     failures: list[str] = []
     for file in sorted(FOLDER.glob("*.txt")):
-        read_end, write_end = os.pipe()
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                found = failures_of(file)
-                with os.fdopen(write_end, "w", encoding="utf-8") as pipe:
-                    json.dump(found, pipe)
-                code = 0
-            finally:
-                os._exit(code)
-        os.close(write_end)
-        with os.fdopen(read_end, encoding="utf-8") as pipe:
-            text = pipe.read()
-        _, status = os.waitpid(child, 0)
-        failures += json.loads(text) if text else [f"{file.name}: the process ended with status {status}"]
+        failures += forked(functools.partial(failures_of, file), file.name)
     print(json.dumps(failures))
 
 

@@ -7,18 +7,17 @@ as JSON.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
 import re
-import signal
 import sys
-import tempfile
 import time
 import traceback
 from typing import Any
 
-SECONDS = 120
+from forked import forked, preload
 
 IMPORTS = """
 import os
@@ -85,33 +84,14 @@ def run_block(item: dict[str, Any], names: dict[str, Any]) -> str:
 
 def main() -> None:
     work = json.load(sys.stdin)
-    exec(IMPORTS, {})  # once, before the forks
+    preload(IMPORTS)
 
     report = {}
     for page, items in work.items():
-        if not items:
-            continue
-        start = time.perf_counter()
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(read)
-            code = 1
-            try:
-                signal.alarm(SECONDS)  # a page that hangs ends, and is named
-                os.chdir(tempfile.mkdtemp(dir="."))
-                failures = run_page(items)
-                with os.fdopen(write, "w", encoding="utf-8") as pipe:
-                    json.dump(failures, pipe)
-                code = 0
-            finally:
-                os._exit(code)
-        os.close(write)
-        with os.fdopen(read, encoding="utf-8") as pipe:
-            text = pipe.read()
-        _, status = os.waitpid(child, 0)
-        failures = json.loads(text) if text else [f"{page}: the process ended with status {status}"]
-        report[page] = {"seconds": time.perf_counter() - start, "blocks": len(items), "failures": failures}
+        if items:
+            start = time.perf_counter()
+            failures = forked(functools.partial(run_page, items), page)
+            report[page] = {"seconds": time.perf_counter() - start, "blocks": len(items), "failures": failures}
     print(json.dumps(report))
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
-import time
 from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from documents import Block, anchors, blocks, commands, links, pages
+from forked import report_of
 from snippet_setup import NOT_RUN, RAISES, RUN_ELSEWHERE, SETUP
 from workspace import ROOT
 
@@ -23,7 +22,6 @@ import accel_launch.cli
 from accel_launch.parser import parse
 
 SPEC = ROOT.parent / "shared" / "spec"
-RUNNER = Path(__file__).with_name("run_snippets.py")
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -173,26 +171,12 @@ def snippets(pattern: str = "") -> dict[str, list[dict[str, object]]]:
 @pytest.mark.timeout(600)
 def test_snippets_run(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     by_page = snippets()
-    start = time.perf_counter()
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    result = subprocess.run(
-        [sys.executable, str(RUNNER)],
-        input=json.dumps(by_page),
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=580,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    report = json.loads(result.stdout.splitlines()[-1])
+    report = report_of(Path(__file__).with_name("run_snippets.py"), tmp_path, 580, json.dumps(by_page))
     assert set(report) == {page for page, items in by_page.items() if items}
     for page, entry in report.items():
         record_property("documented run", f"{entry['seconds']:6.1f} s  {page}: {entry['blocks']} snippets")
     failures = [failure for entry in report.values() for failure in entry["failures"]]
     assert not failures, "\n\n".join(failures)
-    assert time.perf_counter() - start < 580
 
 
 @pytest.mark.slow  # two scripts of a page; its other snippets run in test_snippets_run

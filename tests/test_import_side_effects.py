@@ -139,6 +139,13 @@ def test_importing_a_package_does_not_import_torch(package: str, tmp_path: Path)
     assert _torch_is_imported_by(f"import {package}", tmp_path) == []
 
 
+def test_an_accelerator_for_one_process_does_not_load_what_shards_models(tmp_path: Path) -> None:
+    """torch.distributed.tensor and FSDP take a second to import: no script that shards nothing waits for them."""
+    loaded = _torch_is_imported_by("import accel\naccel.Accelerator(cpu=True)", tmp_path)
+    assert "torch.nn" in loaded
+    assert not {"torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"} & set(loaded)
+
+
 def test_the_launcher_needs_torch_only_to_start_several_processes(tmp_path: Path) -> None:
     # accel_launch.elastic builds on torch's own launcher, and is imported when there is something to start; the
     # doctor's ranks are started.

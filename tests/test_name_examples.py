@@ -5,16 +5,13 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
-import json
-import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import report_of
 from workspace import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -24,7 +21,6 @@ try:
 finally:
     sys.path.pop(0)
 
-RUNNER = Path(__file__).with_name("run_name_examples.py")
 # Base classes, records and functions that users get from others, or that libraries import and users do not call.
 WITHOUT = set(
     """
@@ -80,17 +76,6 @@ def test_every_name_has_an_example() -> None:
 
 @pytest.mark.slow  # 300 examples, in one process that forks for each package
 @pytest.mark.timeout(400)
-def test_examples_print_what_they_show(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    result = subprocess.run(
-        [sys.executable, str(RUNNER)],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=380,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    failures = json.loads(result.stdout.splitlines()[-1])
+def test_examples_print_what_they_show(tmp_path: Path) -> None:
+    failures = report_of(Path(__file__).with_name("run_name_examples.py"), tmp_path, 380)
     assert not failures, "\n".join(failures)

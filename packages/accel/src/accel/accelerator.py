@@ -336,8 +336,9 @@ class Accelerator(AcceleratorProperties):
     def _backward_of_shard(self, loss: Any, num_items: Any, reduction: str, kwargs: dict[str, Any]) -> bool:
         """Run the backward pass of a micro batch of an elastic loader; returns False for any other batch."""
         elastic = self._elastic
-        if elastic is None or elastic.shard is None:
-            if elastic is not None and elastic.reduction is not None:
+        assert elastic is not None
+        if elastic.shard is None:
+            if elastic.reduction is not None:
                 raise ConfigurationError(OUTSIDE)
             return False
         if "learning_rate" in kwargs:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_data.dealt import DealtLoader
 
-from ..fsdp.grad_norm import local
+from ..fsdp.local_part import local
 
 
 def capture(accelerator: Any) -> dict[str, Any]:

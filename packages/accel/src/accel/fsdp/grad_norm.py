@@ -14,14 +14,6 @@ from .._torch_compat import foreach_mul_, foreach_norm
 Groups = tuple[dist.ProcessGroup, ...]
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, in the same memory; a plain tensor is its own part."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
-
-
 def groups_over(tensor: torch.Tensor) -> Groups:
     """The process groups over which a tensor is sharded; none for a plain tensor and for replicas."""
     if not isinstance(tensor, DTensor):

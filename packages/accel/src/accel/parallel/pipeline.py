@@ -24,7 +24,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.operations import send_to_device
 
 from ..core.unwrap import clean_name
-from ..fsdp.grad_norm import local
+from ..fsdp.local_part import local
 from .config import SCHEDULES, PipelineParallelConfig
 from .sequence_inputs import IGNORED, shift_labels
 

@@ -23,7 +23,8 @@ from .._torch_compat import drop_unreduced_gradients, fsdp2_parameters, gathered
 from ..core.unwrap import tied_names
 from ..fsdp.accumulated_grads import gather_parameters, put_parameters, shapes_of
 from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
-from ..fsdp.grad_norm import Groups, groups_over, local, scale_to_norm
+from ..fsdp.grad_norm import Groups, groups_over, scale_to_norm
+from ..fsdp.local_part import local
 from ..fsdp.meta_init import Materialiser, own_parameters
 from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers

@@ -23,7 +23,7 @@ from ..fault_tolerance.replica_group import REPLICA, RESTARTS, ReplicaGroup, che
 from ..fault_tolerance.replica_tracking import ReplicaTracking
 from ..fault_tolerance.run_state import capture, restore
 from ..fault_tolerance.shard_reduction import shards_of, sum_shards
-from ..fsdp.grad_norm import local
+from ..fsdp.local_part import local
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
 from .base import Strategy

@@ -27,7 +27,8 @@ from ..core.unwrap import clean_name
 from ..fsdp.checkpoint.files import gather_one, on_disk
 from ..fsdp.checkpoint.pipeline_state import collect, rename_optimizer_state
 from ..fsdp.checkpoint.state_dicts import model_state, optimizer_state, owner_of
-from ..fsdp.grad_norm import local, scale_to_norm
+from ..fsdp.grad_norm import scale_to_norm
+from ..fsdp.local_part import local
 from ..kwargs.base import Handlers
 from ..parallel.config import PipelineParallelConfig
 from ..parallel.mesh import collectives_over

@@ -17,7 +17,8 @@ from ..core.types import Gathered, Layout
 from ..core.unwrap import names_in_order
 from ..fsdp.checkpoint.files import gather
 from ..fsdp.checkpoint.state_dicts import layout_of, model_state, owner_of
-from ..fsdp.grad_norm import Groups, distinct, local, norm_of, power_sum, scale_to_norm
+from ..fsdp.grad_norm import Groups, distinct, norm_of, power_sum, scale_to_norm
+from ..fsdp.local_part import local
 from ..fsdp.param_remap import Replacements
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..kwargs.base import Handlers

@@ -21,7 +21,7 @@ from accel_state import GradientState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-from ..fsdp.grad_norm import local
+from ..fsdp.local_part import local
 from .tree_sum import TreeSum, keys_of_rank
 
 # Elements that are exchanged at a time: 64 MiB of fp32.

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..._torch_compat import local_shape_and_offset, make_wrapper_subclass
 from ...core.unwrap import clean_name
-from ..grad_norm import local
+from ..local_part import local
 
 _SHAPES = "_accel_packed_shapes"
 
