@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,6 +100,7 @@ def _measure(
     start: Callable[[str], Step], sample: Sequence[Sequence[LayerTensor]], nbytes: float, reason: str = ""
 ) -> Bandwidths:
     files = {id(tensor.file): tensor.file for layer in sample for tensor in layer}
+    gc.collect()  # pages that a model which is no longer used has mapped would stay in the page cache
     on_disk = start("disk")
     on_disk()  # what a first call sets up
     cold = 0.0
