@@ -134,19 +134,22 @@ def replacements() -> list[tuple[Any, str, Any]]:
     ]
 
 
+def import_core() -> list[tuple[Any, str, Any]]:
+    """Import Megatron-core without compiling its functions, which it does when it is imported; :func:`replacements`."""
+    import torch._dynamo  # must be imported before names of torch.cuda are replaced
+
+    compile_function, torch.compile = torch.compile, _plain_compile  # type: ignore[assignment]
+    try:
+        return replacements()
+    finally:
+        torch.compile = compile_function
+
+
 def cuda_on_cpu() -> None:
     """Let Megatron-core run on the CPU in this process. Call it once, before anything else imports megatron.core."""
     if _installed:
         return
-    import torch._dynamo  # must be imported before names of torch.cuda are replaced
-
-    # Megatron-core compiles functions when it is imported.
-    compile_function, torch.compile = torch.compile, _plain_compile  # type: ignore[assignment]
-    try:
-        names = replacements()
-    finally:
-        torch.compile = compile_function
-    for module, name, value in names:
+    for module, name, value in import_core():
         if not hasattr(module, name):
             where = module.__name__ if isinstance(module, ModuleType) else repr(module)
             raise AttributeError(f"{where}.{name} no longer exists: adapt accel_megatron.testing")
