@@ -255,6 +255,18 @@ def test_models_without_values_are_refused(tmp_path: Path) -> None:
         dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
 
 
+def test_a_directory_with_the_weights_of_another_model_is_refused(tmp_path: Path) -> None:
+    disk_offload(nn.Sequential(nn.Linear(4, 8)), tmp_path)
+    for model, message in (
+        (nn.Sequential(nn.Linear(8, 4)), r"0\.weight has shape \(8, 4\) there, \(4, 8\) here"),
+        (nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), r"1\.weight is not among them"),
+    ):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ConfigurationError, match=f"holds the weights of another model: {message}"):
+            disk_offload(model, tmp_path)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 def test_cpu_and_disk_offload(tmp_path: Path) -> None:
     expected = net()(words())
     for offload in (

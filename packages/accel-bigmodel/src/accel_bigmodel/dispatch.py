@@ -81,11 +81,27 @@ def disk_offload(
             those of the model are written.
         execution_device: where the model runs. None: the device of its first parameter.
         offload_buffers: offload buffers too.
+
+    Raises:
+        ConfigurationError: the directory holds weights that are not those of this model.
     """
     check_type(model, nn.Module, "disk_offload", "Pass a model: a torch.nn.Module.")
     if not (Path(offload_dir) / OFFLOAD_INDEX_NAME).is_file():
         offload_state_dict(offload_dir, model.state_dict())
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in model.state_dict().items():
+        if not offload_buffers and name not in parameters:
+            continue
+        found = weights.index.get(name)
+        shape = tuple(tensor.shape)
+        # Entries for tensors of safetensors files have no shape.
+        if found is None or tuple(found.get("shape", shape)) != shape:
+            how = "is not among them" if found is None else f"has shape {tuple(found['shape'])} there, {shape} here"
+            raise ConfigurationError(
+                f"{offload_dir} holds the weights of another model: {name} {how}. Give another directory, or delete "
+                "this one."
+            )
     return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
 
 
