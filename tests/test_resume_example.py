@@ -94,6 +94,18 @@ def saved(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("checkpoint_*"))
 
 
+@pytest.mark.slow  # four epochs on two ranks
+@pytest.mark.timeout(600)
+def test_the_pages_show_what_it_prints(tmp_path: Path) -> None:
+    """Killed or not: the lines of all runs on a page are those of one. The weights' last bits are the processor's."""
+    launch = ("--cpu", "--num_processes", 2)
+    printed = run_launched(SCRIPT, "--output_dir", tmp_path / "whole", launch=launch, folder=tmp_path)
+    epochs = [line for line in printed if line.startswith("epoch ")]
+    assert len(epochs) == 4
+    for page in ("README.md", "packages/accel/README.md", "docs/guides/checkpoints.md"):
+        assert re.findall(r"epoch \d: accuracy 0\.\d{3}", (ROOT / page).read_text(encoding="utf-8")) == epochs, page
+
+
 # Each start imports torch and scikit-learn in up to three processes.
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
