@@ -312,7 +312,11 @@ class TestReplicas:
             ft.numbers_here(plan(tmp_path, ft="true", num_replicas="1", **machines))
         machines["main_process_ip"] = "::1"
         made = plan(tmp_path, ft="true", num_replicas="2", **machines)
-        with pytest.raises(ConfigurationError, match="torchft needs an IPv4 address"):
-            ft.variables(made, ft.Replica(1, tmp_path / "progress"), "http://[::1]:29500", tmp_path)
+        (started,) = ft.variables(made, ft.Replica(1, tmp_path / "progress"), "http://[::1]:29500", tmp_path)
+        assert started["ACCELERATE_FT_HOST"] == "::1"
+        machines["main_process_ip"] = "no-such-host.invalid"
+        made = plan(tmp_path, ft="true", num_replicas="2", **machines)
+        with pytest.raises(ConfigurationError, match="no-such-host.invalid: .* Give an address of machine rank 0"):
+            ft.variables(made, ft.Replica(1, tmp_path / "progress"), "http://no-such-host.invalid:29500", tmp_path)
         made = plan(tmp_path, ft="true", num_replicas="9", cpu="true")
         assert all("CUDA_VISIBLE_DEVICES" not in rank for rank in ft.FaultTolerantLauncher().commands(made)[0].ranks)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,14 +27,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.fault_tolerance.shard_reduction import shards_of, sum_shards
+from accel.fault_tolerance.lighthouse_watch import LighthouseWatch
+from accel.fault_tolerance.replica_tracking import Recent, Row
+from accel.fault_tolerance.shard_reduction import ShardReduction, Sum, shards_of
 from accel_state.errors import ConfigurationError
 from accel_state.options import check, load_groups, resolve
 from accel_track.jsonl_reader import read_run
 
 needs_torchft = pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft: pip install 'accel[ft]'")
 
-# Events are REPLICA:STEP:WHAT. Each happens once, in the middle of a step that all replicas compute.
+# Events are REPLICA:STEP:WHAT. Each happens once, in the middle of a step that all replicas compute. PAUSES are
+# REPLICA:STEP: it stops itself after that step.
 SCRIPT = """
 import hashlib, json, os, signal, sys, time
 from pathlib import Path
@@ -73,9 +81,11 @@ def act():
         os.kill(os.getpid(), getattr(signal, what))
         time.sleep(1000)
 
+seen, pauses = [], os.environ.get("PAUSES", "").split(",")
 while optimizer.steps_taken < total:
     for x, y, ids in loader:
         with accelerator.accumulate(model):
+            seen += ids.tolist()
             weights = (ids % 3 + 1).float()
             loss = ((model(x) - y).pow(2).squeeze(1) * weights).sum()
             accelerator.backward(loss, num_items=weights.sum(), reduction="sum")
@@ -84,14 +94,18 @@ while optimizer.steps_taken < total:
                 act()
             optimizer.step(); scheduler.step(); optimizer.zero_grad()
         if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
-            records.write(json.dumps([optimizer.steps_taken, ids.tolist()]) + "\\n")
+            records.write(json.dumps([optimizer.steps_taken, seen]) + "\\n")
             (folder / f"step.{number}").write_text(str(optimizer.steps_taken))
             if optimizer.steps_taken % 40 == 0:
                 accelerator.save_state()
         if accelerator.sync_gradients:
+            seen = []
             accelerator.log({"lr": scheduler.get_last_lr()[0]}, step=optimizer.steps_taken)
+            if f"{number}:{optimizer.steps_taken}" in pauses:
+                (folder / f"paused.{number}.{optimizer.steps_taken}").write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
             if accelerator.strategy._group.size < replicas and optimizer.steps_taken > 4:
-                time.sleep(0.3)  # time for the dead to return
+                time.sleep(1.0)  # time for the dead to return
             if optimizer.steps_taken >= total:
                 break
 digest = hashlib.sha256(b"".join(item.numpy().tobytes() for item in model.state_dict().values())).hexdigest()
@@ -133,49 +147,108 @@ def tracked(folder: Path) -> dict[int, float]:
     return {row["_step"]: row["lr"] for row in rows}
 
 
-@needs_torchft
-@pytest.mark.slow  # two runs of several processes, which are killed and import torch again: half a minute
-@pytest.mark.timeout(300)
-def test_killed_replicas_change_nothing(tmp_path: Path) -> None:
-    """A replica is killed, then the one that leads, one hangs, one is stopped, and the lighthouse dies."""
-    steps = 120
-    quiet = start(tmp_path / "quiet", steps)
-    finish(quiet, 120)
-    events = ("1:12:SIGKILL", "0:24:SIGKILL", "1:36:SIGSTOP", "0:48:HANG")
-    folder = tmp_path / "killed"
-    run = start(folder, steps, "--replica_timeout", "3", EVENTS=",".join(events))
-    ended_lighthouse = threading.Event()
+STEPS = 120
 
-    def end_lighthouse() -> None:
-        while run.poll() is None and not any(len(file.read_text()) == 3 for file in folder.glob("step.*")):
-            time.sleep(0.02)  # before step 100
-        for child in psutil.Process(run.pid).children():
-            if "LighthouseServer" in " ".join(child.cmdline()):
-                child.kill()
-                ended_lighthouse.set()
 
-    killer = threading.Thread(target=end_lighthouse)
-    killer.start()
-    output = finish(run, 200)
-    killer.join()
-    assert ended_lighthouse.is_set()
-    assert all((folder / event).exists() for event in events), output
-    assert "replica 1 ended (SIGKILL); restarting it, the others go on" in output
-    assert output.count("makes no progress; killing it") == 2 and "the lighthouse ended (SIGKILL)" in output
-    ends = [json.loads(file.read_text()) for file in (tmp_path / "quiet").glob("end.*")]
-    assert len(ends) == 2 and ends[0] == ends[1] and ends[0][1] == steps
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of SCRIPT in which nothing happens."""
+    folder = tmp_path_factory.mktemp("ft") / "quiet"
+    finish(start(folder, STEPS), 120)
+    return folder
+
+
+def check_ends(folder: Path, quiet: Path) -> None:
+    """The weights and the rows of the tracker are those of the quiet run."""
+    ends = [json.loads(file.read_text()) for file in quiet.glob("end.*")]
+    assert len(ends) == 2 and ends[0] == ends[1] and ends[0][1] == STEPS
     # On a machine with much other work the last one that was killed may not have returned in time.
     found = [json.loads(file.read_text()) for file in folder.glob("end.*")]
     assert found and all(end == ends[0] for end in found)
     # One run in the tracker, with each step once.
-    expected = tracked(tmp_path / "quiet")
-    assert list(expected) == list(range(1, steps + 1))
+    expected = tracked(quiet)
+    assert list(expected) == list(range(1, STEPS + 1))
     assert tracked(folder) == expected
+
+
+def lighthouse_of(run: subprocess.Popen[str]) -> psutil.Process | None:
+    """The lighthouse of a run, if it accepts connections."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(run.pid).children():
+            if "LighthouseServer" in " ".join(child.cmdline()):
+                listens = any(each.status == psutil.CONN_LISTEN for each in child.net_connections("tcp"))
+                return child if listens else None
+    return None
+
+
+def wait_for(run: subprocess.Popen[str], condition: Callable[[], Any], seconds: float = 60) -> Any:
+    """What the condition returns, once that is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert run.poll() is None and time.monotonic() < deadline, f"{condition} is not fulfilled"
+        time.sleep(0.02)
+    return found
+
+
+@needs_torchft
+@pytest.mark.slow  # two runs of several processes, which are killed and import torch again: half a minute
+@pytest.mark.timeout(300)
+def test_killed_replicas_change_nothing(tmp_path: Path, quiet: Path) -> None:
+    """A replica is killed, then the one that leads, one hangs, one is stopped."""
+    events = ("1:12:SIGKILL", "0:24:SIGKILL", "1:36:SIGSTOP", "0:48:HANG")
+    folder = tmp_path / "killed"
+    output = finish(start(folder, STEPS, "--replica_timeout", "3", EVENTS=",".join(events)), 200)
+    assert all((folder / event).exists() for event in events), output
+    assert "replica 1 ended (SIGKILL); restarting it, the others go on" in output
+    assert output.count("makes no progress; killing it") == 2
+    check_ends(folder, quiet)
     # Every state is there, and holds the weights of that step.
     for number in range(3):
-        states = [each / "project" / "checkpoints" / f"checkpoint_{number}" for each in (tmp_path / "quiet", folder)]
+        states = [each / "project" / "checkpoints" / f"checkpoint_{number}" for each in (quiet, folder)]
         weights = [(state / "model.safetensors").read_bytes() for state in states]
         assert weights[0] == weights[1]
+
+
+@needs_torchft
+@pytest.mark.slow  # a run of several processes, of which one is killed and imports torch again: a quarter of a minute
+@pytest.mark.timeout(300)
+def test_nobody_goes_on_alone_after_the_lighthouse_was_restarted(tmp_path: Path, quiet: Path) -> None:
+    """Three times a replica is stopped while the lighthouse is restarted, then the one that leads is killed."""
+    folder, pauses = tmp_path / "restarted", ("1:20", "0:40", "1:60")
+    options = ("--replica_timeout", "20", "--heartbeat_timeout", "5")
+    run = start(folder, STEPS, *options, PAUSES=",".join(pauses), EVENTS="0:80:SIGKILL")
+    try:
+        for pause in pauses:
+            file = folder / f"paused.{pause.replace(':', '.')}"
+            pid = int(wait_for(run, lambda file=file: file.exists() and file.read_text()))
+            wait_for(run, lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+            former = wait_for(run, lambda: lighthouse_of(run))
+            former.kill()
+            wait_for(run, lambda former=former: lighthouse_of(run) not in (None, former))
+            time.sleep(1.5)  # the other replica gets a quorum, in which it is alone
+            os.kill(pid, signal.SIGCONT)
+        output = finish(run, 100)
+    finally:
+        if run.poll() is None:
+            run.terminate()
+            print(run.communicate()[0])
+    assert output.count("the lighthouse ended (SIGKILL); starting it again") == len(pauses)
+    assert output.count("restarting it, the others go on") == 1, output
+    check_ends(folder, quiet)
+    # Every sample of a step was counted once, by one of the replicas.
+    for step, ids in samples(quiet).items():
+        if 5 < step < 75:
+            assert samples(folder)[step] == ids
+
+
+def samples(folder: Path) -> dict[int, Counter[int]]:
+    """How often each sample was used in each step that was committed."""
+    used: dict[int, Counter[int]] = {}
+    for file in folder.glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            step, ids = json.loads(line)
+            used.setdefault(step, Counter()).update(ids)
+    return used
 
 
 SHARDED = """
@@ -213,7 +286,7 @@ while optimizer.steps_taken < total:
             optimizer.step(); scheduler.step(); optimizer.zero_grad()
         if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
             if accelerator.strategy._group.size < 2 and optimizer.steps_taken > 4:
-                time.sleep(0.5)  # time for the dead to return
+                time.sleep(2.0)  # time for the dead to return
             if optimizer.steps_taken == total - 4:
                 accelerator.save_state()
         if optimizer.steps_taken >= total:
@@ -273,21 +346,20 @@ def test_a_script_that_fails_ends_the_run(tmp_path: Path) -> None:
 def test_the_sum_of_shards_has_the_same_bits_on_any_number_of_replicas() -> None:
     shards, length = 4, 1003
     vectors = {shard: torch.randn(length, generator=torch.Generator().manual_seed(shard)) for shard in range(shards)}
+    expected = ((vectors[0] + vectors[1]) + vectors[2]) + vectors[3]
     notes = {shard: torch.tensor([shard + 0.5, 1e300], dtype=torch.float64) for shard in range(shards)}
-    like = torch.empty(length)
-    total, about = sum_shards(None, 0, 1, shards, vectors, notes, like, 2)
-    assert torch.equal(total, ((vectors[0] + vectors[1]) + vectors[2]) + vectors[3])
-    assert torch.equal(about, torch.stack(list(notes.values())))
     store = dist.HashStore()
-    for size in (2, 3, 5):
-        results: dict[int, Any] = {}
+    for size in (1, 2, 3, 5):
+        results: dict[int, Sum] = {}
 
-        def compute(rank: int, size: int = size, results: dict[int, Any] = results) -> None:
+        def compute(rank: int, size: int = size, results: dict[int, Sum] = results) -> None:
             prefixed = dist.PrefixStore(str(size), store)
-            group = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=20))
+            group = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=20)) if size > 1 else None
+            reduction = ShardReduction(rank, size, shards, length, 2, torch.float32, torch.device("cpu"))
             mine = shards_of(rank, size, shards)
-            chosen = {shard: vectors[shard] for shard in mine}, {shard: notes[shard] for shard in mine}
-            results[rank] = sum_shards(group, rank, size, shards, *chosen, like, 2)
+            # Parts of the vectors end within pieces, and some pieces are longer than a part.
+            packed = {shard: reduction.pack(vectors[shard].split([1, 0, 500, 2, 500]), notes[shard]) for shard in mine}
+            results[rank] = reduction.sum(group, packed, {shard: notes[shard] for shard in mine}, rank == size - 1)
 
         threads = [threading.Thread(target=compute, args=(rank,)) for rank in range(size)]
         for thread in threads:
@@ -295,7 +367,59 @@ def test_the_sum_of_shards_has_the_same_bits_on_any_number_of_replicas() -> None
         for thread in threads:
             thread.join()
         assert len(results) == size
-        assert all(torch.equal(one[0], total) and torch.equal(one[1], about) for one in results.values())
+        for total, about, flagged in results.values():
+            assert torch.equal(total, expected) and torch.equal(about, torch.stack(list(notes.values())))
+            assert flagged == [size - 1]  # with 5, one that has no shard
+
+
+def steps_of(recent: Recent) -> tuple[int | None, list[int]]:
+    step, rows = recent.rows_to_repeat()
+    return step, [row.step for row in rows]
+
+
+def test_rows_that_are_repeated_are_all_after_a_step() -> None:
+    recent = Recent()
+    assert steps_of(recent) == (None, [])
+    for step in range(100):
+        recent.add(Row({"loss": step}, step, None))
+        recent.add(Row({"lr": step}, step, None))
+    assert steps_of(recent) == (67, [step for step in range(68, 100) for _ in range(2)])
+    recent.add(Row({}, 100, None))  # forgets one row of step 68
+    assert steps_of(recent) == (68, [*(step for step in range(69, 100) for _ in range(2)), 100])
+    recent.add(Row({}, 3, None))  # by the epoch: rows after step 2 were forgotten
+    assert steps_of(recent) == (100, [])
+    recent.add(Row({}, 101, None))
+    assert steps_of(recent) == (100, [101])
+
+
+def test_rows_travel_to_a_replica_that_joins() -> None:
+    recent, other = Recent(), Recent()
+    recent.add(Row({"handle": threading.Lock()}, 1, None))
+    for step in (2, 3):
+        recent.add(Row({"loss": torch.tensor(0.5 * step)}, step, {"jsonl": {"more": 1}}))
+    other.add(Row({}, 1, None))
+    other.load(recent.dump())
+    more = {"jsonl": {"more": 1}}
+    assert other.rows_to_repeat() == (1, [Row({"loss": 1.0}, 2, more), Row({"loss": 1.5}, 3, more)])
+
+
+def test_each_end_of_a_lighthouse_is_noticed_once() -> None:
+    ends: list[float] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        watch = LighthouseWatch(f"http://127.0.0.1:{server.getsockname()[1]}", lambda: ends.append(time.monotonic()))
+        for number in range(1, 3):
+            watch.begin()
+            watch.begin()
+            connection, _ = server.accept()
+            watch.check()
+            assert len(ends) == number - 1
+            connection.close()
+            deadline = time.monotonic() + 10
+            while len(ends) < number and time.monotonic() < deadline:
+                if number == 1:  # the second time the thread notices
+                    watch.check()
+        assert len(ends) == 2
+    watch.close()
 
 
 def test_without_the_launcher_the_error_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +471,12 @@ def prepared(**settings: Any) -> tuple[Any, ...]:
     return (accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader))
 
 
-def test_one_replica_of_two_computes_the_whole_step(lighthouse: Any) -> None:
+@pytest.mark.parametrize("host", [None, "::1"])
+def test_one_replica_of_two_computes_the_whole_step(
+    lighthouse: Any, monkeypatch: pytest.MonkeyPatch, host: str | None
+) -> None:
+    if host is not None:
+        monkeypatch.setenv("ACCELERATE_FT_HOST", host)
     accelerator, model, optimizer, loader = prepared()
     plain = nn.Linear(4, 1)
     plain.load_state_dict(model.state_dict())
@@ -388,6 +517,80 @@ def test_no_run_of_its_own_while_another_replica_is_ahead(
     assert not other.exists()
     assert (tmp_path / "replica_0").read_text().split() == ["computes", "0"]
     accelerator.end_training()
+
+
+def test_after_a_new_lighthouse_a_replica_waits_for_the_others(
+    lighthouse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it sets up its group, though the new lighthouse gives the first quorum the same number."""
+    monkeypatch.setenv("ACCELERATE_FT_DIRECTORY", str(tmp_path))
+    accelerator, model, optimizer, loader = prepared()
+    batches = iter(loader)
+    for _ in range(2):
+        accelerator.backward(model(next(batches)[0]).sum())
+        optimizer.step()
+    group = accelerator.strategy._group
+    assert optimizer.steps_taken == 1 and group.size == 1
+    former = group.pg._pg
+    other = tmp_path / "replica_1"
+    other.write_text("computes 0")  # it has not yet voted on the first step
+    group._on_lighthouse_end()
+    threading.Timer(0.5, other.unlink).start()
+    next(batches)
+    assert not other.exists() and group.pg._pg is not former
+    accelerator.end_training()
+
+
+def rows_of(folder: Path) -> list[tuple[int, Any]]:
+    (run,) = (folder / "run").iterdir()
+    return [(row["_step"], row["loss"]) for row in read_run(run).rows]
+
+
+def test_rows_of_a_step_that_is_repeated_are_logged_once(
+    lighthouse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they are logged before or after optimizer.step()."""
+    monkeypatch.setenv("ACCELERATE_FT_DIRECTORY", str(tmp_path))
+    accelerator, model, optimizer, loader = prepared(log_with="jsonl", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    computed = 0
+    for (x,) in loader:
+        accelerator.backward(model(x).sum())
+        if accelerator.sync_gradients:
+            computed += 1
+            accelerator.log({"loss": -computed}, step=optimizer.steps_taken)
+            if computed == 1:
+                accelerator.strategy._group.fail(RuntimeError("a replica was killed"))
+        optimizer.step()
+        if accelerator.sync_gradients:
+            accelerator.log({"loss": computed}, step=optimizer.steps_taken)
+    accelerator.end_training()
+    assert computed == 3 and optimizer.steps_taken == 2
+    assert rows_of(tmp_path) == [(0, -2), (1, 2), (1, -3), (2, 3)]
+
+
+def test_a_replica_that_is_slow_to_start_continues_the_tracker_of_the_others(
+    lighthouse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_FT_DIRECTORY", str(tmp_path))
+    first, *_ = prepared(log_with="jsonl", project_dir=tmp_path)
+    first.init_trackers("run")
+    first.log({"loss": 7.0}, step=1)
+    first.end_training()
+    accelerator, model, optimizer, loader = prepared(log_with="jsonl", project_dir=tmp_path)
+    assert accelerator.is_main_process
+    accelerator.init_trackers("run")
+    assert not accelerator.is_main_process
+    # It has the state of the others, and they die.
+    accelerator.strategy._tracking.recent.load(first.strategy._tracking.recent.dump())
+    for (x,) in loader:
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        if accelerator.sync_gradients:
+            accelerator.log({"loss": 8.0}, step=optimizer.steps_taken + 1)
+    assert accelerator.is_main_process
+    accelerator.end_training()
+    assert rows_of(tmp_path) == [(1, 7.0), (2, 8.0), (3, 8.0)]
 
 
 def test_misuse_is_named(lighthouse: Any) -> None:

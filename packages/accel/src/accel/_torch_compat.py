@@ -65,6 +65,11 @@ def default_store() -> dist.Store:
     return store
 
 
+def forget_quorum(manager: Any) -> None:
+    """Have torchft's manager set up its group at the next quorum, whatever its number; it has no public method."""
+    manager._quorum_id = -1
+
+
 @functools.cache
 def cpp_log_level() -> ctypes.c_int | None:
     """The level of torch's C++ log (2: errors only), which no Python function sets; None in a build without it."""

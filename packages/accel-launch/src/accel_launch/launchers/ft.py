@@ -37,6 +37,8 @@ from .rank import worker_command
 # How long a machine waits for the lighthouse on another one.
 _MEETING_SECONDS = 900
 _LOOK_SECONDS = 0.1
+# A look comes this long after the moment from which a replica counts as dead.
+_AFTER_LIMIT = 0.005
 # A look that took longer, because this machine was suspended, counts as this much.
 _LONGEST_LOOK = 1.0
 _GRACE_SECONDS = 30.0
@@ -44,11 +46,21 @@ _FAILURES_IN_A_ROW = 3
 _START_LIMIT = 300.0
 _JOINING = 10
 
-# The arguments are those of torchft's class.
-_LIGHTHOUSE = (
-    "import sys, threading; from torchft.coordination import LighthouseServer; "
-    "server = LighthouseServer(sys.argv[1], *map(int, sys.argv[2:])); threading.Event().wait()"
-)
+# A lighthouse that ends at once, because its port is taken, for example, is started again after this time.
+_LIGHTHOUSE_PAUSE = 1.0
+
+# The arguments are those of torchft's class. Importing the package would import torch, which takes seconds, and which
+# this module of it does not need: replicas that have lost the lighthouse wait for the new one.
+_LIGHTHOUSE = """
+import sys, threading, types
+from importlib.util import find_spec
+package = types.ModuleType("torchft")
+package.__path__ = find_spec("torchft").submodule_search_locations
+sys.modules["torchft"] = package
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(sys.argv[1], *map(int, sys.argv[2:]))
+threading.Event().wait()
+"""
 
 
 @dataclass
@@ -108,6 +120,7 @@ class _Run:
     port: int
     replicas: list[Replica] = field(default_factory=list)
     lighthouse: subprocess.Popen[bytes] | None = None
+    lighthouse_began: float = 0.0
     signal: int = 0
     late_failure: int = 0  # how a replica ended after others had finished the run
 
@@ -121,6 +134,7 @@ class _Run:
         numbers = map(str, (options.min_replicas, *limits))
         command = [*python_command("-c", _LIGHTHOUSE), f"[::]:{self.port}", *numbers]
         log = None if self.plan.debug else subprocess.DEVNULL
+        self.lighthouse_began = time.monotonic()
         self.lighthouse = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def start(self, replica: Replica) -> None:
@@ -136,7 +150,8 @@ class _Run:
     def look(self, seconds: float) -> int | None:
         """Restart what has died; the exit code of the run once it has ended."""
         lighthouse = self.lighthouse
-        if lighthouse is not None and lighthouse.poll() is not None:
+        paused = time.monotonic() - self.lighthouse_began > _LIGHTHOUSE_PAUSE
+        if lighthouse is not None and lighthouse.poll() is not None and paused:
             self.say(f"the lighthouse ended ({_ending(lighthouse.returncode)}); starting it again")
             self.start_lighthouse()
         for replica in self.replicas:
@@ -185,6 +200,13 @@ class _Run:
         for other in self.replicas:
             if not (other.has_computed or other.done):
                 other.kill()
+
+    def until_next_look(self) -> float:
+        """Seconds until :meth:`look` should be called again: less if a replica will have hung for too long before."""
+        limit = self.options.replica_timeout
+        left = [limit - each.stopped for each in self.replicas if each.processes and each.stopped]
+        left += [limit - each.silent for each in self.replicas if each.processes and each.state == "computes"]
+        return min([_LOOK_SECONDS, *(seconds + _AFTER_LIMIT for seconds in left if seconds >= 0)])
 
     def _watch(self, replica: Replica, seconds: float) -> None:
         """Kill a replica that hangs while others wait for it."""
@@ -314,13 +336,14 @@ def numbers_here(plan: LaunchPlan) -> range:
 
 
 def _own_address(other: str) -> str:
-    """The address of this machine from which it reaches another one."""
+    """The address of this machine from which it reaches another one; an IPv4 address, if the other one has any."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(other, 9, socket.AF_INET, socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)
     except OSError as error:
         raise ConfigurationError(
-            f"--main_process_ip {other}: {error.strerror}. torchft needs an IPv4 address, or a name that has one."
+            f"--main_process_ip {other}: {error.strerror}. Give an address of machine rank 0, or a name that has one."
         ) from None
+    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])
@@ -359,7 +382,7 @@ def visible_devices(plan: LaunchPlan, number: int) -> list[dict[str, str]]:
 def _wait(run: _Run) -> int:
     before = time.monotonic()
     while True:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(run.until_next_look())
         now = time.monotonic()
         code = run.look(now - before)
         before = now

@@ -8,10 +8,11 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch.distributed import TCPStore
@@ -20,6 +21,9 @@ from accel_state import env, get_logger
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError, require
 from accel_state.options import CoreOptions, FaultToleranceOptions
+
+from .._torch_compat import forget_quorum
+from .lighthouse_watch import LighthouseWatch
 
 logger = get_logger(__name__)
 
@@ -34,9 +38,12 @@ HOST = "ACCELERATE_FT_HOST"
 DIRECTORY = "ACCELERATE_FT_DIRECTORY"
 """Where replicas report their progress to the launcher."""
 
-# torchft retries a quorum that fails as long as the lighthouse is away; a step never ends for that reason alone.
-_QUORUM_RETRIES = 1_000_000
+# torchft retries a quorum that fails as long as the lighthouse is away; a step never ends for that reason alone. It
+# divides the time by the retries, and waits at least 0.1 s.
+_QUORUM_RETRIES = 10_000_000
 _LONG = timedelta(days=7)
+# How long the replicas of other machines, of which nothing is known here, may take to reach a new lighthouse.
+_RETURN_SECONDS = 3.0
 # Calls within this process, and the state of another one, may take longer than the wait for a replica that hangs.
 _SHORTEST = timedelta(seconds=10)
 _REPORT_BYTES = 40
@@ -50,6 +57,44 @@ def check_environment() -> None:
             "`accel launch --ft --num_replicas N`."
         )
     require("torchft", purpose="strategy 'ft'", install="accel[ft]")
+
+
+class _FreshKeys:
+    """Has torchft set up a group with keys of its store that nobody has used.
+
+    torchft names the keys by the number of the quorum, but a lighthouse that was restarted counts from 1 again, and the
+    addresses of former groups are still there. So the process whose store it is gives the names a ticket. It takes the
+    ticket back before it asks for another quorum, so that nobody finds it there later.
+
+    Args:
+        pg: torchft's process group.
+        address: host and port of the store of this replica.
+        timeout: how long to wait for a ticket.
+    """
+
+    def __init__(self, pg: Any, address: str, timeout: timedelta) -> None:
+        self._address, self._timeout = address, timeout
+        self._configure = pg.configure
+        process_group = require("torchft.process_group", purpose="strategy 'ft'", install="accel[ft]")
+        self._connect = process_group.create_store_client
+        self._issued: tuple[Any, str] | None = None
+        pg.configure = self.configure
+
+    def configure(self, store_addr: str, *arguments: Any) -> None:
+        """Called by torchft's manager when the quorum has changed."""
+        address, _, name = store_addr.partition("/")
+        store = self._connect(f"{address}/accel/ticket", timeout=self._timeout)
+        if address == self._address:
+            store.set(name, uuid4().hex)
+            self._issued = store, name
+        self._configure(f"{store_addr}/{store.get(name).decode()}", *arguments)
+
+    def take_back(self) -> None:
+        """Called before each quorum."""
+        if self._issued is not None:
+            store, name = self._issued
+            store.delete_key(name)
+            self._issued = None
 
 
 def _transport(timeout: timedelta, host: str) -> Any:
@@ -98,12 +143,15 @@ class ReplicaGroup:
         # torchft names its groups by the collective library; gloo serves devices whose library it does not know.
         kind = getattr(torchft, f"ProcessGroup{backend.upper()}", torchft.ProcessGroupGloo)
         self.pg: Any = kind(timeout=self._limit)
+        self._is_on_one_machine = env.read_str(HOST) is None
         host = env.read_str(HOST) or "localhost"
+        url_host = f"[{host}]" if ":" in host else host
         if processes.world_size == 1:
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             port = self._store.port
         else:
             port = int(env.read_str("MASTER_PORT") or 0)  # of the store through which the processes have met
+        self._keys = _FreshKeys(self.pg, f"{host}:{port}", self._limit)
         self.manager: Any = torchft.Manager(
             pg=self.pg,
             load_state_dict=load,
@@ -119,12 +167,20 @@ class ReplicaGroup:
             store_port=port,
             lighthouse_addr=env.read_str(LIGHTHOUSE),
             replica_id=f"accel_{self.number}",
-            hostname=host,
+            hostname=url_host,
             heartbeat_interval=timedelta(seconds=min(0.1, settings.heartbeat_timeout / 5)),
-            checkpoint_transport=_transport(max(self._limit, _SHORTEST), host),
+            checkpoint_transport=_transport(max(self._limit, _SHORTEST), url_host),
             quorum_retries=_QUORUM_RETRIES,
         )
         self.rank, self.size = 0, 1
+        self._lighthouse_ended = False
+        self._is_current = False  # whether it has committed the latest step
+        self._watch = LighthouseWatch(env.read_str(LIGHTHOUSE) or "", self._on_lighthouse_end)
+
+    def _on_lighthouse_end(self) -> None:
+        """The next lighthouse counts quorums from 1 again, so a number that is known means nothing."""
+        self._lighthouse_ended = True
+        forget_quorum(self.manager)
 
     def begin_step(self, step: int) -> None:
         """Wait for the replicas of the next step, and take over the state of one that is ahead.
@@ -136,34 +192,61 @@ class ReplicaGroup:
         if manager.current_step() != step:  # a checkpoint was loaded
             manager.load_state_dict({"step": step, "batches_committed": 0})
         self._report("waits", step)
+        began: float | None = None
         while True:
+            self._keys.take_back()
+            self._watch.check()
             manager.start_quorum()
+            began = began or time.monotonic()
             error = manager.errored()
-            if error is None and self._is_behind():
-                error = RuntimeError("a replica that is ahead is not in the quorum")
+            if error is None:
+                error = self._missing(time.monotonic() - began)
             joined = torch.tensor(float(error is None))
             if self._processes.all_reduce(joined, "min").item():
                 break
             self.fail(error or RuntimeError("another process of this replica could not join"))
             manager.should_commit()
             time.sleep(0.1)
+        self._lighthouse_ended = False
+        self._watch.begin()
         self.rank, self.size = int(manager.participating_rank()), int(manager.num_participants())
         self._report("computes", manager.current_step())
 
-    def _is_behind(self) -> bool:
-        """Whether a live replica of this machine is ahead of the quorum, and so is not in it.
+    def _missing(self, seconds: float) -> Exception | None:
+        """Which live replica is not in the quorum, and must be waited for.
 
-        Replicas that were restarted could otherwise begin a run of their own while the others compute a step. The
-        launcher removes the reports of the dead.
+        Replicas that were restarted could otherwise begin a run of their own while the others compute a step. And the
+        first replica that reaches a new lighthouse, which knows of no other, could run ahead of the others.
+
+        Args:
+            seconds: time since the first quorum.
+        """
+        if self._is_current and not self._lighthouse_ended:
+            return None  # reading the reports would take time in every step
+        step = self.manager.current_step()
+        reached = list(self._live())
+        if any(other > step for other in reached):
+            return RuntimeError("a replica that is ahead is not in the quorum")
+        if not self._lighthouse_ended:
+            return None
+        size = self.manager.num_participants()
+        may_return = not self._is_on_one_machine and size < self.size and seconds < _RETURN_SECONDS
+        if may_return or sum(other >= step - 1 for other in reached) > size:
+            return RuntimeError("a replica has not reached the new lighthouse yet")
+        return None
+
+    def _live(self) -> Iterator[int]:
+        """The steps of the live replicas of this machine that train, by their reports.
+
+        The launcher removes the reports of the dead.
         """
         if self._progress is None:
-            return False
+            return
         for file in self._progress.parent.glob("replica_*"):
             with contextlib.suppress(FileNotFoundError):
                 state, _, reached = file.read_text(encoding="utf-8").partition(" ")
-                if state in ("waits", "computes") and int(reached) > self.manager.current_step():
-                    return True
-        return False
+                if state in ("waits", "computes"):
+                    yield int(reached)
 
     def fail(self, error: Exception) -> None:
         """Abandon the step in progress: its vote will be no, and the others notice that this replica left."""
@@ -176,7 +259,8 @@ class ReplicaGroup:
 
     def vote(self) -> bool:
         """Whether the step in progress is committed; it is if no collective of this replica has failed."""
-        return bool(self.manager.should_commit())
+        self._is_current = bool(self.manager.should_commit())
+        return self._is_current
 
     def _report(self, state: str, step: int) -> None:
         """Tell the launcher what this replica does: it waits for others, or computes."""
@@ -193,6 +277,7 @@ class ReplicaGroup:
 
     def close(self) -> None:
         """Leave the run."""
+        self._watch.close()
         self.manager.shutdown(wait=False)
         self.pg.abort()
         if self._progress_file is not None:

@@ -22,7 +22,7 @@ from accel_track.tracking import TrackerRun
 from ..fault_tolerance.replica_group import REPLICA, RESTARTS, ReplicaGroup, check_environment
 from ..fault_tolerance.replica_tracking import ReplicaTracking
 from ..fault_tolerance.run_state import capture, restore
-from ..fault_tolerance.shard_reduction import shards_of, sum_shards
+from ..fault_tolerance.shard_reduction import ShardReduction, shards_of
 from ..fsdp.local_part import local
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
@@ -30,9 +30,8 @@ from .base import Strategy
 
 logger = get_logger(__name__)
 
-# Numbers about a shard before those about its parameters: whether it counts items, how many, whether its replica leads
-# the run, and the rank of that replica.
-_FACTS = 4
+# Numbers about a shard before those about its parameters: whether it counts items, and how many.
+_FACTS = 2
 
 
 class FaultTolerantStrategy(Strategy):
@@ -54,6 +53,7 @@ class FaultTolerantStrategy(Strategy):
     _buffers: list[tuple[torch.Tensor, torch.Tensor]]
     _new_buffers: dict[int, torch.Tensor]
     _trained: list[nn.Parameter] | None
+    _reduction: ShardReduction | None
     _items: float
     _by_items: bool
 
@@ -74,7 +74,6 @@ class FaultTolerantStrategy(Strategy):
         self._clear_step()
         self._tracking: ReplicaTracking | None = None
         self._next_leader = 0
-        self._steps_here = 0
         self.is_open = False
         self.committed = True
         """Whether the latest step was applied."""
@@ -257,21 +256,14 @@ class FaultTolerantStrategy(Strategy):
 
     def _keep_shard(self, shard: int) -> None:
         """Set the gradients of a shard aside, as one vector, with what the others must know about them."""
-        parameters = self._parameters()
-        like = self._vector()
-        parts = [
-            torch.zeros_like(local(item), dtype=like.dtype) if item.grad is None else local(item.grad).to(like.dtype)
-            for item in parameters
-        ]
+        parameters, reduction = self._parameters(), self._reduction_of_step()
+        pieces = [torch.zeros_like(local(item)) if item.grad is None else local(item.grad) for item in parameters]
         for buffer, before in self._buffers:
             if buffer.is_floating_point():
-                parts.append((buffer if shard == 0 else torch.zeros_like(before)).to(like.dtype))
-        self._vectors[shard] = torch.cat([part.reshape(-1).to(like.device) for part in parts])
+                pieces.append(buffer if shard == 0 else torch.zeros_like(before))
         used = [float(item.grad is not None) for item in parameters]
-        self._notes[shard] = torch.tensor(
-            [float(self._by_items), self._items_of_shard(), float(self.leads), float(self._rank), *used],
-            dtype=torch.float64,
-        )
+        self._notes[shard] = torch.tensor([float(self._by_items), self._items_of_shard(), *used], dtype=torch.float64)
+        self._vectors[shard] = reduction.pack(pieces, self._notes[shard])
         self._items, self._by_items = 0.0, False
 
     def _items_of_shard(self) -> float:
@@ -282,11 +274,8 @@ class FaultTolerantStrategy(Strategy):
         """Replace the gradients by those of the whole step."""
         group, parameters = self._group, self._parameters()
         assert group is not None
-        like, count = self._vector(), _FACTS + len(parameters)
         try:
-            total, notes = sum_shards(
-                group.pg, group.rank, group.size, self.options.num_replicas, self._vectors, self._notes, like, count
-            )
+            total, notes, leaders = self._reduction_of_step().sum(group.pg, self._vectors, self._notes, self.leads)
         except RuntimeError as error:
             group.fail(error)
             self._is_reduced = True  # with gradients that will not be applied
@@ -298,10 +287,11 @@ class FaultTolerantStrategy(Strategy):
             )
         divisor = max(1.0, notes[:, 1].sum().item()) if by_items.any() else self.options.num_replicas
         used, offset = notes[:, _FACTS:].any(dim=0).tolist(), 0
+        total[: sum(local(parameter).numel() for parameter in parameters)] /= divisor
         for parameter, is_used in zip(parameters, used, strict=True):
             part = local(parameter)
             piece = total[offset : offset + part.numel()].view(part.shape)
-            self._set_gradient(parameter, (piece / divisor).to(part.dtype) if is_used else None)
+            self._set_gradient(parameter, piece.to(part.dtype) if is_used else None)
             offset += part.numel()
         for index, (buffer, before) in enumerate(self._buffers):
             if buffer.is_floating_point():
@@ -310,8 +300,7 @@ class FaultTolerantStrategy(Strategy):
         self._vectors.clear()
         self._is_reduced = True
         # The replica that leads goes on leading; without one, the first replica does.
-        leaders = notes[notes[:, 2] > 0, 3]
-        self._next_leader = int(leaders.min() if leaders.numel() else 0)
+        self._next_leader = min(leaders, default=0)
 
     def _set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Set the gradient of what this process holds of a parameter."""
@@ -332,8 +321,9 @@ class FaultTolerantStrategy(Strategy):
             )
         self.committed = group.vote()
         self.is_open = False
+        if self._tracking is not None:
+            self._tracking.decide(self.committed)
         if self.committed:
-            self._steps_here += 1
             for index, value in self._new_buffers.items():
                 self._buffers[index][0].copy_(value)
             loader.commit()
@@ -349,6 +339,11 @@ class FaultTolerantStrategy(Strategy):
     def _rank(self) -> int:
         return 0 if self._group is None else self._group.rank
 
+    def cede(self) -> None:
+        """Let another replica lead: the next committed step decides which one."""
+        if self.leads:
+            self._set_leader(False)
+
     def _set_leader(self, leads: bool) -> None:
         """Set whether this replica logs, saves and prints for the run."""
         self.leads = leads
@@ -358,7 +353,7 @@ class FaultTolerantStrategy(Strategy):
 
     def _clear_step(self) -> None:
         self._vectors, self._notes, self._buffers, self._new_buffers = {}, {}, [], {}
-        self._trained = self.batch = None
+        self._trained = self._reduction = self.batch = None
         self._items, self._by_items = 0.0, False
         self._is_reduced = self._saw_backward = False
 
@@ -379,20 +374,35 @@ class FaultTolerantStrategy(Strategy):
         found = {id(item): item for model in self._models for item in model.buffers()}
         return found.values()
 
-    def _vector(self) -> torch.Tensor:
-        """A vector with the size and the type of the gradients and buffers of a shard."""
-        sizes = [local(parameter).numel() for parameter in self._parameters()]
-        sizes += [before.numel() for buffer, before in self._buffers if buffer.is_floating_point()]
-        doubles = any(parameter.dtype == torch.float64 for parameter in self._parameters())
-        return torch.empty(sum(sizes), dtype=torch.float64 if doubles else torch.float32, device=self.state.device)
+    def _reduction_of_step(self) -> ShardReduction:
+        """How the gradients and the buffers of a shard are summed in this step."""
+        if self._reduction is None:
+            group, parameters = self._group, self._parameters()
+            assert group is not None
+            sizes = [local(parameter).numel() for parameter in parameters]
+            sizes += [before.numel() for buffer, before in self._buffers if buffer.is_floating_point()]
+            doubles = any(parameter.dtype == torch.float64 for parameter in parameters)
+            self._reduction = ShardReduction(
+                group.rank,
+                group.size,
+                self.options.num_replicas,
+                sum(sizes),
+                _FACTS + len(parameters),
+                torch.float64 if doubles else torch.float32,
+                self.state.device,
+            )
+        return self._reduction
 
     # -- the state that a replica gets from another one --------------------------------------------------------------
 
     def _capture(self) -> dict[str, Any]:
-        return {"seed": self.seed, **capture(self._run())}
+        rows = None if self._tracking is None else self._tracking.recent.dump()
+        return {"seed": self.seed, "rows": rows, **capture(self._run())}
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
-        if self.leads and self._steps_here:  # it hung, and another replica leads now
-            self._set_leader(False)
+        if state["steps"] and state["steps"][0] > self.steps:
+            self.cede()  # it hung, or was slow to start, and another replica leads now
+        if self._tracking is not None and state["rows"] is not None:
+            self._tracking.recent.load(state["rows"])
         restore(self._run(), state)
