@@ -14,6 +14,7 @@ from torch import nn
 if find_spec("megatron") is None:
     pytest.skip("scripts/test-megatron makes an environment with Megatron-core", allow_module_level=True)
 
+Case = tuple[str, dict[str, Any]]
 SEQUENCE = 32
 ROWS = 8
 
@@ -108,6 +109,7 @@ def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
 
 
 _references: dict[Any, Any] = {}
+_norms: dict[Any, list[float]] = {}
 
 
 def reference(name: str, steps: int, clip: float = 1.0, dtype: Any = None) -> tuple[list[float], dict[str, Any]]:
@@ -118,14 +120,14 @@ def reference(name: str, steps: int, clip: float = 1.0, dtype: Any = None) -> tu
         optimizer = optimizer_of(model)
         copy_of = None if dtype is None else create(name).to(dtype)
         scheduler = schedule_of(optimizer)
-        losses = []
+        losses, norms = [], []
         for batch in batches(name, steps, model.config.vocab_size):
             loss = (model if copy_of is None else copy_of)(**batch).loss
             loss.backward()
             if copy_of is not None:
                 for own, half in zip(model.parameters(), copy_of.parameters(), strict=True):
                     own.grad, half.grad = None if half.grad is None else half.grad.float(), None
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -133,8 +135,15 @@ def reference(name: str, steps: int, clip: float = 1.0, dtype: Any = None) -> tu
                 for own, half in zip(model.parameters(), copy_of.parameters(), strict=True):
                     half.data.copy_(own.data)
             losses.append(loss.item())
+        _norms[key] = norms
         _references[key] = losses, {name: value.clone() for name, value in model.state_dict().items()}
     return _references[key]
+
+
+def reference_norms(name: str, steps: int) -> list[float]:
+    """The norms of the gradients in the training of :func:`reference`."""
+    reference(name, steps)
+    return _norms[name, steps, 1.0, None]
 
 
 class Run:
@@ -162,9 +171,13 @@ class Run:
         rows = ROWS // data.world_size
         return {key: value[data.rank * rows : (data.rank + 1) * rows] for key, value in batch.items()}
 
-    def step(self, batch: dict[str, torch.Tensor]) -> float:
+    def step(self, batch: dict[str, torch.Tensor], norms: list[float] | None = None) -> float:
         loss = self.model(**self.part(batch)).loss
         self.accelerator.backward(loss)
+        if norms is not None:
+            self.model.finish_gradients()
+            self.model.optimizer.prepare()
+            norms.append(self.model.optimizer.norm())
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -191,3 +204,63 @@ def worst(left: list[float], right: list[float]) -> float:
 def weight_difference(state: dict[str, Any], expected: dict[str, Any]) -> float:
     assert set(state) == set(expected)
     return max(float((state[name].float() - expected[name].float()).abs().max()) for name in expected)
+
+
+def train_all(cases: list[Case], steps: int) -> list[dict[str, Any]]:
+    from accel_megatron.testing import cuda_on_cpu
+
+    cuda_on_cpu()
+    results = []
+    for name, plugin in cases:
+        losses, weights = reference(name, steps)
+        run = Run(name, **plugin)
+        original = create(name).state_dict()
+        state = run.accelerator.get_state_dict(run.model)
+        same = not state or (
+            set(state) == set(original) and all(torch.equal(state[key], original[key]) for key in state)
+        )
+        norms: list[float] = []
+        trained = [run.step(batch, norms) for batch in batches(name, steps, run.vocab_size)]
+        state = run.accelerator.get_state_dict(run.model)
+        difference = weight_difference(state, weights) if state else 0.0
+        norm = max(abs(own / plain - 1) for own, plain in zip(norms, reference_norms(name, steps), strict=True))
+        results.append({"same": same, "loss": worst(trained, losses), "norm": norm, "weights": difference})
+        run.close()
+    return results
+
+
+def check(cases: list[Case], results: list[list[dict[str, Any]]]) -> None:
+    for rank, found in enumerate(results):
+        for (name, plugin), result in zip(cases, found, strict=True):
+            where = f"{name} {plugin} on rank {rank}: {result}"
+            assert result["same"], where
+            assert result["loss"] < 1e-5, where
+            # Adam's steps do not depend on the scale of the gradients, but their norm does.
+            assert result["norm"] < 1e-4, where
+            # Adam divides by the root of the second moment: where gradients are near zero, roundings are enlarged.
+            assert result["weights"] < 1e-3, where
+
+
+def train_in_half_precision(cases: list[Any], steps: int) -> list[list[float]]:
+    from accel_megatron.testing import cuda_on_cpu
+
+    cuda_on_cpu()
+    differences = []
+    for name, precision, plugin in cases:
+        # Transformers computes the losses of T5 and Megatron-BERT in bf16, with three digits; they are float32 here.
+        in_float32 = precision == "fp16" or name in ("t5", "megatron-bert")
+        dtype = None if in_float32 else torch.bfloat16
+        losses, _ = reference(name, steps, dtype=dtype)
+        run = Run(name, precision, **plugin)
+        original = create(name).state_dict()
+        state = run.accelerator.get_state_dict(run.model)
+        # The float32 weights are kept, so that nothing is lost before the first step.
+        same = not state or all(torch.equal(state[key], original[key]) for key in original)
+        trained = []
+        skipped = 0
+        for batch in batches(name, steps, run.vocab_size):
+            trained.append(run.step(batch))
+            skipped += run.accelerator.optimizer_step_was_skipped
+        differences.append([same, worst(trained, losses), skipped])
+        run.close()
+    return differences

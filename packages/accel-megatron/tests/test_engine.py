@@ -77,7 +77,6 @@ def refusals() -> list[str]:
     attempt(llama("t5"), both, context_parallel_size=2)
     attempt(llama("gpt2"), both, tp_degree=2, use_rotary_position_embeddings=True)
     attempt(llama("llama"), both, tp_degree=2, other_megatron_args={"position_embedding_type": "alibi"})
-    attempt(llama("llama"), both, tp_degree=2, other_megatron_args={"use_megatron_fsdp": True})
     attempt(llama("gpt2"), both, tp_degree=2, encoder_seq_length=8)
     attempt(llama("t5"), too_long, tp_degree=2, decoder_seq_length=24)
     attempt(llama("llama"), both, pp_degree=2, num_layers_per_virtual_pipeline_stage=3)
@@ -99,7 +98,6 @@ EXPECTED = [
     "context_parallel_size=2 needs a causal model",
     "use_rotary_position_embeddings=True, and a gpt2 has none",
     "position_embedding_type.*do not have.*position embeddings and heads follow from the model",
-    "use_megatron_fsdp.*is not supported. Megatron-core's FSDP keeps.*use_distributed_optimizer=True",
     "encoder_seq_length=8, and a gpt2 has no encoder. Leave it out",
     "sequences of 32 tokens, and decoder_seq_length=24. Set max_length=24 of the tokenizer, or a larger",
     "4 layers of the llama cannot be split over pp_degree=2.*num_layers_per_virtual_pipeline_stage=3",

@@ -34,11 +34,33 @@ def test_defaults() -> None:
     assert (plugin.micro_batch_size, plugin.global_batch_size) == (4, 8)
 
 
+def fsdp(**other: Any) -> dict[str, Any]:
+    return {"other_megatron_args": {"use_megatron_fsdp": True, **other}}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"tp_degree": 0}, "tp_degree=0"),
-        ({"use_custom_fsdp": True}, "use_custom_fsdp=True.*FullyShardedDataParallelPlugin"),
+        (
+            {"use_custom_fsdp": True, "pp_degree": 2},
+            "use_custom_fsdp=True does not work with pp_degree=2.*without stages",
+        ),
+        ({"use_custom_fsdp": True, "optimizer_cpu_offload": True}, "use_custom_fsdp=True.*optimizer_cpu_offload=True"),
+        (
+            fsdp(data_parallel_sharding_strategy="no_shard"),
+            "'no_shard' is not one of optim, optim_grads, optim_grads_p",
+        ),
+        (
+            fsdp(data_parallel_sharding_strategy="optim", overlap_grad_reduce=True),
+            "overlap_grad_reduce=True and .*'optim'.*Choose optim_grads",
+        ),
+        (fsdp(grad_reduce_in_fp32=False), "use_custom_fsdp=True.*'grad_reduce_in_fp32': False.*Leave it out"),
+        (
+            {"other_megatron_args": {"data_parallel_sharding_strategy": "optim"}},
+            "a setting of Megatron-core's FSDP. Set use_custom_fsdp=True",
+        ),
+        ({"other_megatron_args": {"use_torch_fsdp2": True}}, "use_torch_fsdp2.*Use use_custom_fsdp=True"),
         ({"overlap_cpu_optimizer_d2h_h2d": True}, "overlap_cpu_optimizer_d2h_h2d=True.*optimizer_cpu_offload"),
         ({"encoder_seq_length": 0}, "encoder_seq_length=0 is not a number of tokens"),
         ({"custom_prepare_model_function": print}, "custom_prepare_model_function prepares.*Set both"),
@@ -53,11 +75,22 @@ def test_values_that_are_not_allowed(arguments: dict[str, Any], message: str) ->
         MegatronLMPlugin(**arguments)
 
 
+def test_fsdp_has_two_names_and_includes_the_distributed_optimizer() -> None:
+    for plugin in (MegatronLMPlugin(use_custom_fsdp=True), MegatronLMPlugin(**fsdp())):
+        assert plugin.use_custom_fsdp and plugin.use_distributed_optimizer
+        assert plugin.sharding_strategy == "optim_grads_params"
+    assert MegatronLMPlugin().sharding_strategy is None
+
+
 def test_sizes_that_do_not_fit_the_processes() -> None:
     with pytest.raises(ConfigurationError, match="6 processes are not a multiple of tp_degree=2 x pp_degree=2"):
         MegatronLMPlugin(tp_degree=2, pp_degree=2).check_world(6)
     with pytest.raises(ConfigurationError, match="expert_model_parallel_size=4"):
         MegatronLMPlugin(tp_degree=2, expert_model_parallel_size=4).check_world(4)
+    with pytest.raises(
+        ConfigurationError, match=r"2 processes / \(.*expert_model_parallel_size=2\) .*Launch 4 processes"
+    ):
+        MegatronLMPlugin(use_custom_fsdp=True, expert_model_parallel_size=2).check_world(2)
 
 
 def test_importing_the_package_imports_neither_torch_nor_megatron() -> None:

@@ -101,6 +101,7 @@ CASES: list[dict[str, Any]] = [
     {"pp_degree": 2, "num_micro_batches": 2},
     {**VP, "chunks": 2},
     {"use_distributed_optimizer": True, **OWN},
+    {"use_custom_fsdp": True},
 ]
 
 

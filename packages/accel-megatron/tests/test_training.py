@@ -11,9 +11,7 @@ from torch import nn
 
 from accel_state.testing import run_world
 
-Case = tuple[str, dict[str, Any]]
-
-TWO_RANKS: list[Case] = [
+TWO_RANKS: list[matrix.Case] = [
     ("gpt2", {"tp_degree": 2}),
     ("gpt2", {"use_distributed_optimizer": True, "num_micro_batches": 2}),
     ("gpt_neox", {"tp_degree": 2, "sequence_parallelism": True}),
@@ -35,7 +33,7 @@ SP = {"tp_degree": 2, "sequence_parallelism": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}
 # Gloo cannot gather tensors of different sizes, which the default dispatcher does where experts are split.
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
-FOUR_RANKS: list[Case] = [
+FOUR_RANKS: list[matrix.Case] = [
     ("gpt2", {**SP, "pp_degree": 2}),
     ("gpt2", {"pp_degree": 2, "use_distributed_optimizer": True, "num_micro_batches": 2}),
     ("gpt2", {**SP, "context_parallel_size": 2, "use_distributed_optimizer": True}),
@@ -69,47 +67,16 @@ FOUR_RANKS: list[Case] = [
 ]
 
 
-def train_all(cases: list[Case], steps: int) -> list[dict[str, Any]]:
-    from accel_megatron.testing import cuda_on_cpu
-
-    cuda_on_cpu()
-    results = []
-    for name, plugin in cases:
-        losses, weights = matrix.reference(name, steps)
-        run = matrix.Run(name, **plugin)
-        original = matrix.create(name).state_dict()
-        state = run.accelerator.get_state_dict(run.model)
-        same = not state or (
-            set(state) == set(original) and all(torch.equal(state[key], original[key]) for key in state)
-        )
-        trained = [run.step(batch) for batch in matrix.batches(name, steps, run.vocab_size)]
-        state = run.accelerator.get_state_dict(run.model)
-        difference = matrix.weight_difference(state, weights) if state else 0.0
-        results.append({"same": same, "loss": matrix.worst(trained, losses), "weights": difference})
-        run.close()
-    return results
-
-
-def check(cases: list[Case], results: list[list[dict[str, Any]]]) -> None:
-    for rank, found in enumerate(results):
-        for (name, plugin), result in zip(cases, found, strict=True):
-            where = f"{name} {plugin} on rank {rank}: {result}"
-            assert result["same"], where
-            assert result["loss"] < 1e-5, where
-            # Adam divides by the root of the second moment: where gradients are near zero, roundings are enlarged.
-            assert result["weights"] < 1e-3, where
-
-
 @pytest.mark.timeout(300)
 def test_two_ranks_train_like_one_process() -> None:
-    check(TWO_RANKS, run_world(train_all, 2, TWO_RANKS, 5, timeout=280))
+    matrix.check(TWO_RANKS, run_world(matrix.train_all, 2, TWO_RANKS, 5, timeout=280))
 
 
 # Twenty configurations on four ranks, of 20 steps each: minutes on two cores.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_four_ranks_train_like_one_process() -> None:
-    check(FOUR_RANKS, run_world(train_all, 4, FOUR_RANKS, 20, timeout=880))
+    matrix.check(FOUR_RANKS, run_world(matrix.train_all, 4, FOUR_RANKS, 20, timeout=880))
 
 
 TWO_HALF = [
@@ -128,33 +95,8 @@ FOUR_HALF = [
 ]
 
 
-def train_in_half_precision(cases: list[Any], steps: int) -> list[list[float]]:
-    from accel_megatron.testing import cuda_on_cpu
-
-    cuda_on_cpu()
-    differences = []
-    for name, precision, plugin in cases:
-        # Transformers computes the losses of T5 and Megatron-BERT in bf16, with three digits; they are float32 here.
-        in_float32 = precision == "fp16" or name in ("t5", "megatron-bert")
-        dtype = None if in_float32 else torch.bfloat16
-        losses, _ = matrix.reference(name, steps, dtype=dtype)
-        run = matrix.Run(name, precision, **plugin)
-        original = matrix.create(name).state_dict()
-        state = run.accelerator.get_state_dict(run.model)
-        # The float32 weights are kept, so that nothing is lost before the first step.
-        same = not state or all(torch.equal(state[key], original[key]) for key in original)
-        trained = []
-        skipped = 0
-        for batch in matrix.batches(name, steps, run.vocab_size):
-            trained.append(run.step(batch))
-            skipped += run.accelerator.optimizer_step_was_skipped
-        differences.append([same, matrix.worst(trained, losses), skipped])
-        run.close()
-    return differences
-
-
 def test_half_precision() -> None:
-    for found in run_world(train_in_half_precision, 2, TWO_HALF, 8):
+    for found in run_world(matrix.train_in_half_precision, 2, TWO_HALF, 8):
         assert all(same and difference < 2e-3 and not skipped for same, difference, skipped in found), found
 
 
@@ -162,7 +104,7 @@ def test_half_precision() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_half_precision_on_four_ranks() -> None:
-    for found in run_world(train_in_half_precision, 4, FOUR_HALF, 20, timeout=580):
+    for found in run_world(matrix.train_in_half_precision, 4, FOUR_HALF, 20, timeout=580):
         # Sums in another order are rounded differently, and 20 steps enlarge it.
         assert all(same and difference < 1e-2 and not skipped for same, difference, skipped in found), found
 

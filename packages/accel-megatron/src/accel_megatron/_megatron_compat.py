@@ -38,6 +38,51 @@ def repair_moe() -> None:
         moe_utils.te_general_gemm = None
 
 
+def repair_fsdp() -> None:
+    """Define a class that the FSDP of Megatron-core 0.16.1 looks for, and that is a mock without Transformer Engine."""
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    if not isinstance(mcore_fsdp_adapter.TELinear, type):
+        mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
+
+
+def drop_gathered(chunk: Any) -> None:
+    """Let FSDP gather parameters again before they are used: their parts are about to be changed."""
+    pipeline = chunk.module.all_gather_pipeline
+    for bucket, backward in list(pipeline.param_gather_event_map):  # a pending one is an error or a warning otherwise
+        pipeline.wait_bucket_ready(bucket, backward)
+    chunk.module.synchronize_param_gather()
+
+
+class CalledRoot(torch.nn.Module):
+    """Calls a model that FSDP wraps.
+
+    FSDP 0.16.1 calls forward() of what it wraps, without its hooks. One of them, which starts the backward pass, then
+    runs with that of the model's last submodule, and the gradients that were computed before are added several times.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.config = module.config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def data_parallel_wrappers() -> Any:
+    """The wrappers of a model chunk for data parallelism."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel, MegatronFSDP
+
+    return DistributedDataParallel, FullyShardedDataParallel, MegatronFSDP, CalledRoot
+
+
+def identity(parameter: torch.Tensor) -> int:
+    """A number that a parameter and the DTensor that FSDP puts in its place between steps share."""
+    return id(getattr(parameter, "orig_param", parameter))
+
+
 def sub_optimizers(optimizer: Any) -> list[Any]:
     """The optimizers of dense and of expert parameters."""
     from megatron.core.optimizer import ChainedOptimizer
@@ -48,6 +93,8 @@ def sub_optimizers(optimizer: Any) -> list[Any]:
 
 class MainParameter:
     """The float32 parameter that an optimizer updates, and its states: all of it, or a range on this rank."""
+
+    main: Any
 
     def __init__(self, optimizer: Any, parameter: torch.Tensor) -> None:
         self.optimizer, self.parameter = optimizer.optimizer, parameter
@@ -84,6 +131,10 @@ class MainParameter:
             if any(inner is item for group in sub.param_groups for item in group["params"]):
                 self.shown, self.main, self.optimizer = self.main, inner, sub
 
+    def value(self) -> torch.Tensor:
+        """The float32 parameter. A collective call."""
+        return self.full(self.main)
+
     def full(self, part: torch.Tensor | None) -> torch.Tensor:
         """A tensor of the parameter's shape from the ranges of all data-parallel ranks. A collective call."""
         if self.group is None:
@@ -101,6 +152,8 @@ class MainParameter:
 
     def put(self, key: str | None, value: torch.Tensor) -> None:
         """Set an entry of the state, or with None the parameter itself, from a tensor of the parameter's shape."""
+        if key is None:
+            self.parameter.data.copy_(value)
         if self.main is None or self.end <= self.start:
             return
         part = value.reshape(-1)[self.start : self.end].view(self.main.shape)
@@ -122,6 +175,46 @@ class MainParameter:
         self.optimizer.state[self.main]["step"] = step.clone()
 
 
+class ShardedParameter(MainParameter):
+    """A parameter of Megatron-core's FSDP, a range of which is on this rank.
+
+    Args:
+        optimizer: the distributed optimizer.
+        buffer: the ParamAndGradBuffer of the parameter's model chunk.
+        main: the DTensor that is updated.
+    """
+
+    def __init__(self, optimizer: Any, buffer: Any, main: Any) -> None:
+        self.optimizer, self.parameter, self.main, self.shown = optimizer.optimizer, main.orig_param, main, None
+        group = buffer.parameter_groups[buffer.param_to_param_group[self.parameter]]
+        # The float32 values, of which each rank has a part, and those that are computed with.
+        self.buffers = [group.main_weight_buffer, group.model_weight_buffer]
+        self.index = self.buffers[0].param_idx[self.parameter]
+        self.start, self.end = self.buffers[0].locate_item_in_global_item(self.index)
+        self.group = self.buffers[0].data_parallel_group
+
+    def value(self) -> torch.Tensor:
+        return self.full(self.buffers[0].get_item(self.index))
+
+    def state(self, key: str) -> torch.Tensor | None:
+        entry = self.optimizer.state.get(self.main, {}).get(key)
+        return None if entry is None else entry.to_local()
+
+    def put(self, key: str | None, value: torch.Tensor) -> None:
+        if key is None:
+            for buffer in self.buffers:
+                buffer.set_item(self.index, value)
+        elif self.end > self.start:
+            entry: Any = torch.zeros_like(self.main)
+            local = entry.to_local()
+            local.copy_(value.reshape(-1)[self.start : self.end].view(local.shape))
+            self.optimizer.state[self.main][key] = entry
+
+    def put_step(self, step: torch.Tensor) -> None:
+        if self.end > self.start:
+            super().put_step(step)
+
+
 def main_parameters(optimizer: Any) -> Iterator[tuple[torch.Tensor, MainParameter]]:
     """The trained parameters of this rank's model chunks with their main parameters, in the same order on all ranks
     that hold copies of them.
@@ -129,6 +222,11 @@ def main_parameters(optimizer: Any) -> Iterator[tuple[torch.Tensor, MainParamete
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     for sub in sub_optimizers(optimizer):
+        if isinstance(sub, DistributedOptimizer) and sub.ddp_config.use_megatron_fsdp:
+            for chunk in sub.model_chunks:
+                for _, main in chunk.param_and_grad_buffer.optimizer_named_parameters:
+                    yield main.orig_param, ShardedParameter(sub, chunk.param_and_grad_buffer, main)
+            continue
         if isinstance(sub, DistributedOptimizer):
             for buffer in sub.buffers:
                 for parameter in buffer.params:

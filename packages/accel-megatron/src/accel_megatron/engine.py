@@ -14,15 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_state import GradientState
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, require
 
-from ._megatron_compat import load_core, parallel_state
+from ._megatron_compat import CalledRoot, data_parallel_wrappers, drop_gathered, load_core, parallel_state, repair_fsdp
 from .architectures.base import IGNORED, Architecture, Batch, Chunk
 from .architectures.provided import Provided, ProvidedGroups, bare, share_first_values
 from .architectures.registry import architecture_of, settings_of
 from .core_config import adopt, config_for, create, dtype_of, set_virtual_stages
-from .optimizer import EngineOptimizer, ParameterGroups, build_optimizer
-from .plugin import MegatronLMPlugin
+from .optimizer import EngineOptimizer, ParameterGroups, build_optimizer, check_optimizer
+from .plugin import SHARDING, MegatronLMPlugin
 from .runtime import seed_generators
 from .train_step import create_train_step
 from .weights import ParameterTable
@@ -106,6 +106,13 @@ class MegatronEngine(nn.Module):
         self.gradient_state = GradientState()
         own = torch.float32 if provided else next(model.parameters()).dtype
         self.dtype = dtype_of(mixed_precision, own)
+        ranks = parallel_state.get_data_parallel_group(with_context_parallel=True).size()
+        # On one rank there is nothing to shard, and Megatron-core's FSDP would add gradients twice.
+        self.shards_parameters = bool(plugin.use_custom_fsdp) and optimizer is not None and ranks > 1
+        if optimizer is not None:
+            check_optimizer(plugin, optimizer)
+        if self.shards_parameters:
+            self._check_fsdp()
         seed_generators()
         config, ddp, core = plugin.settings_for(TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
         self._calls: list[_Call] = []
@@ -134,7 +141,9 @@ class MegatronEngine(nn.Module):
                 **{
                     "grad_reduce_in_fp32": True,
                     "use_distributed_optimizer": bool(plugin.use_distributed_optimizer),
+                    "use_megatron_fsdp": self.shards_parameters,
                     **ddp,
+                    "data_parallel_sharding_strategy": plugin.sharding_strategy or "no_shard",
                 }
             )
             chunks = self._optimised(chunks, settings, optimizer, groups, {**(scaler or {}), **core})
@@ -189,15 +198,18 @@ class MegatronEngine(nn.Module):
         """The chunks with buffers for their gradients, after the optimizer of their parameters was created."""
         from megatron.core.distributed import DistributedDataParallel
 
-        wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+        wrapped = [chunk for chunk in chunks if isinstance(chunk, data_parallel_wrappers())]
         if wrapped:
             settings = _check_wrapped(wrapped, len(chunks), settings)
+        elif self.shards_parameters:
+            chunks = [self._shard(chunk, settings) for chunk in chunks]
         else:
             chunks = [
                 DistributedDataParallel(self.config_core, settings, chunk, disable_bucketing=index > 0)
                 for index, chunk in enumerate(chunks)
             ]
-        self.overlaps = settings.overlap_grad_reduce
+        # FSDP sums the gradients of any number of backward passes.
+        self.overlaps = settings.overlap_grad_reduce and not self.shards_parameters
         precision = {"bf16": self.dtype is torch.bfloat16, "fp16": self.dtype is torch.float16}
         shared = {"overlap_param_gather": settings.overlap_param_gather, "params_dtype": self.dtype}
         built = build_optimizer(self.plugin, optimizer, groups, self.table, chunks, {**precision, **shared, **core})
@@ -207,6 +219,43 @@ class MegatronEngine(nn.Module):
         if settings.overlap_param_gather and len(chunks) > 1:
             self.config_core.param_sync_func = [chunk.start_param_sync for chunk in chunks]
         return chunks
+
+    def _check_fsdp(self) -> None:
+        """Raise an error where Megatron-core's FSDP cannot train this model."""
+        require("einops", purpose="Megatron-core's FSDP", install="accel[megatron]")
+        if self.dtype is torch.float16:
+            raise ConfigurationError(
+                "use_custom_fsdp=True does not work in fp16: Megatron-core does not unscale gradients that are "
+                "sharded. Use bf16, or use_distributed_optimizer=True instead."
+            )
+
+    def _shard(self, chunk: nn.Module, settings: Any) -> nn.Module:
+        """A chunk of the model in Megatron-core's FSDP, which gathers the parameters of one layer after the other."""
+        repair_fsdp()
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+        class Sharded(FullyShardedDataParallel):
+            def sync_rng_states_across_tp_group(self) -> None:
+                """Nothing: dropout differs between tensor-parallel ranks, and other generators belong to the script."""
+
+        # Every rank keeps fixed parameters: FSDP takes trained ones only.
+        for module in chunk.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.requires_grad:
+                    delattr(module, name)
+                    module.register_buffer(name, parameter)
+        units = None
+        if settings.data_parallel_sharding_strategy == SHARDING[-1]:
+            lists = [(name, item) for name, item in chunk.named_modules() if isinstance(item, nn.ModuleList)]
+            stacks = [item for name, item in lists if name.rpartition(".")[2] == "layers"]
+            units = list({type(layer): None for stack in stacks for layer in stack})
+            if not units:
+                raise ConfigurationError(
+                    "use_custom_fsdp=True gathers the layers of a model one by one, and "
+                    f"{type(bare(chunk)).__name__} has no `layers`. Set "
+                    "other_megatron_args={'data_parallel_sharding_strategy': 'optim_grads'}."
+                )
+        return Sharded(self.config_core, settings, CalledRoot(chunk), fsdp_unit_modules=units, device=self.device)
 
     @torch.no_grad()
     def _zero_unmapped(self) -> None:
@@ -238,6 +287,8 @@ class MegatronEngine(nn.Module):
     def load_weights(self, read: Callable[[str], torch.Tensor]) -> None:
         """Take over weights that ``read`` returns by their Transformers names."""
         put = self._put if self.optimizer is None else self.optimizer.put
+        for chunk in self.chunks if self.shards_parameters else ():
+            drop_gathered(chunk)
         self.table.load(read, put)
 
     @staticmethod
@@ -674,14 +725,16 @@ def _check_wrapped(wrapped: list[Any], count: int, settings: Any) -> Any:
     problem = None
     if len(wrapped) < count:
         problem = f"{len(wrapped)} of {count} parts are wrapped"
+    elif found.use_megatron_fsdp or settings.use_megatron_fsdp:
+        problem = "Megatron-core's FSDP wraps it here, with use_custom_fsdp=True"
     elif found.use_distributed_optimizer != settings.use_distributed_optimizer:
         problem = f"its use_distributed_optimizer={found.use_distributed_optimizer}"
     elif any(buffer.gradient_scaling_factor != 1.0 for chunk in wrapped for buffer in chunk.buffers):
         problem = "it divides gradients by the number of ranks (calculate_per_token_loss=False in its config)"
     if problem is not None:
         raise ConfigurationError(
-            f"custom_prepare_model_function wrapped the model in DistributedDataParallel, and {problem}. Return the "
-            "model without it: prepare() wraps it."
+            f"custom_prepare_model_function wrapped the model in {type(wrapped[0]).__name__}, and {problem}. Return "
+            "the model without it: prepare() wraps it."
         )
     return found
 

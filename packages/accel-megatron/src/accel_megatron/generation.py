@@ -66,6 +66,8 @@ def generate(
         )
     eos, pad = _special_tokens(config, eos_token_id, pad_token_id)
     chunk = engine.chunks[0]
+    if engine.shards_parameters:
+        chunk.start_param_sync()  # which the wrapper's forward() does otherwise
     while hasattr(chunk, "module"):
         chunk = chunk.module
     was_training = engine.training

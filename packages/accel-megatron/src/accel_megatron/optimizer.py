@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from accel.optimizer import AcceleratedOptimizer
 from accel_state.errors import ConfigurationError
 
-from ._megatron_compat import MainParameter, main_parameters, sub_optimizers
+from ._megatron_compat import MainParameter, identity, main_parameters, sub_optimizers
 from .plugin import MegatronLMPlugin
 from .weights import ParameterTable, Weight
 
@@ -34,6 +34,17 @@ def optimizer_kind(optimizer: Optimizer) -> str:
         if any(group.get(name) for group in optimizer.param_groups):
             raise ConfigurationError(f"{type(optimizer).__name__}({name}=...) is not supported in Megatron-core.")
     return kind
+
+
+def check_optimizer(plugin: MegatronLMPlugin, optimizer: Optimizer) -> None:
+    """Raise ConfigurationError for an optimizer that Megatron-core does not have with these settings."""
+    kind = optimizer_kind(optimizer)
+    if plugin.use_distributed_optimizer and kind != "adam" and not plugin.optimizer_cpu_offload:
+        setting = "use_custom_fsdp" if plugin.use_custom_fsdp else "use_distributed_optimizer"
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} with {setting}=True: Megatron-core shards the states of AdamW and Adam. Use "
+            f"one of them, or leave {setting} out."
+        )
 
 
 class ParameterGroups:
@@ -134,7 +145,7 @@ def build_optimizer(
                 key = (index, no_decay, scaled)
                 predicate = ParamWithNamePredicate(
                     name=f"accel_{index}_{no_decay}_{scaled}",
-                    fn=lambda parameter, name, key=key: keys.get(id(parameter)) == key,
+                    fn=lambda parameter, name, key=key: keys.get(identity(parameter)) == key,
                 )
                 overrides[ParamKey(with_name_predicate=predicate)] = {"accel_group": key}
     # The distributed optimizer hands views of float32 parameters to the one in host memory, which takes leaves only.
@@ -234,13 +245,14 @@ class EngineOptimizer:
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
         """The float32 value of a parameter of this rank."""
         main = self.mains.get(id(parameter))
-        return parameter.detach().float() if main is None else main.full(main.main)
+        return parameter.detach().float() if main is None else main.value()
 
     def put(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Set a parameter, and the float32 one that it is rounded from."""
-        parameter.data.copy_(value)
         main = self.mains.get(id(parameter))
-        if main is not None:
+        if main is None:
+            parameter.data.copy_(value)
+        else:
             main.put(None, value.to(parameter.device))
 
     def _steps_taken(self) -> int:

@@ -10,13 +10,23 @@ from typing import Any, ClassVar
 from accel_state.errors import ConfigurationError
 from accel_state.options import MegatronOptions
 
-_FSDP = (
-    "Megatron-core's FSDP keeps parameters as DTensors of uneven parts, which the exchange of weights and optimizer "
-    "states under Transformers' names cannot read. Use FullyShardedDataParallelPlugin, or "
-    "use_distributed_optimizer=True, which shards optimizer states and gradients."
-)
+SHARDING = ("optim", "optim_grads", "optim_grads_params")
+"""What Megatron-core's FSDP can shard over the data-parallel ranks."""
+_STRATEGY = "data_parallel_sharding_strategy"
+_FSDP_NAMES = ("use_megatron_fsdp", "use_custom_fsdp")  # of DistributedDataParallelConfig; the second is deprecated
+# Settings that Megatron-core's FSDP does not have, or computes wrong numbers with.
+_FSDP_EXCLUDES = {
+    "optimizer_cpu_offload": "The optimizer in host memory updates parameters that are not DTensors.",
+    "use_precision_aware_optimizer": "The states of that optimizer are not those that checkpoints have.",
+}
+_FSDP_FIXED = {
+    "grad_reduce_in_fp32": (True, "Sums over tensor-parallel ranks are lost otherwise."),
+    "preserve_fp32_weights": (True, "The optimizer updates float32 weights."),
+    "num_distributed_optimizer_instances": (1, "Groups of replicas are not supported."),
+    "outer_dp_sharding_strategy": ("no_shard", "Groups of replicas are not supported."),
+    "init_model_with_meta_device": (False, "The weights come from the model that prepare() gets."),
+}
 _NO_EFFECT = {
-    "use_custom_fsdp": _FSDP,
     "tensorboard_dir": 'Use Accelerator(log_with="tensorboard", project_dir=...).',
     "set_all_logging_options": "Use Accelerator(log_with=...).",
 }
@@ -33,7 +43,9 @@ class MegatronLMPlugin:
     Args:
         tp_degree: tensor-parallel size (default 1).
         pp_degree: pipeline-parallel size: number of stages (default 1).
-        use_custom_fsdp: not supported; use FullyShardedDataParallelPlugin.
+        use_custom_fsdp: Megatron-core's FSDP: shard parameters, gradients and optimizer states over the data-parallel
+            ranks. ``other_megatron_args={"data_parallel_sharding_strategy": ...}``, "optim_grads_params" by default,
+            takes "optim_grads" and "optim", too. It includes ``use_distributed_optimizer``, and excludes ``pp_degree``.
         overlap_cpu_optimizer_d2h_h2d: with ``optimizer_cpu_offload``, copy gradients and parameters while others are
             updated.
         no_load_optim: do not load optimizer states from a checkpoint.
@@ -214,6 +226,7 @@ class MegatronLMPlugin:
                 f"attention_backend={self.attention_backend!r}: attention is torch's scaled_dot_product_attention. "
                 "Leave it out, and select kernels with torch.nn.attention.sdpa_kernel."
             )
+        self._check_fsdp()
         if self.sequence_parallelism and self.tp_degree == 1:
             self.sequence_parallelism = False  # nothing to split over
         if self.num_layers_per_virtual_pipeline_stage is not None and self.pp_degree == 1:
@@ -221,6 +234,56 @@ class MegatronLMPlugin:
                 f"num_layers_per_virtual_pipeline_stage={self.num_layers_per_virtual_pipeline_stage} interleaves the "
                 "stages of a pipeline, and pp_degree=1. Set pp_degree to 2 or more, or leave it out."
             )
+
+    @property
+    def sharding_strategy(self) -> str | None:
+        """What Megatron-core's FSDP shards; None without it."""
+        if not self.use_custom_fsdp:
+            return None
+        return str((self.other_megatron_args or {}).get(_STRATEGY, SHARDING[-1]))
+
+    def _check_fsdp(self) -> None:
+        other = self.other_megatron_args or {}
+        if other.get("use_torch_fsdp2"):
+            raise ConfigurationError(
+                "other_megatron_args={'use_torch_fsdp2': True} is not supported: Megatron-core's finalize_model_grads "
+                "cannot call that wrapper, which does not scale gradients either. Use use_custom_fsdp=True, or "
+                "FullyShardedDataParallelPlugin without Megatron-core."
+            )
+        self.use_custom_fsdp = bool(self.use_custom_fsdp or any(other.get(name) for name in _FSDP_NAMES))
+        strategy = self.sharding_strategy
+        if strategy is None:
+            if _STRATEGY in other:
+                raise ConfigurationError(
+                    f"other_megatron_args={{{_STRATEGY!r}: {other[_STRATEGY]!r}}} is a setting of Megatron-core's "
+                    "FSDP. Set use_custom_fsdp=True, too, or leave it out."
+                )
+            return
+        if strategy not in SHARDING:
+            raise ConfigurationError(
+                f"{_STRATEGY}={strategy!r} is not one of {', '.join(SHARDING)}. To shard nothing, leave "
+                "use_custom_fsdp out."
+            )
+        problem = None
+        if self.pp_degree > 1:
+            problem = (
+                f"pp_degree={self.pp_degree}: its ranks are data-parallel x tensor-parallel ones, without stages. Set "
+                "pp_degree=1, or use use_distributed_optimizer=True, which shards optimizer states with stages"
+            )
+        for name, reason in _FSDP_EXCLUDES.items():
+            if getattr(self, name):
+                problem = f"{name}=True. {reason} Leave one of them out"
+        for name, (value, reason) in _FSDP_FIXED.items():
+            if other.get(name, value) != value:
+                problem = f"other_megatron_args={{{name!r}: {other[name]!r}}}. {reason} Leave it out"
+        if strategy == "optim" and other.get("overlap_grad_reduce"):
+            problem = (
+                f"overlap_grad_reduce=True and {_STRATEGY}='optim': Megatron-core adds a rank's own gradients to their "
+                "sum over all ranks. Choose optim_grads, or leave overlap_grad_reduce out"
+            )
+        if problem is not None:
+            raise ConfigurationError(f"use_custom_fsdp=True does not work with {problem}.")
+        self.use_distributed_optimizer = True
 
     def virtual_stages(self, num_layers: int | None) -> int | None:
         """How many parts each rank has of a model whose stages are interleaved; None for one."""
@@ -263,6 +326,13 @@ class MegatronLMPlugin:
                 f"expert_model_parallel_size={self.expert_model_parallel_size} x pp_degree={self.pp_degree} = "
                 f"{experts}."
             )
+        if self.use_custom_fsdp and world_size == experts > self.tp_degree:
+            raise ConfigurationError(
+                f"use_custom_fsdp=True: {world_size} processes / (expert_tensor_parallel_size={expert_tp} x "
+                f"expert_model_parallel_size={self.expert_model_parallel_size}) leave one data-parallel rank for each "
+                f"expert, whose gradients Megatron-core adds twice. Launch {2 * experts} processes, or a multiple, or "
+                "use use_distributed_optimizer=True instead."
+            )
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
         """Set the batch sizes."""
@@ -272,9 +342,8 @@ class MegatronLMPlugin:
     def settings_for(self, *kinds: type[Any]) -> list[dict[str, Any]]:
         """The ``other_megatron_args`` that are fields of each class; one that no class has is an error."""
         given = dict(self.other_megatron_args or {})
-        for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"):
-            if given.get(name):
-                raise ConfigurationError(f"other_megatron_args={{{name!r}: {given[name]!r}}} is not supported. {_FSDP}")
+        for name in (*_FSDP_NAMES, "use_torch_fsdp2"):
+            given.pop(name, None)
         found = []
         for kind in kinds:
             names = {item.name for item in fields(kind) if item.init}

@@ -21,7 +21,7 @@ from accel_state.collectives.torch import TorchCollectives
 from accel_state.errors import ConfigurationError
 
 from . import runtime
-from ._megatron_compat import load_core, parallel_state
+from ._megatron_compat import identity, load_core, parallel_state
 from .plugin import MegatronLMPlugin
 
 
@@ -217,13 +217,13 @@ class MegatronStrategy(Strategy):
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip in the next step, instead of by ``gradient_clipping``, and return the norm; 0 within a window."""
-        chosen = set(map(id, parameters))
+        chosen = set(map(identity, parameters))
         if norm_type != 2:
             raise ConfigurationError(
                 f"norm_type={norm_type}: Megatron-core clips by the 2-norm of all gradients. Leave norm_type out."
             )
         for engine in self._engines:
-            missing = sum(id(item) not in chosen for item in engine.parameters() if item.requires_grad)
+            missing = sum(identity(item) not in chosen for item in engine.parameters() if item.requires_grad)
             if missing:
                 raise ConfigurationError(
                     f"clip_grad_norm_ got {len(chosen)} parameters, without {missing} that are trained. Megatron-core "

@@ -29,6 +29,13 @@ def _is_cuda(value: Any) -> bool:
     return isinstance(value, str) and value.partition(":")[0] == "cuda"
 
 
+class _CurrentDevice(str):
+    """The CPU as an argument of torch's functions, and the first device in a name such as "cuda:0"."""
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
 class _OnCpu(TorchFunctionMode):
     """Creates tensors that are asked for on a CUDA device on the CPU, and reports their types as CUDA's."""
 
@@ -119,7 +126,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
     cuda = torch.cuda
     return [
         *((cuda, name, _nothing) for name in ("synchronize", "empty_cache", "set_device", "init", "manual_seed_all")),
-        (cuda, "current_device", lambda: _CPU),
+        (cuda, "current_device", lambda: _CurrentDevice("cpu")),
         (cuda, "device_count", lambda: 1),
         *((cuda, name, _Stream) for name in ("Stream", "Event", "stream", "device")),
         *((cuda, name, _stream) for name in ("current_stream", "default_stream")),

@@ -14,7 +14,7 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
-from .._megatron_compat import parallel_state
+from .._megatron_compat import data_parallel_wrappers, parallel_state
 from ..layers import blocked_keys
 from ..plugin import MegatronLMPlugin
 from ..weights import ByRank, Weight, global_tensors, shard_group, split_dim, weight
@@ -210,10 +210,10 @@ def share_first_values(chunks: Sequence[nn.Module]) -> None:
 
 def bare(chunk: Any) -> Any:
     """A chunk without the wrappers of Megatron-core for data parallelism and half precision."""
-    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
 
-    while isinstance(chunk, (DistributedDataParallel, Float16Module)):
+    wrappers: Any = (*data_parallel_wrappers(), Float16Module)
+    while isinstance(chunk, wrappers):
         chunk = chunk.module
     return chunk
 

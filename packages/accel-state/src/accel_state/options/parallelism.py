@@ -135,7 +135,9 @@ class MegatronOptions(OptionGroup):
     attention_softmax_in_fp32: bool | None = _megatron(help="Compute the softmax of attention in float32.")
     calculate_per_token_loss: bool | None = _megatron(help="Average the loss over tokens, not over micro batches.")
     use_rotary_position_embeddings: bool | None = _megatron(help="Use rotary position embeddings in the model.")
-    use_custom_fsdp: bool = _megatron(False, help="Not supported: use --use_fsdp, or the distributed optimizer.")
+    use_custom_fsdp: bool = _megatron(
+        False, help="Shard parameters, gradients and optimizer states with the FSDP of Megatron-core."
+    )
     no_load_optim: bool = _megatron(False, help="Do not load optimizer states from a checkpoint.")
     no_save_optim: bool = _megatron(False, help="Do not save optimizer states in a checkpoint.")
     eod_mask_loss: bool = _megatron(False, help="Mask end-of-document tokens in the loss.")
