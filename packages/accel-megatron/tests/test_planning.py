@@ -40,6 +40,8 @@ OTHERS: list[tuple[str, str, dict[str, Any]]] = [
     ("mixtral", "no", {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}),
     ("mixtral", "no", {"tp_degree": 2, "sequence_parallelism": True}),
     ("mixtral", "bf16", {"pp_degree": 2, "num_micro_batches": 2}),
+    ("mixtral", "no", {"context_parallel_size": 2}),
+    ("mixtral", "no", {"context_parallel_size": 2, "expert_model_parallel_size": 2}),
 ]
 
 
@@ -181,8 +183,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         with pytest.raises(ConfigurationError, match=message):
             run([str(config), "--model", str(tmp_path), *options])
     matrix.create("mixtral").config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match="knows experts without context parallelism"):
-        run([str(config), "--model", str(tmp_path), "--megatron_lm_context_parallel_size", "2"])
+    for options, message in (
+        (["--megatron_lm_expert_tensor_parallel_size", "1"], "expert_tensor_parallel_size=1, and .*tp_degree=2"),
+        (["--megatron_lm_use_custom_fsdp", "true", "--megatron_lm_pp_degree", "1"], "does not count what .*FSDP"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            run([str(config), "--model", str(tmp_path), *options])
 
 
 def differences(cases: list[Any]) -> list[Any]:

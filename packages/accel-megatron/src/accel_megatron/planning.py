@@ -8,7 +8,7 @@ numbers of tokens) are left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -78,6 +78,11 @@ def plan_plugin(
         device: type of the devices, whose kernels save different tensors.
     """
     plugin.check_world(processes)
+    if plugin.use_custom_fsdp:
+        raise ConfigurationError(
+            "accel plan does not count what Megatron-core's FSDP (use_custom_fsdp=True) holds and gathers. Plan with "
+            "use_distributed_optimizer=True, whose ranks hold all parameters and gradients."
+        )
     architecture = architecture_of(model)
     kind = architecture.hf.model_type
     works: dict[str, type[_Work]] = {"megatron-bert": _Bert, "t5": _T5}
@@ -135,8 +140,9 @@ class _Work:
             rest, position = divmod(rest, size)
             self.coordinates = {name: (position, size), **self.coordinates}
         self.stage = self.coordinates["pp"][0]
-        self.ep_rank = self.coordinates.get("ep", (0, 1))[0]
-        self.data_rank = self.coordinates["dp"][0] * self.ep + self.ep_rank
+        # Among the ranks of this stage that have the same parts of matrices.
+        position = self.rank // self.tp % (self.dp * self.cp)
+        self.ep_rank, self.data_rank = position % self.ep, position // self.cp
         self.first, self.last = self.stage == 0, self.stage == self.pp - 1
         self.sp = self.tp if plugin.sequence_parallelism else 1
         self.tokens = self.batch_size * self.seq_length // self.cp
@@ -287,8 +293,8 @@ class _Work:
         if self.cp > 1:
             groups = self.core.get("num_query_groups") or self.core["num_attention_heads"]
             gathered = 2 * self.cp * self.tokens * groups * self._head_size() // self.tp * self.bytes
-            add("all-gather", "cp", self.cp, batches * self._forwards(), gathered)
-            add("all-reduce", "cp", self.cp, batches * self.layers, gathered)
+            add("all-gather", self._cp_axis, self.cp, batches * self._forwards(), gathered)
+            add("all-reduce", self._cp_axis, self.cp, batches * self.layers, gathered)
         chunks = self.sizes.chunks
         passes = batches * chunks
         # The last stage of one chunk sends to the first stage of the next one.
@@ -298,6 +304,14 @@ class _Work:
             add("send", "pp", 2, ahead + back, self.sequences * layer // self.sp)
         self._reductions(add)
         return found
+
+    @property
+    def _cp_axis(self) -> str:
+        return "cp"
+
+    @property
+    def _ep_axes(self) -> tuple[str, ...]:
+        return ("ep",)
 
     @property
     def sequences(self) -> int:
@@ -347,10 +361,15 @@ class _Work:
         if self.architecture.tied and self.pp > 1 and (self.first or self.last):
             add("all-reduce", "pp", 2, 1, self.embedding * 4)
         self._over_data(add, self.values, self.dp * self.cp, ("dp", "cp", "ep"))
-        self._over_data(add, self.expert_values, self.dp * self.cp // self.ep, ("dp", "cp"))
+        others = [name for name in ("dp", "cp") if name not in self._ep_axes]
+        self._over_data(add, self.expert_values, self.dp * self.cp // self.ep, others)
 
-    def _over_data(self, add: Any, values: int, ranks: int, axes: tuple[str, ...]) -> None:
-        axis = "+".join(name for name in self.coordinates if name in axes and self.coordinates[name][1] > 1)
+    def _joined(self, axes: Sequence[str]) -> str:
+        """The name of axes that are flattened into one."""
+        return "+".join(name for name in self.coordinates if name in axes and self.coordinates[name][1] > 1)
+
+    def _over_data(self, add: Any, values: int, ranks: int, axes: Sequence[str]) -> None:
+        axis = self._joined(axes)
         chunks = self.sizes.chunks
         if self.plugin.use_distributed_optimizer:
             add("reduce-scatter", axis, ranks, chunks, values * 4 // chunks)
@@ -367,18 +386,36 @@ class _Experts(_Work):
 
     def __post_init__(self) -> None:
         plugin = self.plugin
-        if plugin.context_parallel_size > 1 or plugin.expert_tensor_parallel_size not in (None, plugin.tp_degree):
+        if plugin.expert_tensor_parallel_size not in (None, plugin.tp_degree):
             raise ConfigurationError(
-                f"accel plan knows experts without context parallelism (context_parallel_size="
-                f"{plugin.context_parallel_size}), and with expert_tensor_parallel_size="
-                f"{plugin.expert_tensor_parallel_size} equal to tp_degree={plugin.tp_degree}. Leave both out."
+                f"expert_tensor_parallel_size={plugin.expert_tensor_parallel_size}, and accel plan knows experts that "
+                f"are split like other layers (tp_degree={plugin.tp_degree}). Leave it out."
+            )
+        sizes = plugin.expert_model_parallel_size, plugin.context_parallel_size
+        if max(sizes) % min(sizes):
+            raise ConfigurationError(
+                f"accel plan knows expert_model_parallel_size={sizes[0]} and context_parallel_size={sizes[1]} of which "
+                "one divides the other. Change one of them."
             )
         super().__post_init__()
 
     def _axes(self) -> list[tuple[str, int]]:
         if self.ep == 1:
             return super()._axes()
-        return [("tp", self.tp), ("ep", self.ep), ("dp", self.dp // self.ep), ("pp", self.pp)]
+        # Experts and sequences are both spread over the ranks next to each other.
+        both = max(self.ep, self.cp)
+        inner = [("cp", self.cp), ("ep", both // self.cp)]
+        if self.cp > self.ep:
+            inner = [("ep", self.ep), ("cp", both // self.ep)]
+        return [("tp", self.tp), *inner, ("dp", self.dp * self.cp // both), ("pp", self.pp)]
+
+    @property
+    def _cp_axis(self) -> str:
+        return self._joined(("cp", "ep") if 1 < self.ep < self.cp else ("cp",))
+
+    @property
+    def _ep_axes(self) -> tuple[str, ...]:
+        return ("ep", "cp") if self.ep >= self.cp else ("ep",)
 
     @property
     def _chosen(self) -> int:
@@ -401,8 +438,9 @@ class _Experts(_Work):
         passes = batches * (self._forwards() + self.layers)
         weights = self.tokens * self._chosen * 4  # of the tokens
         if self.ep > 1:
-            add("all-to-all", "ep", self.ep, 2 * passes, layer // self.sp * self._chosen)
-            add("all-to-all", "ep", self.ep, passes, weights // self.sp)
+            axis = self._joined(self._ep_axes)
+            add("all-to-all", axis, self.ep, 2 * passes, layer // self.sp * self._chosen)
+            add("all-to-all", axis, self.ep, passes, weights // self.sp)
         if self.sp > 1:
             add("all-gather", "tp", self.tp, passes, layer * self._chosen)
             add("all-gather", "tp", self.tp, batches * self._forwards(), weights)
