@@ -159,6 +159,7 @@ def test_compiled_models_train_like_others(regional: bool) -> None:
     torch.manual_seed(0)
     model, plain = Blocks(), Blocks()
     plain.load_state_dict(model.state_dict())
+    assert accelerator.state.dynamo_plugin is plugin
     prepared = accelerator.prepare(model)
     assert is_compiled_module(prepared) != regional and has_compiled_regions(prepared) == regional
     accelerator.backward(prepared(torch.arange(8)).square().mean())
@@ -192,6 +193,7 @@ def test_compilation_settings() -> None:
         TorchDynamoPlugin(backend="nope")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="both given"):
         Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
+    assert Accelerator(cpu=True).state.dynamo_plugin == TorchDynamoPlugin()
 
 
 def test_profiles_are_written_for_each_rank(tmp_path: Path) -> None:

@@ -122,6 +122,8 @@ def build(
     plugins = {engine: settings} if engine is not None and strategy.settings is not None else {}
     for name, plugin in {**plugins, **strategy.active_plugins}.items():
         setattr(state, _ATTRIBUTES.get(name, f"{name}_plugin"), plugin)
+    if state.dynamo_plugin is None:
+        state.dynamo_plugin = dynamo
     handled = strategy.handles_precision(state.mixed_precision)
     precision = PRECISIONS.load("no" if handled else state.mixed_precision)(process, handlers)
     if isinstance(precision.scaler, SharedGradScaler):
