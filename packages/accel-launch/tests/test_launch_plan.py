@@ -320,3 +320,14 @@ class TestReplicas:
             ft.variables(made, ft.Replica(1, tmp_path / "progress"), "http://no-such-host.invalid:29500", tmp_path)
         made = plan(tmp_path, ft="true", num_replicas="9", cpu="true")
         assert all("CUDA_VISIBLE_DEVICES" not in rank for rank in ft.FaultTolerantLauncher().commands(made)[0].ranks)
+
+    def test_a_look_comes_right_after_a_time_limit(self, tmp_path) -> None:
+        made = plan(tmp_path, ft="true", replica_timeout="2", cpu="true")
+        run = ft._Run(made, made.settings.group(ft.FaultToleranceOptions), tmp_path, "localhost", 1)
+        running = {"processes": [None], "state": "computes"}
+        run.replicas = [ft.Replica(0, tmp_path, **running, silent=1.5), ft.Replica(1, tmp_path, **running, silent=7.0)]
+        assert run.until_next_look() == 0.1  # nobody waits for the second one, which computes for long
+        run.replicas[0].stopped = 1.96
+        assert run.until_next_look() == pytest.approx(0.045)
+        run.replicas[0].processes = []
+        assert run.until_next_look() == 0.1
