@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -116,9 +116,19 @@ def _plain_compile(function: Any = None, **_: Any) -> Any:
 
 def replacements() -> list[tuple[Any, str, Any]]:
     """Every name that is replaced: its module, its name, and the replacement."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import DataParallelBuffer
     from megatron.core.inference import communication_utils
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
+
+    get_shard = DataParallelBuffer.get_shard_from_local_buffer
+
+    def keep_shard(buffer: Any) -> torch.Tensor:
+        # One view of a buffer for all gathers: where Python releases a tensor while gloo's thread does, after an
+        # asynchronous collective, the heap of a rank was corrupted now and then (pytorch issue 75529).
+        if getattr(buffer, "shard_of", None) is not buffer.data:
+            buffer.shard_of, buffer.shard = buffer.data, get_shard(buffer)
+        return cast("torch.Tensor", buffer.shard)
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -138,6 +148,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
         (random, "_set_cuda_rng_state", _set_rng_state),
         (token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
         (communication_utils, "_is_cuda", _nothing),
+        (DataParallelBuffer, "get_shard_from_local_buffer", keep_shard),
     ]
 
 
