@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator, DataLoaderConfiguration
 from accel.fault_tolerance.lighthouse_watch import LighthouseWatch
 from accel.fault_tolerance.replica_tracking import Recent, Row
-from accel.fault_tolerance.shard_reduction import ShardReduction, Sum, shards_of
+from accel.fault_tolerance.shard_reduction import Sum, SumOverReplicas, shards_of
 from accel_state.errors import ConfigurationError
 from accel_state.options import check, load_groups, resolve
 from accel_track.jsonl_reader import read_run
@@ -355,7 +355,7 @@ def test_the_sum_of_shards_has_the_same_bits_on_any_number_of_replicas() -> None
         def compute(rank: int, size: int = size, results: dict[int, Sum] = results) -> None:
             prefixed = dist.PrefixStore(str(size), store)
             group = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=20)) if size > 1 else None
-            reduction = ShardReduction(rank, size, shards, length, 2, torch.float32, torch.device("cpu"))
+            reduction = SumOverReplicas(rank, size, shards, length, 2, torch.float32, torch.device("cpu"))
             mine = shards_of(rank, size, shards)
             # Parts of the vectors end within pieces, and some pieces are longer than a part.
             packed = {shard: reduction.pack(vectors[shard].split([1, 0, 500, 2, 500]), notes[shard]) for shard in mine}

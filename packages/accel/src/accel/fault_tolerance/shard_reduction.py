@@ -35,7 +35,7 @@ class Sum(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardReduction:
+class SumOverReplicas:
     """The reduction of one step.
 
     Args:

@@ -22,7 +22,7 @@ from accel_track.tracking import TrackerRun
 from ..fault_tolerance.replica_group import REPLICA, RESTARTS, ReplicaGroup, check_environment
 from ..fault_tolerance.replica_tracking import ReplicaTracking
 from ..fault_tolerance.run_state import capture, restore
-from ..fault_tolerance.shard_reduction import ShardReduction, shards_of
+from ..fault_tolerance.shard_reduction import SumOverReplicas, shards_of
 from ..fsdp.local_part import local
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
@@ -53,7 +53,7 @@ class FaultTolerantStrategy(Strategy):
     _buffers: list[tuple[torch.Tensor, torch.Tensor]]
     _new_buffers: dict[int, torch.Tensor]
     _trained: list[nn.Parameter] | None
-    _reduction: ShardReduction | None
+    _shard_sum: SumOverReplicas | None
     _items: float
     _by_items: bool
 
@@ -353,7 +353,7 @@ class FaultTolerantStrategy(Strategy):
 
     def _clear_step(self) -> None:
         self._vectors, self._notes, self._buffers, self._new_buffers = {}, {}, [], {}
-        self._trained = self._reduction = self.batch = None
+        self._trained = self._shard_sum = self.batch = None
         self._items, self._by_items = 0.0, False
         self._is_reduced = self._saw_backward = False
 
@@ -374,15 +374,15 @@ class FaultTolerantStrategy(Strategy):
         found = {id(item): item for model in self._models for item in model.buffers()}
         return found.values()
 
-    def _reduction_of_step(self) -> ShardReduction:
+    def _reduction_of_step(self) -> SumOverReplicas:
         """How the gradients and the buffers of a shard are summed in this step."""
-        if self._reduction is None:
+        if self._shard_sum is None:
             group, parameters = self._group, self._parameters()
             assert group is not None
             sizes = [local(parameter).numel() for parameter in parameters]
             sizes += [before.numel() for buffer, before in self._buffers if buffer.is_floating_point()]
             doubles = any(parameter.dtype == torch.float64 for parameter in parameters)
-            self._reduction = ShardReduction(
+            self._shard_sum = SumOverReplicas(
                 group.rank,
                 group.size,
                 self.options.num_replicas,
@@ -391,7 +391,7 @@ class FaultTolerantStrategy(Strategy):
                 torch.float64 if doubles else torch.float32,
                 self.state.device,
             )
-        return self._reduction
+        return self._shard_sum
 
     # -- the state that a replica gets from another one --------------------------------------------------------------
 
