@@ -62,7 +62,10 @@ with mock_aws():
 
 
 @pytest.mark.timeout(450)
-@pytest.mark.parametrize("sdk", ["sagemaker2", "sagemaker3"])
+@pytest.mark.parametrize(
+    "sdk",
+    [pytest.param("sagemaker2", marks=pytest.mark.slow), "sagemaker3"],  # the older SDK; the newer one is fast
+)
 def test_a_job_is_created(tmp_path, sdk) -> None:
     if missing(sdk):
         pytest.skip(missing(sdk))

@@ -101,6 +101,7 @@ def test_enable_refuses_to_overwrite_a_command(python: Path) -> None:
         command.unlink()
 
 
+@pytest.mark.slow  # starts five interpreters that import torch; enabling has fast tests
 def test_launch_as_accelerate_changes_one_run(python: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     child = f"subprocess.run([sys.executable, '-c', {PRINT!r}], check=True)"

@@ -265,6 +265,7 @@ def test_a_requested_port_is_used(shell, free_port) -> None:
         assert result.stdout.splitlines() == [f"127.0.0.1 {port}"] * 2
 
 
+@pytest.mark.slow  # two starts of two ranks; test_two_default_launches_on_one_host is fast
 def test_the_launcher_says_what_ranks_cannot_know(shell) -> None:
     """A rank that ended before another one's collective failed; and that gloo aborts on tensors of other sizes."""
     shell.write(

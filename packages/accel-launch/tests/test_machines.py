@@ -39,7 +39,10 @@ print(os.environ["GROUP_RANK"], os.environ["RANK"], os.environ["LOCAL_RANK"], fl
 """
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("static", marks=pytest.mark.slow), "c10d"],  # test_static_rendezvous.py has fast tests
+)
 def test_two_machines_form_one_world(shell, started, free_port, backend) -> None:
     shell.write("s.py", SUM if backend == "static" else RANKS)
     # gloo listens on the address of the host's name, which need not be resolvable in a container.

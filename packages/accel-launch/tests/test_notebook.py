@@ -72,6 +72,7 @@ def test_a_failing_function_raises_with_its_traceback(session) -> None:
     assert lines[1].startswith("accel launch: rank 1 of 2 ended first with exit code 9 | ")
 
 
+@pytest.mark.slow  # ten starts of two ranks; the tests around it have fewer
 def test_a_function_that_exits_its_process(session) -> None:
     """torch gets no result from four of these, and would wait for it forever."""
     lines = session("""

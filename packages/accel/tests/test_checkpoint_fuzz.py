@@ -175,6 +175,7 @@ def test_no_corruption_is_loaded(checkpoints: Checkpoints) -> None:
     )
 
 
+@pytest.mark.slow  # loads hundreds of damaged files; damage of each file format has fast tests
 @pytest.mark.timeout(600)
 def test_a_damaged_state_of_another_library_never_crashes(checkpoints: Checkpoints) -> None:
     """It has no digests: what torch's own checksums do not cover can be found only where the format is hurt."""

@@ -211,6 +211,7 @@ def stand_ins() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow  # starts DeepSpeed's engine once more; test_windows is in the fast tier
 def test_dummies() -> None:
     found = run_world(stand_ins, 2, timeout=500)[0]
     assert found["types"] == (True, True)

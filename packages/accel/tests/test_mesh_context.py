@@ -96,6 +96,7 @@ def shared_memory() -> None:
     assert functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 
 
+@pytest.mark.slow  # a world of two for one check; parts of the ring have fast tests
 @pytest.mark.skipif(is_torch_version("<", "2.10"), reason="context parallelism on CPUs needs torch 2.10")
 def test_buffers_that_share_memory_are_cut_and_restored() -> None:
     run_world(shared_memory, 2, timeout=250)

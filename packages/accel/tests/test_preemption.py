@@ -494,6 +494,7 @@ def weights_of(output: str) -> str:
     return next(line for line in output.splitlines() if line.startswith("weights"))
 
 
+@pytest.mark.slow  # starts the launcher and two ranks; signals in one process have fast tests
 def test_a_launcher_that_is_killed(tmp_path: Path) -> None:
     """The ranks end with one line that says so, without waiting for each other and without torch's C++ frames."""
     job = Job(tmp_path / "job", 2, loop="training")

@@ -164,6 +164,7 @@ def test_interrupted_after_every_step(loop: Any, seedable: bool, tmp_path: Path)
     interrupt(loop, tmp_path, stops, seedable=seedable)
 
 
+@pytest.mark.slow  # interrupts a loop in every step; the test above has the position that is special
 def test_steps_of_several_micro_batches(tmp_path: Path) -> None:
     interrupt(plain, tmp_path, EVERY_STEP[: EPOCHS * STEPS // 2], accumulate=2)
 
