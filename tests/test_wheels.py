@@ -219,11 +219,11 @@ def test_wheel_holds_the_package_its_types_and_its_licence(project: Path, wheels
     assert {name.split("/")[0] for name in names} == {package, f"{package}-{version}.dist-info"}
 
 
-# The three that users install alone are in the fast tier; each of the others takes some seconds more.
+# Two that users install alone are in the fast tier; each of the others takes some seconds more.
 @pytest.mark.parametrize(
     "distribution",
     [
-        name if name in ("accel", "accel-bigmodel", "accel-launch") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("accel", "accel-launch") else pytest.param(name, marks=pytest.mark.slow)
         for name in TOGETHER
     ],
 )

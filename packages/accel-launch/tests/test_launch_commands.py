@@ -113,6 +113,7 @@ def test_a_process_of_another_launcher_gets_its_rank(kind: str, ranks: list[Any]
         PrepareForLaunch(note_place, debug=True)(0, queue)
 
 
+@pytest.mark.slow  # two interpreters that import torch; the functions have fast tests in this process
 def test_test_launch_checks_the_environment() -> None:
     code = "from accel_launch.launch_commands import test_launch; test_launch()"
     for place, works in (({}, True), ({"RANK": "1", "WORLD_SIZE": "x"}, False)):

@@ -234,7 +234,7 @@ def run_windows() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])  # what 1 shows, 2 shows too
 def test_windows(ranks: int) -> None:
     results = run_world(run_windows, ranks, timeout=500)[0]
     for kind, norms in results["items"].items():
