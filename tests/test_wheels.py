@@ -222,10 +222,7 @@ def test_wheel_holds_the_package_its_types_and_its_licence(project: Path, wheels
 # Two that users install alone are in the fast tier; each of the others takes some seconds more.
 @pytest.mark.parametrize(
     "distribution",
-    [
-        name if name in ("accel", "accel-launch") else pytest.param(name, marks=pytest.mark.slow)
-        for name in TOGETHER
-    ],
+    [name if name in ("accel", "accel-launch") else pytest.param(name, marks=pytest.mark.slow) for name in TOGETHER],
 )
 def test_each_wheel_works_alone(distribution: str, install: Callable[[str], Path], tmp_path: Path) -> None:
     python, project = install(distribution), ROOT / "packages" / distribution
