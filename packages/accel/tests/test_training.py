@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,6 +25,7 @@ from accel import (
 )
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
+from accel.strategies.ddp import DistributedDataParallel
 from accel_state import AcceleratorState, ConfigurationError
 from accel_state.env import patch_environment
 from accel_state.testing import run_world
@@ -498,6 +501,22 @@ def triggers() -> list[bool]:
 
 def test_one_ranks_trigger_is_seen_by_all() -> None:
     assert run_world(triggers, 2) == [[False, True, False]] * 2
+
+
+def freed_right_after_a_collective(times: int) -> int:
+    sys.setswitchinterval(1)  # so that gloo's thread does not get the GIL before the model is freed
+    for _ in range(times):
+        group = dist.new_group()
+        model = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        dist.destroy_process_group(group)
+        group.allreduce_coalesced([torch.ones(1) for _ in range(100)]).wait()  # gloo's thread has the last references
+        del group, model
+    return times
+
+
+def test_a_model_that_outlives_its_process_group_is_freed() -> None:
+    # Within a few of these the reducer's destructor waited, with the GIL, for a thread that needed the GIL.
+    assert run_world(freed_right_after_a_collective, 2, 40, timeout=60) == [40, 40]
 
 
 def test_a_model_in_half_precision_can_be_exported() -> None:

@@ -28,6 +28,22 @@ class DistributedDataParallel(TorchDDP):
 
     first_calls: FirstCalls | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._free_the_process_group_last()
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(state)
+        self._free_the_process_group_last()
+
+    def _free_the_process_group_last(self) -> None:
+        """Let Python's reference to the process group outlive the reducer's: attributes are freed in their order.
+
+        After ``destroy_process_group()`` the last reference ends gloo's threads and waits for them. Python's does it
+        without the GIL; the reducer's with it, for ever if such a thread needs the GIL to free a tensor.
+        """
+        self.__dict__["process_group"] = self.__dict__.pop("process_group")
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls = self.first_calls
         if (
