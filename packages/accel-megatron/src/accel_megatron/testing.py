@@ -6,9 +6,11 @@ imports this module.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -98,6 +100,11 @@ def _stream(*_: Any, **__: Any) -> _Stream:
     return _Stream()
 
 
+@contextlib.contextmanager
+def _not_coalesced(*_: Any, **__: Any) -> Iterator[_Stream]:
+    yield _Stream()
+
+
 def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
@@ -116,19 +123,20 @@ def _plain_compile(function: Any = None, **_: Any) -> Any:
 
 def replacements() -> list[tuple[Any, str, Any]]:
     """Every name that is replaced: its module, its name, and the replacement."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import DataParallelBuffer
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp_buffers
     from megatron.core.inference import communication_utils
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
-    get_shard = DataParallelBuffer.get_shard_from_local_buffer
+    pipeline = fsdp_buffers.AllGatherPipeline
+    start_gather = pipeline.async_bucket_gather
 
-    def keep_shard(buffer: Any) -> torch.Tensor:
-        # One view of a buffer for all gathers: where Python releases a tensor while gloo's thread does, after an
-        # asynchronous collective, the heap of a rank was corrupted now and then (pytorch issue 75529).
-        if getattr(buffer, "shard_of", None) is not buffer.data:
-            buffer.shard_of, buffer.shard = buffer.data, get_shard(buffer)
-        return cast("torch.Tensor", buffer.shard)
+    def gather(gathers: Any, bucket_id: int, bwd: bool) -> None:
+        # FSDP's collectives one after the other, each to its end: in one of some dozen test runs, the heap of a rank
+        # was corrupted where gloo ran several as one, in the background.
+        start_gather(gathers, bucket_id, bwd)
+        work, _ = gathers.param_gather_event_map[gathers.get_bucket_key(bucket_id, bwd)]
+        work.wait()
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -148,7 +156,8 @@ def replacements() -> list[tuple[Any, str, Any]]:
         (random, "_set_cuda_rng_state", _set_rng_state),
         (token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
         (communication_utils, "_is_cuda", _nothing),
-        (DataParallelBuffer, "get_shard_from_local_buffer", keep_shard),
+        (fsdp_buffers, "_coalescing_manager", _not_coalesced),
+        (pipeline, "async_bucket_gather", gather),
     ]
 
 
