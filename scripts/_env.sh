@@ -17,6 +17,8 @@ cd "$ROOT"
 
 # A package index that does not answer for a minute is no reason to give up; the tests install packages too.
 export PIP_RETRIES="${PIP_RETRIES:-10}" PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEOUT:-60}"
+# Each environment keeps the operators that it compiles: those of another are compiled again, because their paths differ.
+export TORCH_EXTENSIONS_DIR="$VENV/torch_extensions"
 
 say() { printf '==> %s\n' "$*"; }
 
@@ -99,8 +101,7 @@ install_group() {
     mark_current "group-$1" pyproject.toml
 }
 
-# DeepSpeed is built from its sources, with the torch that is there and for what it is to run on. Its operators are compiled when they are
-# first used, which needs a C++ compiler.
+# DeepSpeed is built from its sources, with the torch that is there and for what it is to run on.
 install_deepspeed() {
     is_current deepspeed && return
     say "installing $(pinned deepspeed)"
@@ -108,6 +109,18 @@ install_deepspeed() {
         mark_current deepspeed
     else
         say "$(pinned deepspeed) could not be built here: the tests that train with it are skipped"
+    fi
+}
+
+# DeepSpeed's operators are compiled where they are first used. That of the tests takes two cores a minute and a C++ compiler: not in a test.
+compile_deepspeed() {
+    if ! is_current deepspeed || is_current deepspeed-adam; then return 0; fi
+    say "compiling DeepSpeed's optimizer for host memory"
+    if PATH="$VENV/bin:$PATH" "$VENV/bin/python" -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' \
+        >"$VENV/deepspeed-adam.log" 2>&1; then
+        mark_current deepspeed-adam
+    else
+        say "it cannot be compiled here: see $VENV/deepspeed-adam.log"
     fi
 }
 
@@ -130,7 +143,7 @@ ensure() {
     install_packages
     install_megatron "$1"
     install_group "$1"
-    if [ "$1" = test ]; then install_deepspeed; install_torchft; fi
+    if [ "$1" = test ]; then install_deepspeed; compile_deepspeed; install_torchft; fi
     exec 9>&-
     export PATH="$VENV/bin:$PATH"
 }
