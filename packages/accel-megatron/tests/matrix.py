@@ -223,7 +223,9 @@ def train_all(cases: list[Case], steps: int) -> list[dict[str, Any]]:
         trained = [run.step(batch, norms) for batch in batches(name, steps, run.vocab_size)]
         state = run.accelerator.get_state_dict(run.model)
         difference = weight_difference(state, weights) if state else 0.0
-        norm = max(abs(own / plain - 1) for own, plain in zip(norms, reference_norms(name, steps), strict=True))
+        # Of the first steps: later, Adam has enlarged the roundings to 1e-4, where a wrong factor would show at once.
+        pairs = list(zip(norms, reference_norms(name, steps), strict=True))[:5]
+        norm = max(abs(own / plain - 1) for own, plain in pairs)
         results.append({"same": same, "loss": worst(trained, losses), "norm": norm, "weights": difference})
         run.close()
     return results
