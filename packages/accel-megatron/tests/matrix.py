@@ -223,10 +223,11 @@ def train_all(cases: list[Case], steps: int) -> list[dict[str, Any]]:
         trained = [run.step(batch, norms) for batch in batches(name, steps, run.vocab_size)]
         state = run.accelerator.get_state_dict(run.model)
         difference = weight_difference(state, weights) if state else 0.0
-        # Of the first steps: later, Adam has enlarged the roundings to 1e-4, where a wrong factor would show at once.
-        pairs = list(zip(norms, reference_norms(name, steps), strict=True))[:5]
-        norm = max(abs(own / plain - 1) for own, plain in pairs)
-        results.append({"same": same, "loss": worst(trained, losses), "norm": norm, "weights": difference})
+        ratios = [abs(own / plain - 1) for own, plain in zip(norms, reference_norms(name, steps), strict=True)]
+        first, norm = max(ratios[:5]), max(ratios)
+        results.append(
+            {"same": same, "loss": worst(trained, losses), "first": first, "norm": norm, "weights": difference}
+        )
         run.close()
     return results
 
@@ -237,10 +238,10 @@ def check(cases: list[Case], results: list[list[dict[str, Any]]]) -> None:
             where = f"{name} {plugin} on rank {rank}: {result}"
             assert result["same"], where
             assert result["loss"] < 1e-5, where
-            # Adam's steps do not depend on the scale of the gradients, but their norm does.
-            assert result["norm"] < 1e-4, where
+            # Adam's steps do not depend on the scale of the gradients, but their norm does, from the first step on.
+            assert result["first"] < 1e-4, where
             # Adam divides by the root of the second moment: where gradients are near zero, roundings are enlarged.
-            assert result["weights"] < 1e-3, where
+            assert result["norm"] < 1e-3 and result["weights"] < 1e-3, where
 
 
 def train_in_half_precision(cases: list[Any], steps: int) -> list[list[float]]:

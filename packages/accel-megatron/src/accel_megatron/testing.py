@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -100,9 +99,8 @@ def _stream(*_: Any, **__: Any) -> _Stream:
     return _Stream()
 
 
-@contextlib.contextmanager
-def _not_coalesced(*_: Any, **__: Any) -> Iterator[_Stream]:
-    yield _Stream()
+def _not_coalesced(*_: Any, **__: Any) -> contextlib.AbstractContextManager[_Stream]:
+    return contextlib.nullcontext(_Stream())
 
 
 def _seed(seed: int) -> None:
@@ -135,8 +133,9 @@ def replacements() -> list[tuple[Any, str, Any]]:
         # FSDP's collectives one after the other, each to its end: in one of some dozen test runs, the heap of a rank
         # was corrupted where gloo ran several as one, in the background.
         start_gather(gathers, bucket_id, bwd)
-        work, _ = gathers.param_gather_event_map[gathers.get_bucket_key(bucket_id, bwd)]
-        work.wait()
+        started = gathers.param_gather_event_map.get(gathers.get_bucket_key(bucket_id, bwd))
+        if started is not None:  # None: the bucket had been gathered before
+            started[0].wait()
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
