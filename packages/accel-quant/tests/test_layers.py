@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import bitsandbytes
 import pytest
 import torch
 from torch import nn
@@ -14,6 +13,8 @@ FOUR = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
 def test_replaced_layers_quantize_their_weights_when_they_are_moved(build) -> None:
+    import bitsandbytes  # takes seconds, which each worker that collects the tests would wait
+
     model = build()
     weight = model.blocks[0].up.weight.detach().clone()
     replaced = replace_with_bnb_layers(model, FOUR, ["head"])
@@ -26,6 +27,8 @@ def test_replaced_layers_quantize_their_weights_when_they_are_moved(build) -> No
 
 
 def test_replaced_layers_in_8_bits_have_the_threshold_and_no_gradient(build) -> None:
+    import bitsandbytes  # takes seconds, which each worker that collects the tests would wait
+
     model = replace_with_bnb_layers(build(), EIGHT, ["head"]).to("cpu")
     layer = model.blocks[1].down
     assert isinstance(layer, bitsandbytes.nn.Linear8bitLt) and layer.state.threshold == 6.0

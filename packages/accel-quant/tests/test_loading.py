@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import os
 
-import bitsandbytes
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -169,6 +168,8 @@ def test_the_threshold_decides_what_is_computed_in_half_precision(build) -> None
 
 
 def test_nf4_is_closer_than_fp4_and_double_quantization_is_smaller(build) -> None:
+    import bitsandbytes  # takes seconds, which each worker that collects the tests would wait
+
     weight = build().blocks[0].up.weight.detach()
     errors, sizes = {}, {}
     for kind, double in (("fp4", False), ("nf4", False), ("nf4", True)):

@@ -82,7 +82,7 @@ def trace_pipeline(
 ) -> tuple[TracedPipeline, RankBatch]:
     """Trace the ranks of a pipeline.
 
-    Only the first stage, the last one, the requested one and one in between are traced, with two and three blocks:
+    Only the first stage, the last one, the requested one and one in between are traced, with one block and with two:
     all figures of a rank grow by the same amount with each block. Interleaved stages are traced on all ranks.
     """
     size = task.axes["pp"]
@@ -95,7 +95,8 @@ def trace_pipeline(
     ranks = tuple(task.rank % stride + index * stride for index in range(size))
     traced = None if all_blocks else _trace_few_blocks(task, settings, ranks, blocks, values)
     if traced is None:
-        traced = {index: trace(replace(task, rank=rank)) for index, rank in enumerate(ranks)}
+        shared: dict[str, Any] = {}
+        traced = {index: trace(replace(task, rank=rank), shared) for index, rank in enumerate(ranks)}
     stages = tuple(tuple(range(index, stage_count, size)) for index in range(size))
     traces = tuple(traced[index][0] for index in range(size))
     return TracedPipeline(position, ranks, stages, blocks, traces), traced[position][1]
@@ -121,9 +122,9 @@ def _trace_few_blocks(
     smaller: dict[int, tuple[RankTrace, RankBatch]] = {}
     larger: dict[int, tuple[RankTrace, RankBatch]] = {}
     for number, traced in ((TRACED_BLOCKS - 1, smaller), (TRACED_BLOCKS, larger)):
-        config = with_blocks(task.config, number * stage_count)
+        config, shared = with_blocks(task.config, number * stage_count), dict[str, Any]()
         for position in positions:
-            traced[position] = trace(replace(task, config=config, rank=ranks[position]))
+            traced[position] = trace(replace(task, config=config, rank=ranks[position]), shared)
     few, more = smaller[0][0].values, larger[0][0].values
     if more + (block_count - TRACED_BLOCKS * stage_count) * (more - few) // stage_count != values:
         return None

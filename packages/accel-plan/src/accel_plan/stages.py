@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from accel.parallel.pipeline import TrainingPipeline
 from accel_bigmodel.pipeline.recording import record
+from accel_bigmodel.pipeline.split import PipelineSplit, split_model
 
 from ._torch_compat import fsdp2_units, fsdp2_unsharded_tensors, local_pipeline_stage, local_tensor, storage_id
 from .record import Recorder, module_storages
@@ -40,6 +41,8 @@ class StageMonitor:
     in_flight: int = 0  # micro batches between their forward and their backward pass
     activations: dict[int, int] = field(default_factory=dict)  # peak bytes by in_flight
     gathered: int = 0
+    # What all ranks of a pipeline have in common, so that only the first one that is traced computes it.
+    shared: dict[str, Any] = field(default_factory=dict)
 
     def measure(self, before_backward: bool) -> None:
         """Measure the memory before or after a backward pass."""
@@ -65,9 +68,9 @@ _MONITOR: ContextVar[StageMonitor] = ContextVar("_MONITOR")
 
 
 @contextmanager
-def monitoring() -> Iterator[StageMonitor]:
-    """A block in which this rank's stages are monitored."""
-    monitor = StageMonitor()
+def monitoring(shared: dict[str, Any] | None = None) -> Iterator[StageMonitor]:
+    """A block in which this rank's stages are monitored; ``shared`` is what ranks of this pipeline computed before."""
+    monitor = StageMonitor(shared={} if shared is None else shared)
     token = _MONITOR.set(monitor)
     try:
         yield monitor
@@ -128,6 +131,15 @@ def broadcast_loss(pipeline: TrainingPipeline, tensor: torch.Tensor | None) -> t
     return loss
 
 
+def split_once(*args: Any) -> PipelineSplit:
+    """``split_model`` of the same model is the same on every rank."""
+    shared = _MONITOR.get().shared
+    if "split" not in shared:
+        shared["split"] = split_model(*args)
+    split: PipelineSplit = shared["split"]
+    return split
+
+
 def outputs_in_compute_dtype(
     pipeline: TrainingPipeline, model: nn.Module, forward: Any, example: tuple[Any, Any]
 ) -> Sequence[Any]:
@@ -135,6 +147,16 @@ def outputs_in_compute_dtype(
     dtype = pipeline.compute_dtype
     if dtype is None:
         return pipeline.split.outputs
+    shared = _MONITOR.get().shared
+    if "outputs" not in shared:
+        shared["outputs"] = _outputs_in(dtype, pipeline, model, forward, example)
+    outputs: tuple[Any, ...] = shared["outputs"]
+    return outputs
+
+
+def _outputs_in(
+    dtype: torch.dtype, pipeline: TrainingPipeline, model: nn.Module, forward: Any, example: tuple[Any, Any]
+) -> tuple[Any, ...]:
     parameters = {name: item.to(dtype) if item.is_floating_point() else item for name, item in model.named_parameters()}
 
     def cast_forward(*args: Any, **kwargs: Any) -> Any:

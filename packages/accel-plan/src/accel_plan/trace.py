@@ -28,8 +28,8 @@ from .stages import StageMemory, StageMonitor, monitoring, recording_pass
 from .world import simulated_rank, without_memory
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
-TRACED_BLOCKS = 3
-"""Number of equal blocks that a model is reduced to."""
+TRACED_BLOCKS = 2
+"""Number of equal blocks that a model, or a stage of it, is reduced to. It is traced with one block less, too."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,12 @@ class TraceTask:
     pipeline: PipelineParallelConfig | None = None
 
 
-def trace(task: TraceTask) -> tuple[RankTrace, RankBatch]:
+def trace(task: TraceTask, shared: dict[str, Any] | None = None) -> tuple[RankTrace, RankBatch]:
     """Prepare the model as a script would, and take a step.
+
+    Args:
+        task: what to trace.
+        shared: one dictionary, empty at first, for the ranks of one pipeline: later ones reuse what the first computed.
 
     Raises:
         ConfigurationError: the configuration cannot train this model on these ranks, or the model cannot run on
@@ -89,7 +93,7 @@ def trace(task: TraceTask) -> tuple[RankTrace, RankBatch]:
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
         variables = {**task.variables, **_variable_overrides(task.variables)}
         stack.enter_context(simulated_rank(task.rank, task.world_size, task.local_world_size, variables))
-        monitor = stack.enter_context(monitoring())
+        monitor = stack.enter_context(monitoring(shared))
         loaders = DataLoaderConfiguration(split_batches=task.split_batches)
         accelerator = Accelerator(cpu=True, dataloader_config=loaders)
         stack.callback(accelerator.free_memory)
@@ -235,7 +239,7 @@ def _largest_unit(model: nn.Module) -> int:
 def trace_blocks(task: TraceTask, all_blocks: bool = False) -> tuple[RankTrace, RankBatch]:
     """Like :func:`trace`, but trace few of many equal blocks.
 
-    All figures grow by the same amount with each block, so models of two and three blocks give those of any number.
+    All figures grow by the same amount with each block, so models of one and two blocks give those of any number.
     The resulting number of parameters is compared with that of the full model; if it differs, the full model is traced.
     """
     blocks = getattr(task.config, "num_hidden_layers", None)

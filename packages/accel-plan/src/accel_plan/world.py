@@ -166,7 +166,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     from accel.parallel import mesh, pipeline
     from accel.strategies import ddp, mesh_pp
 
-    from .stages import broadcast_loss, monitored_stage_class, outputs_in_compute_dtype
+    from .stages import broadcast_loss, monitored_stage_class, outputs_in_compute_dtype, split_once
 
     def local_collectives(device: torch.device, group: Any = None) -> Collectives:
         return LocalCollectives(dist.get_rank(group), dist.get_world_size(group))
@@ -176,6 +176,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (mesh, "TorchCollectives", local_collectives),
         (mesh_pp, "TorchCollectives", local_collectives),
         (pipelining, "PipelineStage", monitored_stage_class()),
+        (pipeline, "split_model", split_once),
         (pipeline.TrainingPipeline, "_share", broadcast_loss),
         (pipeline.TrainingPipeline, "_outputs_of_example", outputs_in_compute_dtype),
         *_mask_replacements(),
