@@ -20,6 +20,9 @@ export PIP_RETRIES="${PIP_RETRIES:-10}" PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEO
 # Each environment keeps the operators that it compiles: those of another are compiled again, because their paths differ.
 export TORCH_EXTENSIONS_DIR="$VENV/torch_extensions"
 
+# Images for containers often set it. The tests start thousands of processes, which would compile all sources again, each of them.
+unset PYTHONDONTWRITEBYTECODE
+
 say() { printf '==> %s\n' "$*"; }
 
 die() {
