@@ -21,18 +21,26 @@ from safetensors.torch import load_file
 from workspace import ROOT
 
 SCRIPT = ROOT / "examples" / "resume.py"
-WORDS = ("--epochs", "2", "--save_every", "4")
+RANKS = 2
 
 pytest.importorskip("sklearn")
 
 
-def start(folder: Path, ranks: int) -> subprocess.Popen[str]:
+def check_pages(printed: list[str]) -> None:
+    """Killed or not: the lines of all runs on a page are those of one. The weights' last bits are the processor's."""
+    epochs = [line for line in printed if line.startswith("epoch ")]
+    assert len(epochs) == 4
+    for page in ("README.md", "packages/accel/README.md", "docs/guides/checkpoints.md"):
+        assert re.findall(r"epoch \d: accuracy 0\.\d{3}", (ROOT / page).read_text(encoding="utf-8")) == epochs, page
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
     }
-    launch = [sys.executable, "-m", "accel_launch", "launch", "--cpu", "--num_processes", str(ranks)]
+    launch = [sys.executable, "-m", "accel_launch", "launch", "--cpu", "--num_processes", str(RANKS)]
     return subprocess.Popen(
-        [*launch, str(SCRIPT), "--output_dir", str(folder), *WORDS],
+        [*launch, str(SCRIPT), "--output_dir", str(folder)],
         env={**environment, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -94,31 +102,15 @@ def saved(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("checkpoint_*"))
 
 
-@pytest.mark.slow  # four epochs on two ranks
-@pytest.mark.timeout(600)
-def test_the_pages_show_what_it_prints(tmp_path: Path) -> None:
-    """Killed or not: the lines of all runs on a page are those of one. The weights' last bits are the processor's."""
-    launch = ("--cpu", "--num_processes", 2)
-    printed = run_launched(SCRIPT, "--output_dir", tmp_path / "whole", launch=launch, folder=tmp_path)
-    epochs = [line for line in printed if line.startswith("epoch ")]
-    assert len(epochs) == 4
-    for page in ("README.md", "packages/accel/README.md", "docs/guides/checkpoints.md"):
-        assert re.findall(r"epoch \d: accuracy 0\.\d{3}", (ROOT / page).read_text(encoding="utf-8")) == epochs, page
-
-
-# Each start imports torch and scikit-learn in up to three processes.
+# Each start imports torch and scikit-learn in three processes.
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("ranks", "most"), [(1, 1), (2, 2)])
-def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path, ranks: int, most: int) -> None:
-    run_launched(
-        *(SCRIPT, "--output_dir", tmp_path / "whole", *WORDS),
-        launch=("--cpu", "--num_processes", ranks),
-        folder=tmp_path,
-    )
-    dice, kills, folder = random.Random(ranks), 0, tmp_path / "killed"
+def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path) -> None:
+    launch = ("--cpu", "--num_processes", RANKS)
+    check_pages(run_launched(SCRIPT, "--output_dir", tmp_path / "whole", launch=launch, folder=tmp_path))
+    dice, kills, folder, most = random.Random(2), 0, tmp_path / "killed", 2
     while True:
-        run = start(folder, ranks)
+        run = start(folder)
         before, moment = newest(folder), dice.uniform(0, 1.2)
         # Kill after the first change of this run to its checkpoints, so that every run makes progress and the last one
         # can resume.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,7 @@ class Counter:
             apart = {*module_storages(self.model), *self.whole()} | {
                 storage_id(local_tensor(tensor)) for tensor in tensors
             }
-            self.bytes = max(
-                self.bytes, sum(size for key, size in self.recorder.live_storages().items() if key not in apart)
-            )
+            self.bytes = max(self.bytes, self.live_bytes(apart))
             self.now -= 1
             result = backward(own, *args, **kwargs)
             self.whole()
@@ -117,6 +116,14 @@ class Counter:
 
         stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk
         return self
+
+    def live_bytes(self, apart: set[int]) -> int:
+        found = []
+        for pause in (0, 0.02, 0.04):
+            # gloo's threads release the tensors of what they have sent when they get to it.
+            time.sleep(pause)
+            found.append(sum(size for key, size in self.recorder.live_storages().items() if key not in apart))
+        return min(found)
 
     def whole(self) -> set[int]:
         sizes = gathered_storages(self.model)
@@ -196,7 +203,8 @@ def test_real_runs_equal_the_plan(tmp_path, world, cases) -> None:
     ranks = run_world(train_all, world, list(cases.values()), paths, timeout=250)
     for number, (name, (sizes, pipeline, _)) in enumerate(cases.items()):
         for rank in (0, world - 1):
-            real, said = ranks[rank][number], planned(paths[number], sizes, pipeline, rank)
+            # The first rank's plan is extrapolated, that of the last one is not.
+            real, said = ranks[rank][number], planned(paths[number], sizes, pipeline, rank, all_blocks=rank > 0)
             where = (name, rank)
             assert (said.memory.weights, said.memory.gradients) == (real["weights"], real["gradients"]), where
             # Adam counts its steps too, in four bytes for each parameter.
