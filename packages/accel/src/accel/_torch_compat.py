@@ -214,13 +214,17 @@ def gathered_parameter(holder: Any) -> nn.Parameter | None:
 def unreduced_gradients(holder: Any) -> list[torch.Tensor]:
     """Full gradients not reduced yet: in the dtype of the reduction if that differs, else in the parameter's."""
     gathered = gathered_parameter(holder)
-    gradients = (getattr(holder, "unsharded_accumulated_grad", None), None if gathered is None else gathered.grad)
-    return [gradient for gradient in gradients if gradient is not None]
+    gradient = None if gathered is None else gathered.grad
+    accumulated = getattr(holder, "unsharded_accumulated_grad", None)
+    # From torch 2.15 on, both are the parameter's.
+    found = (gradient,) if accumulated is gradient else (accumulated, gradient)
+    return [gradient for gradient in found if gradient is not None]
 
 
 def drop_unreduced_gradients(holder: Any) -> None:
     """Discard what :func:`unreduced_gradients` returns."""
-    holder.unsharded_accumulated_grad = None
+    if not isinstance(getattr(type(holder), "unsharded_accumulated_grad", None), property):  # as of torch 2.15
+        holder.unsharded_accumulated_grad = None
     gathered = gathered_parameter(holder)
     if gathered is not None:
         gathered.grad = None
