@@ -116,6 +116,7 @@ def test_a_launcher_for_each_rank(run) -> None:
 def test_a_batch_script_without_srun(run, tmp_path) -> None:
     assert lines(batch(run, tmp_path, "-N2")) == TWO_NODES
     assert lines(batch(run, tmp_path, "-N2", "--ntasks-per-node=2")) == FOUR_RANKS
+    assert lines(batch(run, tmp_path, "-N1", "-n2")) in ONE_NODE
 
 
 @pytest.mark.slow  # two allocations of SLURM; test_a_dry_run_starts_nothing makes one in the fast tier

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from workspace import ROOT
 
 SCRIPT = ROOT / "examples" / "resume.py"
-RANKS = 2
+RANKS, KILLS = 2, 2
 
 pytest.importorskip("sklearn")
 
@@ -108,19 +108,19 @@ def saved(folder: Path) -> bool:
 def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path) -> None:
     launch = ("--cpu", "--num_processes", RANKS)
     check_pages(run_launched(SCRIPT, "--output_dir", tmp_path / "whole", launch=launch, folder=tmp_path))
-    dice, kills, folder, most = random.Random(2), 0, tmp_path / "killed", 2
+    dice, kills, folder = random.Random(2), 0, tmp_path / "killed"
     while True:
         run = start(folder)
         before, moment = newest(folder), dice.uniform(0, 1.2)
         # Kill after the first change of this run to its checkpoints, so that every run makes progress and the last one
         # can resume.
         while (
-            kills < most
+            kills < KILLS
             and run.poll() is None
-            and (newest(folder) == before or (kills == most - 1 and not saved(folder)))
+            and (newest(folder) == before or (kills == KILLS - 1 and not saved(folder)))
         ):
             time.sleep(0.005)
-        if kills == most:
+        if kills == KILLS:
             break
         if run.poll() is not None:  # it finished before the kill
             output = output_of(run)

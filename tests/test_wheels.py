@@ -57,7 +57,7 @@ for code, expected in examples:
     assert printed.getvalue() == expected, f"printed:\n{printed.getvalue()}\nthe README shows:\n{expected}"
 print(len(examples))
 """
-# After the examples, which must not find a module that only this has imported.
+# Follows README_EXAMPLES in the same process: the examples must not find what only this has imported.
 IMPORT_MODULES = """
 import importlib, json
 for name in json.loads(sys.argv[2]):
@@ -81,7 +81,7 @@ TOGETHER = {
 }
 # Some tests of what a user of one package calls; the rest has run from the work tree.
 PUBLIC_SURFACE = {
-    "accel-state": ["test_nested.py", "test_splitting.py"],
+    "accel-state": ["test_state.py", "test_nested.py"],
     "accel-launch": ["test_cli.py", "test_single.py"],
     "accel-bigmodel": ["test_loading.py"],
     "accel-data": ["test_loader.py"],

@@ -302,7 +302,7 @@ def test_any_number_of_ranks_and_workers() -> None:
 
 @pytest.mark.slow  # hundreds of runs, some with workers
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("first", range(30, 230, 100))
+@pytest.mark.parametrize("first", range(30, 330, 100))
 def test_hundreds_of_combinations(first: int) -> None:
     for number in range(first, first + 100):
         try:

@@ -203,7 +203,7 @@ def test_real_runs_equal_the_plan(tmp_path, world, cases) -> None:
     ranks = run_world(train_all, world, list(cases.values()), paths, timeout=250)
     for number, (name, (sizes, pipeline, _)) in enumerate(cases.items()):
         for rank in (0, world - 1):
-            # The first rank's plan is extrapolated, that of the last one is not.
+            # The first rank's plan is extrapolated where stages have enough blocks, that of the last one is not.
             real, said = ranks[rank][number], planned(paths[number], sizes, pipeline, rank, all_blocks=rank > 0)
             where = (name, rank)
             assert (said.memory.weights, said.memory.gradients) == (real["weights"], real["gradients"]), where

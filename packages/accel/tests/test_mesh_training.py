@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-STEPS = 10
+STEPS = 20
 TWO: list[tuple[Any, ...]] = [
     # Sizes, settings of FSDP, model, micro batches a step, order of preparing.
     ({"tp_size": 2}, None, "llama", 1, "optimizer first"),

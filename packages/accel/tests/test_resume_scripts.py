@@ -157,10 +157,8 @@ def test_an_epoch_saved_in_its_last_step_is_followed_by_the_next(loop: Any, tmp_
 
 @pytest.mark.slow  # many combinations; the test above has the position that is special
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize(
-    ("loop", "seedable"),
-    [*((loop, False) for loop in (skipping, plain, with_set_epoch, by_iteration, by_resume)), (skipping, True)],
-)
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("loop", [skipping, plain, with_set_epoch, by_iteration, by_resume])
 def test_interrupted_after_every_step(loop: Any, seedable: bool, tmp_path: Path) -> None:
     stops = [*EVERY_STEP, "epoch_0", "epoch_1"] if loop is skipping else EVERY_STEP
     interrupt(loop, tmp_path, stops, seedable=seedable)

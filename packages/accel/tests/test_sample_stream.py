@@ -29,7 +29,7 @@ def test_in_one_process(tmp_path: Path, data: Any, stateful: bool) -> None:
         assert check(case, tmp_path) == []
 
 
-@pytest.mark.parametrize(("world", "count"), [(2, 40), (4, 20)])
+@pytest.mark.parametrize(("world", "count"), [(2, 60), (4, 30)])
 def test_on_several_ranks(tmp_path: Path, world: int, count: int) -> None:
     found = drawn(cases(world, 0), count) + drawn(cases(world, 0, stateful=True), count // 4)
     assert [*chain(*run_world(check_all, world, found, str(tmp_path), timeout=560))] == []

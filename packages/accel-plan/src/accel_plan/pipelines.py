@@ -11,6 +11,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
 from .models import build_model
+from .stages import SharedSplit
 from .trace import TRACED_BLOCKS, RankBatch, RankTrace, TraceTask, extrapolate, trace, with_blocks
 
 
@@ -95,7 +96,7 @@ def trace_pipeline(
     ranks = tuple(task.rank % stride + index * stride for index in range(size))
     traced = None if all_blocks else _trace_few_blocks(task, settings, ranks, blocks, values)
     if traced is None:
-        shared: dict[str, Any] = {}
+        shared = SharedSplit()
         traced = {index: trace(replace(task, rank=rank), shared) for index, rank in enumerate(ranks)}
     stages = tuple(tuple(range(index, stage_count, size)) for index in range(size))
     traces = tuple(traced[index][0] for index in range(size))
@@ -122,7 +123,7 @@ def _trace_few_blocks(
     smaller: dict[int, tuple[RankTrace, RankBatch]] = {}
     larger: dict[int, tuple[RankTrace, RankBatch]] = {}
     for number, traced in ((TRACED_BLOCKS - 1, smaller), (TRACED_BLOCKS, larger)):
-        config, shared = with_blocks(task.config, number * stage_count), dict[str, Any]()
+        config, shared = with_blocks(task.config, number * stage_count), SharedSplit()
         for position in positions:
             traced[position] = trace(replace(task, config=config, rank=ranks[position]), shared)
     few, more = smaller[0][0].values, larger[0][0].values

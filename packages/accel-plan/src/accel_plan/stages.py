@@ -32,6 +32,14 @@ class StageMemory:
 
 
 @dataclass
+class SharedSplit:
+    """What is the same on all ranks of a pipeline: only the first rank that is traced computes it."""
+
+    split: PipelineSplit | None = None
+    outputs: tuple[Any, ...] | None = None  # of outputs_in_compute_dtype
+
+
+@dataclass
 class StageMonitor:
     """Measures the stages of one rank while a schedule runs them."""
 
@@ -41,8 +49,7 @@ class StageMonitor:
     in_flight: int = 0  # micro batches between their forward and their backward pass
     activations: dict[int, int] = field(default_factory=dict)  # peak bytes by in_flight
     gathered: int = 0
-    # What all ranks of a pipeline have in common, so that only the first one that is traced computes it.
-    shared: dict[str, Any] = field(default_factory=dict)
+    shared: SharedSplit = field(default_factory=SharedSplit)
 
     def measure(self, before_backward: bool) -> None:
         """Measure the memory before or after a backward pass."""
@@ -68,9 +75,9 @@ _MONITOR: ContextVar[StageMonitor] = ContextVar("_MONITOR")
 
 
 @contextmanager
-def monitoring(shared: dict[str, Any] | None = None) -> Iterator[StageMonitor]:
-    """A block in which this rank's stages are monitored; ``shared`` is what ranks of this pipeline computed before."""
-    monitor = StageMonitor(shared={} if shared is None else shared)
+def monitoring(shared: SharedSplit) -> Iterator[StageMonitor]:
+    """A block in which this rank's stages are monitored."""
+    monitor = StageMonitor(shared=shared)
     token = _MONITOR.set(monitor)
     try:
         yield monitor
@@ -134,10 +141,9 @@ def broadcast_loss(pipeline: TrainingPipeline, tensor: torch.Tensor | None) -> t
 def split_once(*args: Any) -> PipelineSplit:
     """``split_model`` of the same model is the same on every rank."""
     shared = _MONITOR.get().shared
-    if "split" not in shared:
-        shared["split"] = split_model(*args)
-    split: PipelineSplit = shared["split"]
-    return split
+    if shared.split is None:
+        shared.split = split_model(*args)
+    return shared.split
 
 
 def outputs_in_compute_dtype(
@@ -148,10 +154,9 @@ def outputs_in_compute_dtype(
     if dtype is None:
         return pipeline.split.outputs
     shared = _MONITOR.get().shared
-    if "outputs" not in shared:
-        shared["outputs"] = _outputs_in(dtype, pipeline, model, forward, example)
-    outputs: tuple[Any, ...] = shared["outputs"]
-    return outputs
+    if shared.outputs is None:
+        shared.outputs = _outputs_in(dtype, pipeline, model, forward, example)
+    return shared.outputs
 
 
 def _outputs_in(

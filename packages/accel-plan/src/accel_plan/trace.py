@@ -24,7 +24,7 @@ from accel_state.errors import ConfigurationError
 from ._torch_compat import fsdp1_unit_bytes, fsdp2_units, fsdp2_unsharded_bytes
 from .models import build_model
 from .record import Axes, Recorder, Traffic, add_traffic, storage_bytes
-from .stages import StageMemory, StageMonitor, monitoring, recording_pass
+from .stages import SharedSplit, StageMemory, StageMonitor, monitoring, recording_pass
 from .world import simulated_rank, without_memory
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
@@ -74,12 +74,12 @@ class TraceTask:
     pipeline: PipelineParallelConfig | None = None
 
 
-def trace(task: TraceTask, shared: dict[str, Any] | None = None) -> tuple[RankTrace, RankBatch]:
+def trace(task: TraceTask, shared: SharedSplit | None = None) -> tuple[RankTrace, RankBatch]:
     """Prepare the model as a script would, and take a step.
 
     Args:
         task: what to trace.
-        shared: one dictionary, empty at first, for the ranks of one pipeline: later ones reuse what the first computed.
+        shared: of a pipeline, to trace several of its ranks: the same object for all of them.
 
     Raises:
         ConfigurationError: the configuration cannot train this model on these ranks, or the model cannot run on
@@ -93,7 +93,7 @@ def trace(task: TraceTask, shared: dict[str, Any] | None = None) -> tuple[RankTr
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
         variables = {**task.variables, **_variable_overrides(task.variables)}
         stack.enter_context(simulated_rank(task.rank, task.world_size, task.local_world_size, variables))
-        monitor = stack.enter_context(monitoring(shared))
+        monitor = stack.enter_context(monitoring(shared or SharedSplit()))
         loaders = DataLoaderConfiguration(split_batches=task.split_batches)
         accelerator = Accelerator(cpu=True, dataloader_config=loaders)
         stack.callback(accelerator.free_memory)

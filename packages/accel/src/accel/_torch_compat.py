@@ -223,11 +223,12 @@ def unreduced_gradients(holder: Any) -> list[torch.Tensor]:
 
 def drop_unreduced_gradients(holder: Any) -> None:
     """Discard what :func:`unreduced_gradients` returns."""
-    if not isinstance(getattr(type(holder), "unsharded_accumulated_grad", None), property):  # as of torch 2.15
-        holder.unsharded_accumulated_grad = None
     gathered = gathered_parameter(holder)
     if gathered is not None:
         gathered.grad = None
+    # From torch 2.15 on that was all of them, and this cannot be assigned.
+    if getattr(holder, "unsharded_accumulated_grad", None) is not None:
+        holder.unsharded_accumulated_grad = None
 
 
 # -- DTensor and distributed checkpoints -----------------------------------------------------------------------------
