@@ -136,6 +136,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Take what is imported here, and stays, out of garbage collection: each one that accel or a test asks for would
+    look at all of it, for a third of a second.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """List the examples and documented commands that ran, with their times."""
     reports = terminalreporter.getreports("passed")
