@@ -10,4 +10,5 @@ preload(
     # Of torch, the first optimizer of a process imports it.
     "torch._dynamo",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert")),
+    "preloaded_deepspeed",
 )

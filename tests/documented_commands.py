@@ -22,6 +22,7 @@ ELSEWHERE = {
     "accel launch * examples/by_feature/tensor_parallel.py": "tests/test_feature_examples.py",
     "accel launch * examples/resume.py*": "tests/test_resume_example.py",
     "*examples/world_size.py*": "tests/test_world_size_example.py",
+    "accel launch --config_file examples/fsdp_configs/* examples/fsdp.py": "tests/test_fsdp_example.py",
     "accel launch * examples/deepspeed_models.py *": "tests/test_deepspeed_example.py",
     "accel launch --config_file config.yaml *test.py": "tests/test_deepspeed_config_launch.py",
     "accel launch * examples/megatron_gpt.py*": "tests/test_megatron_example.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import textwrap
@@ -130,3 +131,49 @@ def anchors(page: Path) -> set[str]:
             number += 1
         found.add(name)
     return found
+
+
+_TOKEN = re.compile(r"\.\.\.|[a-f0-9]{16}|\d+(?:\.\d+)?|\s+|[^\W\d]+|.")
+_FRACTION = re.compile(r"\d+\.\d+")
+_NEAR = {"rel_tol": 0.01, "abs_tol": 0.02}
+# What differs from machine to machine; both sides are replaced.
+_MASKS = [
+    (r"\b[a-f0-9]{16}\b", "SHA"),
+    (r"[^\s'\"]*/(?=\w+\.py\b|python)", ""),  # directories
+    (r"python3?(\.\d+)?(?=\s)( -[BEIsu]+)*", "python"),
+    (r"\b\d+(\.\d+)? (ms|s)\b", "SECONDS"),
+    (r"\bon \w[\w.-]*, pid \d+", "PROCESS"),
+    (r'"_time": [\d.]+', "TIME"),
+]
+
+
+def shows(shown: str, printed: str) -> bool:
+    """Whether a page shows what a command printed: "..." stands for anything, numbers may differ by one percent.
+
+    Ranks print in any order.
+    """
+    for pattern, name in _MASKS:
+        shown, printed = re.sub(pattern, name, shown), re.sub(pattern, name, printed)
+    if "..." in shown:
+        parts, rest = [_tokens(part) for part in shown.split("...")], _tokens(printed)
+        for number, part in enumerate(parts):
+            starts = range(len(rest) - len(part) + 1) if number else range(1)
+            at = next((at for at in starts if _same(part, rest[at : at + len(part)])), None)
+            if at is None:
+                return False
+            rest = rest[at + len(part) :]
+        return not parts[-1] or not rest
+    lines = sorted(map(_tokens, shown.splitlines())), sorted(map(_tokens, printed.splitlines()))
+    return _same(_tokens(shown), _tokens(printed)) or (len(lines[0]) == len(lines[1]) and all(map(_same, *lines)))
+
+
+def _tokens(text: str) -> list[str]:
+    return [token for token in _TOKEN.findall(text) if not token.isspace()]
+
+
+def _same(shown: list[str], printed: list[str]) -> bool:
+    return len(shown) == len(printed) and all(
+        left == right
+        or (all(map(_FRACTION.fullmatch, (left, right))) and math.isclose(float(left), float(right), **_NEAR))
+        for left, right in zip(shown, printed, strict=True)
+    )

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from documented_commands import DRY_RUN, ELSEWHERE, NOT_RUN, entry
-from documents import Command, all_commands, blocks
+from documents import Command, all_commands, blocks, shows
 from launched import run_launched
 from workspace import ROOT, metadata, projects
 
@@ -106,10 +106,6 @@ def damage(file: Path) -> None:
     file.write_bytes(content)
 
 
-# What scripts printed, by the command and the script: pages show the same ones.
-PRINTED: dict[tuple[str, str], str] = {}
-
-
 def run(command: Command, folder: Path) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command."""
     words = command.words
@@ -123,10 +119,8 @@ def run(command: Command, folder: Path) -> tuple[int, str, str]:
         settings = parse(words[2:])
         options = words[2 : len(words) - 1 - len(settings.script_args)]
         script = Path(os.path.abspath(settings.script))
-        key = shlex.join(words), script.read_text(encoding="utf-8")
-        if key not in PRINTED:
-            PRINTED[key] = "\n".join(run_launched(script, *settings.script_args, launch=tuple(options), folder=folder))
-        return 0, PRINTED[key], ""
+        lines = run_launched(script, *settings.script_args, launch=tuple(options), folder=folder)
+        return 0, "\n".join(lines), ""
     shims = folder / "bin"
     shims.mkdir(exist_ok=True)
     for name, module in (("accel", "accel_launch"), ("torchrun", "torch.distributed.run")):
@@ -139,54 +133,6 @@ def run(command: Command, folder: Path) -> tuple[int, str, str]:
         ["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=100, check=False
     )
     return done.returncode, done.stdout, done.stderr
-
-
-TOKEN = re.compile(r"\.\.\.|[a-f0-9]{16}|\d+(?:\.\d+)?|\s+|[^\W\d]+|.")
-# What differs from machine to machine; both sides are replaced.
-MASKS = [
-    (r"\b[a-f0-9]{16}\b", "SHA"),
-    (r"[^\s'\"]*/(?=\w+\.py\b|python)", ""),  # directories
-    (r"python3?(\.\d+)?(?=\s)( -[BEIsu]+)*", "python"),
-    (r"\b\d+(\.\d+)? (ms|s)\b", "SECONDS"),
-    (r"\bon \w[\w.-]*, pid \d+", "PROCESS"),
-    (r'"_time": [\d.]+', "TIME"),
-]
-
-
-def shows(shown: str, printed: str) -> bool:
-    """Whether a page shows what a command printed: "..." stands for anything, numbers may differ by one percent.
-
-    Ranks print in any order.
-    """
-    for pattern, name in MASKS:
-        shown, printed = re.sub(pattern, name, shown), re.sub(pattern, name, printed)
-    if "..." in shown:
-        parts, rest = [tokens(part) for part in shown.split("...")], tokens(printed)
-        for number, part in enumerate(parts):
-            starts = range(len(rest) - len(part) + 1) if number else range(1)
-            at = next((at for at in starts if same(part, rest[at : at + len(part)])), None)
-            if at is None:
-                return False
-            rest = rest[at + len(part) :]
-        return not parts[-1] or not rest
-    lines = sorted(map(tokens, shown.splitlines())), sorted(map(tokens, printed.splitlines()))
-    return same(tokens(shown), tokens(printed)) or (len(lines[0]) == len(lines[1]) and all(map(same, *lines)))
-
-
-def tokens(text: str) -> list[str]:
-    return [token for token in TOKEN.findall(text) if not token.isspace()]
-
-
-def same(shown: list[str], printed: list[str]) -> bool:
-    return len(shown) == len(printed) and all(
-        left == right
-        or ("." in left and is_number(left, right) and float(right) == pytest.approx(float(left), rel=0.01, abs=0.02))
-        for left, right in zip(shown, printed, strict=True)
-    )
-
-
-def is_number(*texts: str) -> bool:
-    return all(re.fullmatch(r"\d+\.\d+", text) for text in texts)
 
 
 @pytest.mark.slow  # dozens of commands: half a minute on two cores

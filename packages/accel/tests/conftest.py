@@ -31,6 +31,7 @@ preload(
         "torch.nn.parallel",
     ),
     *("safetensors.torch", *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert"))),
+    "preloaded_deepspeed",
 )
 
 
