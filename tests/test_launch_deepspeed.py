@@ -109,7 +109,7 @@ def test_over_pdsh(launcher) -> None:
     code, output, errors = launcher.run("--zero_stage=2", "s.py", "a b", "", "$HOME 'c'")
     assert code == 0, output + errors
     assert launcher.ranks() == ["2 0 true 2 kept s.py a b  $HOME 'c'"] * 2
-    assert {"0 2 0 3.0", "1 2 0 3.0"} <= set(output.splitlines()), output
+    assert {"localhost: 0 2 0 3.0", "127.0.0.1: 1 2 0 3.0"} <= set(output.splitlines()), output
 
 
 @pytest.mark.slow  # DeepSpeed is imported for each host; test_the_first_report_is_printed_last is fast
