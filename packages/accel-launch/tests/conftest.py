@@ -205,8 +205,8 @@ def sleepers(
         )
         script += "time.sleep(300)\n"
         (shell.folder / "sleep.py").write_text(script)
-        # fresh: in an interpreter of its own
-        launcher = started((shell.start if fresh else shell.fork)("launch", "--cpu", "--num_processes", "2", "sleep.py"))
+        begin = shell.start if fresh else shell.fork  # fresh: in an interpreter of its own
+        launcher = started(begin("launch", "--cpu", "--num_processes", "2", "sleep.py"))
         files = [shell.folder / "pid0", shell.folder / "pid1"]
         wait_until(lambda: all(file.exists() and file.read_text() for file in files), "both ranks run")
         return launcher, [int(file.read_text()) for file in files]

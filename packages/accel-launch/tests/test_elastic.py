@@ -270,7 +270,7 @@ def test_a_requested_port_is_used(shell, free_port) -> None:
         assert result.stdout.splitlines() == [f"127.0.0.1 {port}"] * 2
 
 
-@pytest.mark.slow  # two starts of two ranks that import torch; test_the_first_failing_ranks_traceback_... is fast
+@pytest.mark.slow  # two starts of ranks that import torch; the first failing rank's traceback has a fast test
 def test_the_launcher_says_what_ranks_cannot_know(shell) -> None:
     """A rank that ended before another one's collective failed; and that gloo aborts on tensors of other sizes."""
     shell.write(

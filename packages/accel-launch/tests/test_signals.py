@@ -26,7 +26,7 @@ def test_a_signal_ends_everything(sleepers, ended) -> None:
     assert said.endswith("accel launch: ended by SIGINT\n")
 
 
-@pytest.mark.slow  # one more start of two ranks; test_a_signal_ends_everything is fast
+@pytest.mark.slow  # one more interpreter that imports torch; test_a_signal_ends_everything is fast
 def test_an_ignored_signal_stays_ignored(shell, started) -> None:
     """nohup relies on this: otherwise closing the terminal would end the job."""
     shell.write(
@@ -269,7 +269,7 @@ def test_ranks_that_save_exit_before_the_other_machines_are_notified(shell, star
     assert not os.listdir(shell.env["TMPDIR"])
 
 
-@pytest.mark.slow  # restarts ranks that import torch; test_restarts is fast
+@pytest.mark.slow  # ranks take seconds to save; test_restarts is fast
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_saved_are_started_again(shell, started, wait_until, ranks: int) -> None:
     """Only the ranks were signalled, so they are restarted."""
