@@ -15,21 +15,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from components import namespaces
-from components.digits import ARGUMENTS, LAUNCH, SCRIPT, check_loss, environment
+from components import namespaces, torchless
+from components.digits import LAUNCH, environment
 from torch import nn
 
 _MISSING = namespaces.missing()
-# Two launchers, and up to four ranks that import torch, perhaps twice.
+# Two launchers, and two ranks that import torch, up to three times.
 pytestmark = [pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "hosts can be made"), pytest.mark.timeout(960)]
 
 RESUMING = """
-# Trains a number of steps over all ranks, from where the last start of it has come.
+# Trains a number of steps over all ranks, from where the last start of it has come. In the steps named, each as
+# STEP:RANK:OTHERS, that rank waits to be killed.
 import os, sys, time
 import torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
 rank, file = dist.get_rank(), sys.argv[1]
+deaths = {int(step): (int(victim), others) for step, victim, others in (word.split(":") for word in sys.argv[2:])}
 weight, first = torch.ones(4, dtype=torch.float64), 0
 if os.path.exists(file):
     weight, first = torch.load(file)
@@ -41,11 +43,12 @@ for step in range(first, 30):
     if rank == 0:
         torch.save((weight, step + 1), file + ".tmp")
         os.replace(file + ".tmp", file)
-    if step == 10 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        with open(f"{file}.pid{rank}", "w") as pid:
+    if step in deaths:
+        victim, others = deaths[step]
+        with open(f"{file}.{step}.pid{rank}", "w") as pid:
             pid.write(str(os.getpid()))
         # The surviving ranks wait for this rank in the next collective.
-        time.sleep(300 if sys.argv[2] == "asleep" or rank == int(sys.argv[3]) else 0)
+        time.sleep(300 if others == "asleep" or rank == victim else 0)
 if rank == 0:
     print("weight", weight.tolist(), "restarts", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
 dist.barrier()
@@ -54,20 +57,14 @@ dist.destroy_process_group()
 
 SIZES = """
 # Notes the number of ranks of each start, and ends after the third.
-import os, time
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
-if dist.get_rank() == 0:
+import time
+from torchless import Group
+group = Group()
+if group.rank == 0:
     with open("sizes", "a") as file:
-        file.write(f"{dist.get_world_size()}\\n")
-while True:
-    ready = torch.tensor(len(open("sizes").readlines()) == 3)
-    dist.all_reduce(ready, dist.ReduceOp.MIN)
-    if ready:
-        break
+        file.write(f"{group.size}\\n")
+while group.sum(len(open("sizes").readlines()) == 3) < group.size:
     time.sleep(0.05)
-dist.destroy_process_group()
 """
 
 REPLICA = """
@@ -148,12 +145,6 @@ class Run:
         return [output for output, _ in outputs]
 
 
-@pytest.mark.slow  # trains on two hosts; test_the_demo_learns_the_digits is fast, on one host
-def test_the_digits_example_learns_the_same(hosts, tmp_path) -> None:
-    run = Run(hosts, tmp_path, "--num_processes=2", "--rdzv_backend=c10d", SCRIPT, *ARGUMENTS, ranks=False)
-    check_loss("".join(run.wait()))
-
-
 def trained_alone(ranks: int) -> list[float]:
     """The final weight of RESUMING, computed in one process."""
     weight = torch.ones(4, dtype=torch.float64)
@@ -162,42 +153,43 @@ def trained_alone(ranks: int) -> list[float]:
     return weight.tolist()
 
 
-@pytest.mark.slow  # two hosts start their ranks twice; test_restarts is fast, on one host
+@pytest.mark.slow  # two hosts start their ranks two or three times; test_restarts is fast, on one host
 @pytest.mark.parametrize(
-    ("backend", "each", "victim", "others"),
-    [
-        ("static", 1, 1, "asleep"),
-        ("static", 2, 0, "in a collective"),
-        ("static", 2, 3, "asleep"),
-        ("c10d", 1, 1, "asleep"),
-    ],
+    ("backend", "deaths"),
+    [("static", [(10, 0, "in a collective"), (20, 1, "asleep")]), ("c10d", [(10, 1, "asleep")])],
+    ids=["static", "c10d"],
 )
-def test_a_killed_worker_is_started_again(hosts, tmp_path, backend, each: int, victim: int, others) -> None:
-    """On either machine, and whatever the other ranks do: they do not notice the failure themselves."""
+def test_a_killed_worker_is_started_again(hosts, tmp_path, backend, deaths: list[tuple[int, int, str]]) -> None:
+    """On either machine, and whatever the other ranks do: they do not notice the failure themselves. Several ranks of
+    a machine: test_static_rendezvous.
+    """
     (tmp_path / "s.py").write_text(RESUMING)
-    words = (
-        f"--num_processes={2 * each}",
+    words = [
+        "--num_processes=2",
         f"--rdzv_backend={backend}",
-        "--max_restarts=1",
+        f"--max_restarts={len(deaths)}",
         "--monitor_interval=0.1",
-        "s.py",
-    )
-    run = Run(hosts, tmp_path, *words, "state", others, victim, ranks=backend == "static")
-    pids = [tmp_path / f"state.pid{rank}" for rank in range(2 * each)]
-    run.await_files(pids)
-    os.kill(int(pids[victim].read_text()), signal.SIGKILL)
+        *("s.py", "state", *(":".join(map(str, death)) for death in deaths)),
+    ]
+    run = Run(hosts, tmp_path, *words, ranks=backend == "static")
+    for step, victim, _ in deaths:
+        pids = [tmp_path / f"state.{step}.pid{rank}" for rank in (0, 1)]
+        run.await_files(pids)
+        os.kill(int(pids[victim].read_text()), signal.SIGKILL)
     output = "".join(run.wait())
     weight, _, restarts = output.removeprefix("weight ").partition(" restarts ")
-    assert json.loads(weight) == pytest.approx(trained_alone(2 * each), rel=1e-12)
+    assert json.loads(weight) == pytest.approx(trained_alone(2), rel=1e-12)
     # With c10d a machine counts the restarts that its own ranks have asked for.
-    assert backend == "c10d" or restarts == "1\n"
-    assert "starting all processes again (restart 1 of 1)" in run.errors
+    assert backend == "c10d" or restarts == f"{len(deaths)}\n"
+    for number in range(1, len(deaths) + 1):
+        assert f"starting all processes again (restart {number} of {len(deaths)})" in run.errors
 
 
 @pytest.mark.slow  # three rendezvous, each with its waiting times
 def test_machines_join_and_leave(hosts, tmp_path) -> None:
     """One of two machines begins; the other one joins, and is lost."""
     (tmp_path / "s.py").write_text(SIZES)
+    torchless.copy_to(tmp_path)
     words = [
         *("--cpu", "--num_machines=1:2", "--num_processes=2", "--max_restarts=3", "--rdzv_backend=c10d"),
         *("--main_process_ip=10.77.0.1", "--main_process_port=29513"),

@@ -11,19 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
-from components.digits import ARGUMENTS, LAUNCH, SCRIPT, check_loss, environment, is_alive
+from components import torchless
+from components.digits import ARGUMENTS, GLOO, LAUNCH, SCRIPT, check_loss, environment, is_alive
 
-# Each starts mpirun, and with it two ranks that import torch, once or twice.
+# Each starts mpirun, and with it two ranks, once or twice.
 pytestmark = pytest.mark.timeout(700)
 
 SUM = """
 import os, sys, time
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
-value = torch.ones(1)
-dist.all_reduce(value)
-rank = dist.get_rank()
+from torchless import Group
+group = Group()
+rank, size = group.rank, group.sum(1)
 if "fail" in sys.argv and rank == 1:
     raise ValueError("no such file: labels.csv")
 if "exit" in sys.argv and rank == 1:
@@ -35,9 +33,8 @@ if "sleep" in sys.argv:
         file.write(str(os.getpid()))
     time.sleep(300)
 names = ("LOCAL_RANK", "CCL_WORKER_COUNT", "OMP_NUM_THREADS", "KMP_BLOCKTIME", "ACCELERATE_MIXED_PRECISION")
-print(rank, value.item(), *(os.environ.get(name, "-") for name in names), *sys.argv[1:], flush=True)
-dist.barrier()
-dist.destroy_process_group()
+print(rank, size, *(os.environ.get(name, "-") for name in names), *sys.argv[1:], flush=True)
+group.sum(0)
 """
 KINDS = [
     pytest.param(
@@ -60,6 +57,7 @@ def mpi(request, tmp_path) -> tuple[str, dict[str, str]]:
     mpirun.write_text(f'#!/bin/sh\nexec {shutil.which(f"mpirun.{request.param}")} "$@"\n')
     mpirun.chmod(0o755)
     (tmp_path / "s.py").write_text(SUM)
+    torchless.copy_to(tmp_path)
     (tmp_path / "hosts").write_text("localhost\n")
     return request.param, environment(PATH=os.pathsep.join([str(folder), os.environ["PATH"]]))
 
@@ -85,7 +83,7 @@ def test_accel_launch_starts_mpirun(mpi, tmp_path) -> None:
     words = ("--mpirun_ccl", 2, "--num_cpu_threads_per_process", 3, "--mixed_precision", "bf16")
     result = run(mpi, tmp_path, *MPIRUN, *words, "s.py", "a b", "$HOME")
     assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == [f"{rank} 2.0 {rank} 2 3 1 bf16 a b $HOME" for rank in (0, 1)]
+    assert sorted(result.stdout.splitlines()) == [f"{rank} 2 {rank} 2 3 1 bf16 a b $HOME" for rank in (0, 1)]
 
 
 @pytest.mark.slow  # three failures under each mpirun; test_the_first_report_is_printed_last is fast
@@ -110,7 +108,7 @@ def test_mpirun_starts_accel_launch(mpi, tmp_path) -> None:
     root = ["--allow-run-as-root", "--oversubscribe"] if mpi[0] == "openmpi" else []
     result = run(mpi, tmp_path, "mpirun", *root, "-np", 2, *LAUNCH, "--cpu", "s.py")
     assert result.returncode == 0, result.stderr
-    assert [line[:7] for line in sorted(result.stdout.splitlines())] == ["0 2.0 0", "1 2.0 1"]
+    assert [line[:5] for line in sorted(result.stdout.splitlines())] == ["0 2 0", "1 2 1"]
     result = run(mpi, tmp_path, "mpirun", *root, "-np", 2, *LAUNCH, "--cpu", "--num_processes", 5, "s.py")
     assert result.returncode and "--num_processes 5, but " in result.stderr
 
@@ -144,6 +142,11 @@ def test_a_signal_ends_the_ranks(mpi, tmp_path) -> None:
 @pytest.mark.timeout(1000)
 def test_the_digits_example_learns_the_same(mpi, tmp_path) -> None:
     check_loss(run(mpi, tmp_path, *MPIRUN, SCRIPT, *ARGUMENTS).stdout)
-    # Ranks that mpirun starts by itself need no launcher.
+
+
+@pytest.mark.slow  # ranks import torch; the environments of jobs have fast tests in accel-state
+def test_ranks_that_mpirun_starts_by_itself_need_no_launcher(mpi, tmp_path) -> None:
+    (tmp_path / "gloo.py").write_text(GLOO)
     root = ["--allow-run-as-root", "--oversubscribe"] if mpi[0] == "openmpi" else []
-    check_loss(run(mpi, tmp_path, "mpirun", *root, "-np", 2, sys.executable, SCRIPT, *ARGUMENTS).stdout)
+    result = run(mpi, tmp_path, "mpirun", *root, "-np", 2, sys.executable, "gloo.py")
+    assert sorted(result.stdout.splitlines()) == ["0 2 0 3.0", "1 2 1 3.0"], result.stderr

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from components import slurm
-from components.digits import ARGUMENTS, LAUNCH, SCRIPT, check_loss, environment, is_alive
+from components import slurm, torchless
+from components.digits import ARGUMENTS, GLOO, LAUNCH, SCRIPT, check_loss, environment, is_alive
 
 from accel_state.environments.slurm import expand_hosts
 
-# Most start several jobs one after the other, with ranks that import torch.
+# Most start several jobs one after the other, with agents that import torch on each node.
 pytestmark = [
     pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "SLURM is installed"),
     pytest.mark.timeout(960),
@@ -24,20 +24,17 @@ pytestmark = [
 
 SUM = """
 import os, sys, time
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
-value = torch.ones(1)
-dist.all_reduce(value)
-if "fail" in sys.argv and dist.get_rank() == 1:
-    raise ValueError("no such file: labels.csv")
+from torchless import Group
+group = Group()
 if "sleep" in sys.argv:
-    with open(f"pid{dist.get_rank()}", "w") as file:
+    with open(f"pid{group.rank}", "w") as file:
         file.write(str(os.getpid()))
     time.sleep(300)
-print(dist.get_rank(), value.item(), os.environ["SLURMD_NODENAME"], os.environ["LOCAL_RANK"], flush=True)
-dist.barrier()
-dist.destroy_process_group()
+print(group.rank, group.sum(1), os.environ["SLURMD_NODENAME"], os.environ["LOCAL_RANK"], flush=True)
+group.sum(0)
+if "fail" in sys.argv and group.rank == 1:
+    raise ValueError("no such file: labels.csv")
+group.sum(0)
 """
 CPU = (*LAUNCH, "--cpu")
 
@@ -51,6 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
 @pytest.fixture
 def run(cluster, tmp_path):
     (tmp_path / "s.py").write_text(SUM)
+    torchless.copy_to(tmp_path)
 
     def call(*words: object) -> subprocess.CompletedProcess[str]:
         # Both nodes are this machine, whose name need not be resolvable.
@@ -70,8 +68,8 @@ def run(cluster, tmp_path):
     return call
 
 
-def lines(result: subprocess.CompletedProcess[str]) -> list[str]:
-    assert result.returncode == 0, result.stdout + result.stderr
+def lines(result: subprocess.CompletedProcess[str], code: int = 0) -> list[str]:
+    assert result.returncode == code, result.stdout + result.stderr
     return sorted(line for line in result.stdout.splitlines() if line[:1].isdigit())
 
 
@@ -86,15 +84,15 @@ def batch(
     )
 
 
-TWO_NODES = ["0 2.0 n1 0", "1 2.0 n2 0"]
-FOUR_RANKS = ["0 4.0 n1 0", "1 4.0 n1 1", "2 4.0 n2 0", "3 4.0 n2 1"]
+TWO_NODES = ["0 2 n1 0", "1 2 n2 0"]
+FOUR_RANKS = ["0 4 n1 0", "1 4 n1 1", "2 4 n2 0", "3 4 n2 1"]
 # SLURM chooses the node: n2 while n1 is still cleaning up the previous job.
-ONE_NODE = [[f"{rank} 2.0 {node} {rank}" for rank in range(2)] for node in ("n1", "n2")]
+ONE_NODE = [[f"{rank} 2 {node} {rank}" for rank in range(2)] for node in ("n1", "n2")]
 
 
-@pytest.mark.slow  # two jobs of SLURM; job environments have fast tests in test_launch_context
+@pytest.mark.slow  # a job of SLURM; job environments have fast tests in test_launch_context
 def test_a_launcher_on_each_node(run) -> None:
-    assert lines(run("srun", "-N2", "-n2", *CPU, "s.py")) == TWO_NODES
+    # Without a number of processes: as salloc starts the launchers, below.
     assert lines(run("srun", "-N2", "-n2", *CPU, "--num_processes", 4, "s.py")) == FOUR_RANKS
 
 
@@ -114,22 +112,16 @@ def test_a_launcher_for_each_rank(run) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(960)
 def test_a_batch_script_without_srun(run, tmp_path) -> None:
-    assert lines(batch(run, tmp_path, "-N2")) == TWO_NODES
     assert lines(batch(run, tmp_path, "-N2", "--ntasks-per-node=2")) == FOUR_RANKS
     assert lines(batch(run, tmp_path, "-N1", "-n2")) in ONE_NODE
 
 
 @pytest.mark.slow  # two allocations of SLURM; test_a_dry_run_starts_nothing makes one in the fast tier
 def test_an_interactive_allocation(run) -> None:
-    """The shell may run outside of the allocated nodes."""
-    assert lines(run("salloc", "-N2", *CPU, "s.py")) == TWO_NODES
+    """The shell may run outside of the allocated nodes. The first failure of all nodes comes last."""
     assert lines(run("salloc", "-N1", *CPU, "--num_processes", 2, "s.py")) in ONE_NODE
-
-
-@pytest.mark.slow  # a job on two nodes; test_the_first_report_is_printed_last is fast
-def test_the_first_failure_of_all_nodes_comes_last(run) -> None:
     result = run("salloc", "-N2", *CPU, "s.py", "fail")
-    assert result.returncode == 1
+    assert lines(result, code=1) == TWO_NODES
     # salloc prints a line at the end.
     said = result.stderr[result.stderr.rindex("accel launch: rank") :].partition("salloc:")[0]
     assert said.startswith("accel launch: rank 1 of 2 failed first (local rank 0 on ")
@@ -186,13 +178,17 @@ def test_a_signal_ends_the_ranks_of_all_nodes(cluster, run, tmp_path) -> None:
         subprocess.run(["scancel", job], env=env, check=True, timeout=100)
 
 
-# Four processes that import torch and scikit-learn.
-@pytest.mark.slow
+@pytest.mark.slow  # trains on two nodes; test_the_demo_learns_the_digits is fast, on one host
 @pytest.mark.timeout(960)
-def test_the_digits_example_learns_the_same(run, tmp_path) -> None:
+def test_the_digits_example_learns_the_same(run) -> None:
     check_loss(run("srun", "-N2", "-n2", *CPU, SCRIPT, *ARGUMENTS).stdout)
-    # One task for each rank needs no launcher.
-    check_loss(run("srun", "-N2", "-n2", "env", "MASTER_ADDR=127.0.0.1", sys.executable, SCRIPT, *ARGUMENTS).stdout)
+
+
+@pytest.mark.slow  # a job with ranks that import torch; job environments have fast tests in accel-state
+def test_a_task_for_each_rank_needs_no_launcher(run, tmp_path) -> None:
+    (tmp_path / "gloo.py").write_text(GLOO)
+    result = run("srun", "-N2", "-n2", "env", "MASTER_ADDR=127.0.0.1", sys.executable, "gloo.py")
+    assert lines(result) == ["0 2 0 3.0", "1 2 0 3.0"]
 
 
 @pytest.mark.slow  # a job on two nodes; test_this_machine_works is fast, on one host

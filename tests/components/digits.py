@@ -18,6 +18,17 @@ SCRIPT = ROOT / "examples" / "digits.py"
 ARGUMENTS = ("--epochs", "1", "--output_dir", "")
 LAUNCH = (sys.executable, "-m", "accel_launch", "launch")
 PACKAGES = ("accel", "accel-bigmodel", "accel-data", "accel-fp8", "accel-launch", "accel-state", "accel-track")
+# Where it suffices that the processes form a group and compute: without an optimizer, which takes as long to import.
+GLOO = """
+import torch
+import torch.distributed as dist
+from accel_state import PartialState
+state = PartialState(cpu=True)
+value = torch.ones(1) * (state.process_index + 1)
+dist.all_reduce(value)
+print(state.process_index, state.num_processes, state.local_process_index, value.item(), flush=True)
+state.destroy_process_group()
+"""
 _LOSS = re.compile(r"training loss of the last epoch: (\d+\.\d{6})")
 
 

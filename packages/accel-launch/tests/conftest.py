@@ -18,11 +18,16 @@ from unittest import mock
 
 import psutil
 import pytest
+from forked_launcher import ForkedLauncher
 
 import accel_launch
 import accel_state
 from accel_launch.cli import main
 from accel_state.ports import reserved_port
+from accel_state.testing import preload
+
+# What a launch of several processes imports: a server imports it once, and launchers are forked from it.
+preload("accel_launch.commands.launch", "accel_launch.launchers.elastic", "accel_launch.elastic.run", "psutil")
 
 # A generous limit: a busy machine can be ten times slower.
 TIMEOUT_SECONDS = 110
@@ -60,6 +65,10 @@ class Shell:
             stderr=subprocess.PIPE,
         )
 
+    def fork(self, *words: str | Path, **env: str) -> ForkedLauncher:
+        """Start ``accel WORDS`` where torch is imported already: for launchers of several processes."""
+        return ForkedLauncher(list(map(str, words)), self.folder, {**self.env, **env})
+
     def accel(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
         """Run ``accel WORDS``."""
         return subprocess.run(
@@ -71,6 +80,10 @@ class Shell:
             timeout=TIMEOUT_SECONDS,
             check=False,
         )
+
+    def launch(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run ``accel launch --cpu WORDS`` as :meth:`fork` starts it."""
+        return _finish(self.fork("launch", "--cpu", *words, **env))
 
     def call(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
         """Run ``accel WORDS`` in this process, for commands that start no other: half a second faster."""
@@ -102,6 +115,18 @@ class Shell:
             check=False,
         )
 
+    def forked_python(self, code: str) -> subprocess.CompletedProcess[str]:
+        """Run Python code where torch is imported already."""
+        return _finish(ForkedLauncher([], self.folder, self.env, textwrap.dedent(code)))
+
+
+def _finish(launcher: ForkedLauncher) -> subprocess.CompletedProcess[str]:
+    try:
+        out, err = launcher.communicate(TIMEOUT_SECONDS)
+    finally:
+        launcher.kill()
+    return subprocess.CompletedProcess(launcher.args, launcher.wait(TIMEOUT_SECONDS), out, err)
+
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
@@ -128,11 +153,11 @@ def shell(tmp_path: Path) -> Shell:
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[[subprocess.Popen[str]], subprocess.Popen[str]]]:
+def started() -> Iterator[Callable[[Any], Any]]:
     """Register a process that must not outlive the test, whatever happens."""
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Any] = []
 
-    def register(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    def register(process: Any) -> Any:
         processes.append(process)
         return process
 
@@ -168,11 +193,11 @@ def wait_until() -> Callable[..., None]:
 
 @pytest.fixture
 def sleepers(
-    shell: Shell, started: Callable[..., subprocess.Popen[str]], wait_until: Callable[..., None]
+    shell: Shell, started: Callable[..., Any], wait_until: Callable[..., None]
 ) -> Callable[..., Any]:
     """Start a two-rank launch whose ranks write their pids and sleep; returns the launcher and the pids."""
 
-    def start(extra: str = "", *options: str) -> tuple[subprocess.Popen[str], list[int]]:
+    def start(extra: str = "", fresh: bool = False) -> tuple[Any, list[int]]:
         script = (
             "import os, signal, sys, time, pathlib\n"
             + extra
@@ -180,7 +205,8 @@ def sleepers(
         )
         script += "time.sleep(300)\n"
         (shell.folder / "sleep.py").write_text(script)
-        launcher = started(shell.start("launch", "--cpu", "--num_processes", "2", *options, "sleep.py"))
+        begin = shell.start if fresh else shell.fork  # fresh: in an interpreter of its own
+        launcher = started(begin("launch", "--cpu", "--num_processes", "2", "sleep.py"))
         files = [shell.folder / "pid0", shell.folder / "pid1"]
         wait_until(lambda: all(file.exists() and file.read_text() for file in files), "both ranks run")
         return launcher, [int(file.read_text()) for file in files]

@@ -12,11 +12,13 @@ ALL_REDUCE = """
 import json, os, sys
 import torch
 import torch.distributed as dist
-dist.init_process_group("gloo")
+from accel_state import PartialState
+state = PartialState()
 values = torch.arange(4, dtype=torch.float64) * (dist.get_rank() + 1)
 dist.all_reduce(values)
 names = ("ACCELERATE_", "OMP_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "ROLE_NAME")
-report = {"sum": values.tolist(), "argv": sys.argv, "env": {k: v for k, v in os.environ.items() if k.startswith(names)}}
+report = {"sum": values.tolist(), "argv": sys.argv, "cores": sorted(os.sched_getaffinity(0)), "backend": state.backend}
+report["env"] = {k: v for k, v in os.environ.items() if k.startswith(names)}
 with open(f"rank{dist.get_rank()}.json", "w") as file:
     json.dump(report, file)
 dist.barrier()
@@ -28,8 +30,7 @@ def read_ranks(shell, world_size: int) -> list[dict]:
     return [json.loads((shell.folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@pytest.mark.slow  # two ranks import torch; test_two_default_launches_on_one_host is in the fast tier
-def test_two_ranks_reduce_and_get_their_settings(shell) -> None:
+def test_two_ranks_reduce_and_get_their_settings_and_cores(shell) -> None:
     shell.write("s.py", ALL_REDUCE)
     words = [
         "--cpu",
@@ -37,6 +38,7 @@ def test_two_ranks_reduce_and_get_their_settings(shell) -> None:
         "2",
         "--mixed_precision",
         "bf16",
+        "--enable_cpu_affinity",
         "s.py",
         "--flag",
         "${local_rank} $$",
@@ -45,48 +47,52 @@ def test_two_ranks_reduce_and_get_their_settings(shell) -> None:
     ]
     result = shell.accel("launch", *words)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    for rank, report in enumerate(read_ranks(shell, 2)):
-        assert report["sum"] == [0, 3, 6, 9]
+    reports = read_ranks(shell, 2)
+    for rank, report in enumerate(reports):
+        assert report["sum"] == [0, 3, 6, 9] and report["backend"] == "gloo"
         assert report["argv"] == ["s.py", "--flag", "${local_rank} $$", "--", "--num_processes"]
         env = report["env"]
         assert int(env.pop("OMP_NUM_THREADS")) >= 1
         assert env == {
             "ACCELERATE_USE_CPU": "true",
             "ACCELERATE_MIXED_PRECISION": "bf16",
+            "ACCELERATE_CPU_AFFINITY": "true",
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": "2",
             "WORLD_SIZE": "2",
             "ROLE_NAME": "default",
         }
+    first, second = (set(report["cores"]) for report in reports)
+    assert first | second == os.sched_getaffinity(0)
+    assert not first & second or len(os.sched_getaffinity(0)) == 1
     assert not os.listdir(shell.env["TMPDIR"]), "nothing is left behind"
 
 
 def test_two_default_launches_on_one_host(shell, started) -> None:
-    """P28: each waits for the other one, so they run at the same time."""
+    """P28: each waits for the other one, so they run at the same time, with a store of its own."""
     script = """
-    import pathlib, sys, time
-    import torch
-    import torch.distributed as dist
+    import os, pathlib, socket, sys, time
     mine, other = sys.argv[1:]
-    dist.init_process_group("gloo")
-    pathlib.Path(mine).write_text("")
+    pathlib.Path(mine + os.environ["RANK"]).write_text("")
     deadline = time.monotonic() + 90
-    while not pathlib.Path(other).exists():
+    while not all(pathlib.Path(name + rank).exists() for name in (mine, other) for rank in "01"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    value = torch.tensor([1.0 if mine == "a" else 10.0])
-    dist.all_reduce(value)
-    print(mine, value.item())
-    dist.barrier()
-    dist.destroy_process_group()
+    main = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    socket.create_connection(main, 90).close()
+    print(mine, *main, os.environ["WORLD_SIZE"])
     """
     shell.write("s.py", script)
-    first = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py", "a", "b"))
-    second = started(
-        shell.start("launch", "--cpu", "--num_processes", "2", "--main_process_port", "0", "s.py", "b", "a")
-    )
-    assert sorted(first.communicate(timeout=110)[0].splitlines()) == ["a 2.0", "a 2.0"] and first.returncode == 0
-    assert sorted(second.communicate(timeout=110)[0].splitlines()) == ["b 20.0", "b 20.0"] and second.returncode == 0
+    both = [
+        started(shell.fork("launch", "--cpu", "--num_processes", "2", *words))
+        for words in (("s.py", "a", "b"), ("--main_process_port", "0", "s.py", "b", "a"))
+    ]
+    outputs = [one.communicate(timeout=110) for one in both]
+    assert [one.returncode for one in both] == [0, 0], outputs
+    lines = [out.splitlines() for out, _ in outputs]
+    for name, (line, same) in zip("ab", lines, strict=True):
+        assert line == same and re.fullmatch(rf"{name} \S+ \d+ 2", line)
+    assert lines[0][0][2:] != lines[1][0][2:]
 
 
 def test_the_first_failing_ranks_traceback_ends_the_output(shell) -> None:
@@ -103,7 +109,7 @@ def test_the_first_failing_ranks_traceback_ends_the_output(shell) -> None:
         dist.barrier()
     """,
     )
-    result = shell.accel("launch", "--cpu", "--num_processes", "2", "s.py")
+    result = shell.launch("--num_processes", "2", "s.py")
     assert result.returncode == 1
     end = result.stderr[result.stderr.rindex("accel launch: ") :]
     assert re.fullmatch(
@@ -135,7 +141,7 @@ def test_the_first_failing_ranks_traceback_ends_the_output(shell) -> None:
 )
 def test_exit_codes_pass_through(shell, ending, code, message) -> None:
     shell.write("s.py", f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {ending}\ntime.sleep(50)\n")
-    result = shell.accel("launch", "--cpu", "--num_processes", "2", "s.py")
+    result = shell.launch("--num_processes", "2", "s.py")
     assert result.returncode == code
     assert re.fullmatch(f"accel launch: {message}", result.stderr.splitlines()[-1]), result.stderr
 
@@ -144,7 +150,7 @@ def test_executable_ranks(shell) -> None:
     # A rank that fails ends the other one, which must have printed its line by then.
     both = "touch said$RANK\nuntil [ -e said0 -a -e said1 ]; do sleep 0.05; done\n"
     shell.write("run.sh", f'#!/bin/bash\necho "rank $RANK of $WORLD_SIZE $1"\n{both}exit $1\n').chmod(0o755)
-    result = shell.accel("launch", "--cpu", "--num_processes", "2", "--no_python", "run.sh", "4")
+    result = shell.launch("--num_processes", "2", "--no_python", "run.sh", "4")
     assert sorted(result.stdout.splitlines()) == ["rank 0 of 2 4", "rank 1 of 2 4"] and result.returncode == 4
     assert "ended first with exit code 4" in result.stderr
 
@@ -167,15 +173,15 @@ def test_module_ranks_and_what_main_is(shell) -> None:
     """
     shell.write("pkg/__init__.py", "")
     shell.write("pkg/mod.py", code)
-    result = shell.accel("launch", "--cpu", "--num_processes", "2", "-m", "pkg.mod", "-m")
+    result = shell.launch("--num_processes", "2", "-m", "pkg.mod", "-m")
     assert result.stdout.splitlines() == [f"42 ['-m'] {shell.folder} pkg.mod"] * 2, result.stderr
-    result = shell.accel("launch", "--cpu", "--num_processes", "2", "pkg/mod.py", "x")
+    result = shell.launch("--num_processes", "2", "pkg/mod.py", "x")
     assert result.stdout.splitlines() == [f"42 ['x'] {shell.folder}/pkg None"] * 2, result.stderr
 
 
 def test_output_streams_live(shell, started) -> None:
     shell.write("s.py", "import time; print('first'); time.sleep(300)")
-    launcher = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py"))
+    launcher = started(shell.fork("launch", "--cpu", "--num_processes", "2", "s.py"))
     assert [launcher.stdout.readline() for _ in range(2)] == ["first\n", "first\n"]
     launcher.terminate()
     assert launcher.wait(60) == 143
@@ -191,8 +197,8 @@ def test_restarts(shell) -> None:
         sys.exit(6 if attempt < int(sys.argv[1]) and os.environ["RANK"] == "0" else 0)
     """,
     )
-    words = ["--cpu", "--num_processes", "2", "--monitor_interval", "0.05", "--max_restarts", "1"]
-    result = shell.accel("launch", *words, "s.py", "2")
+    words = ["--num_processes", "2", "--monitor_interval", "0.05", "--max_restarts", "1"]
+    result = shell.launch(*words, "s.py", "2")
     assert result.returncode == 6 and "rank 0 of 2 ended first with exit code 6" in result.stderr.splitlines()[-1]
     assert result.stderr.count("starting all processes again (restart 1 of 1)") == 1
     starts = {file for file in os.listdir(shell.folder) if file.startswith("start")}
@@ -202,8 +208,8 @@ def test_restarts(shell) -> None:
 
 def test_tee_and_log_dir(shell) -> None:
     shell.write("s.py", "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)")
-    words = ["--cpu", "--num_processes", "2", "--tee", "0:3,1:1", "--log_dir", "logs", "--role", "trainer", "s.py"]
-    result = shell.accel("launch", *words)
+    words = ["--num_processes", "2", "--tee", "0:3,1:1", "--log_dir", "logs", "--role", "trainer", "s.py"]
+    result = shell.launch(*words)
     assert sorted(result.stdout.splitlines()) == ["[trainer0]:out 0", "[trainer1]:out 1"]
     assert sorted(result.stderr.splitlines()) == ["[trainer0]:err", "err"]
     files = {
@@ -221,7 +227,7 @@ def test_tee_and_log_dir(shell) -> None:
 def test_the_last_line_of_output_is_not_lost(shell) -> None:
     """The rank prints and exits between the copying thread's last read and its check of the rank."""
     shell.write("s.py", "import time; time.sleep(1); print('last')")
-    result = shell.python("""
+    result = shell.forked_python("""
         import sys, time
         import torch.distributed.elastic.multiprocessing.tail_log as tail_log
         from accel_launch.cli import main
@@ -246,10 +252,9 @@ def test_the_last_line_of_output_is_not_lost(shell) -> None:
     )
 
 
-@pytest.mark.slow  # one more start of the agent; test_tee_and_log_dir covers two ranks
 def test_the_output_of_a_single_process_is_kept_too(shell) -> None:
     shell.write("s.py", "import sys; print('out'); sys.exit('gone')")
-    result = shell.accel("launch", "--cpu", "--num_processes", "1", "--tee", "3", "--log_dir", "logs", "s.py")
+    result = shell.launch("--num_processes", "1", "--tee", "3", "--log_dir", "logs", "s.py")
     assert (result.returncode, result.stdout) == (1, "[default0]:out\n")
     texts = {path.name: path.read_text() for path in (shell.folder / "logs").rglob("*.log")}
     assert texts == {"stdout.log": "out\n", "stderr.log": "gone\n"}
@@ -259,13 +264,13 @@ def test_a_requested_port_is_used(shell, free_port) -> None:
     port = free_port()
     shell.write("s.py", "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])")
     for backend in ("static", "c10d"):
-        words = ["--cpu", "--num_processes", "2", "--main_process_port", str(port), "--rdzv_backend", backend, "s.py"]
-        result = shell.accel("launch", *words)
+        words = ["--num_processes", "2", "--main_process_port", str(port), "--rdzv_backend", backend, "s.py"]
+        result = shell.launch(*words)
         assert result.returncode == 0, result.stderr
         assert result.stdout.splitlines() == [f"127.0.0.1 {port}"] * 2
 
 
-@pytest.mark.slow  # two starts of two ranks; test_two_default_launches_on_one_host is fast
+@pytest.mark.slow  # two starts of ranks that import torch; the first failing rank's traceback has a fast test
 def test_the_launcher_says_what_ranks_cannot_know(shell) -> None:
     """A rank that ended before another one's collective failed; and that gloo aborts on tensors of other sizes."""
     shell.write(
@@ -280,16 +285,16 @@ def test_the_launcher_says_what_ranks_cannot_know(shell) -> None:
         dist.destroy_process_group()
     """,
     )
-    early = shell.accel("launch", "--cpu", "--num_processes", "2", "s.py", "steps")
+    early = shell.launch("--num_processes", "2", "s.py", "steps")
     assert early.returncode == 1
     assert early.stderr.splitlines()[-1].startswith("accel launch: rank 0 had already ended, without an error")
-    sizes = shell.accel("launch", "--cpu", "--num_processes", "2", "s.py", "sizes")
+    sizes = shell.launch("--num_processes", "2", "s.py", "sizes")
     assert sizes.returncode and "pad_across_processes" in sizes.stderr.splitlines()[-1], sizes.stderr
 
 
 def test_debug_shows_the_agents_log(shell) -> None:
     shell.write("s.py", "import os, sys; sys.exit(3 * int(os.environ['RANK']))")
-    result = shell.accel("launch", "--cpu", "--num_processes", "2", "--debug", "s.py")
+    result = shell.launch("--num_processes", "2", "--debug", "s.py")
     assert (
         result.returncode == 3
         and "failed (exitcode: 3)" in result.stderr
@@ -297,24 +302,10 @@ def test_debug_shows_the_agents_log(shell) -> None:
     )
 
 
-@pytest.mark.slow  # two ranks import torch; test_numa sets the cores of one process
-def test_each_process_is_bound_to_its_cores(shell) -> None:
-    shell.write(
-        "s.py",
-        "import os\nfrom accel_state import PartialState\nPartialState()\nprint(sorted(os.sched_getaffinity(0)), "
-        "flush=True)\n",
-    )
-    result = shell.accel("launch", "--cpu", "--num_processes", "2", "--enable_cpu_affinity", "s.py")
-    assert result.returncode == 0, result.stderr
-    cores = [set(json.loads(line)) for line in result.stdout.splitlines()]
-    assert len(cores) == 2 and cores[0] | cores[1] == os.sched_getaffinity(0)
-    assert not cores[0] & cores[1] or len(os.sched_getaffinity(0)) == 1
-
-
 def test_no_name_is_resolved(shell) -> None:
     """torch's agent resolves the host name for each event; a server that does not answer would delay it for minutes."""
     shell.write("s.py", "print('started', flush=True)")
-    result = shell.python("""
+    result = shell.forked_python("""
         import socket, sys
         def refuse(*args):
             raise AssertionError("the name service was asked")
@@ -328,7 +319,7 @@ def test_no_name_is_resolved(shell) -> None:
 def test_exit_handlers_run(shell) -> None:
     """The launcher skips the finalization of torch, but runs registered exit handlers."""
     shell.write("s.py", "import sys; sys.exit(4)")
-    result = shell.python("""
+    result = shell.forked_python("""
         import atexit, sys
         from accel_launch.cli import main
         atexit.register(print, "at exit")

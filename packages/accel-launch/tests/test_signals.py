@@ -17,7 +17,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
 
 
 def test_a_signal_ends_everything(sleepers, ended) -> None:
-    launcher, pids = sleepers()
+    launcher, pids = sleepers(fresh=True)
     launcher.send_signal(signal.SIGINT)
     _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 130
@@ -26,7 +26,7 @@ def test_a_signal_ends_everything(sleepers, ended) -> None:
     assert said.endswith("accel launch: ended by SIGINT\n")
 
 
-@pytest.mark.slow  # one more start of two ranks; test_a_signal_ends_everything is fast
+@pytest.mark.slow  # one more interpreter that imports torch; test_a_signal_ends_everything is fast
 def test_an_ignored_signal_stays_ignored(shell, started) -> None:
     """nohup relies on this: otherwise closing the terminal would end the job."""
     shell.write(
@@ -51,7 +51,7 @@ def test_an_ignored_signal_stays_ignored(shell, started) -> None:
 @pytest.mark.parametrize("when", ["mkdtemp", "rmtree"])
 def test_a_signal_without_running_ranks(shell, when) -> None:
     shell.write("s.py", "")
-    result = shell.python(f"""
+    result = shell.forked_python(f"""
         import os, shutil, signal, sys, tempfile
         import accel_launch.elastic.run
         from accel_launch.cli import main
@@ -71,7 +71,7 @@ def test_a_signal_without_running_ranks(shell, when) -> None:
 def test_a_signal_between_the_starts_of_two_ranks(shell) -> None:
     """No further rank is started, and those that were are ended."""
     shell.write("s.py", "import time; time.sleep(300)")
-    result = shell.python("""
+    result = shell.forked_python("""
         import os, signal, subprocess, sys
         import accel_launch.elastic.run
         from accel_launch.cli import main
@@ -90,7 +90,7 @@ def test_a_signal_between_the_starts_of_two_ranks(shell) -> None:
 
 def test_processes_that_cannot_be_started(shell) -> None:
     shell.write("s.py", "import time; time.sleep(300)")
-    result = shell.python("""
+    result = shell.forked_python("""
         import resource, psutil
         from accel_launch.cli import main
         import accel_launch.elastic.run
@@ -144,7 +144,7 @@ def test_children_of_a_failed_rank_are_ended(shell, started, ended) -> None:
             sys.exit(3)
     """,
     )
-    launcher = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py"))
+    launcher = started(shell.fork("launch", "--cpu", "--num_processes", "2", "s.py"))
     assert launcher.wait(60) == 3
     ended([int((shell.folder / "child").read_text())])
 
@@ -170,7 +170,7 @@ def test_waiting_for_another_machine_can_be_interrupted(shell, started, wait_unt
         f"--main_process_port={free.getsockname()[1]}",
         "s.py",
     ]
-    launcher = started(shell.start("launch", "--cpu", *words))
+    launcher = started(shell.fork("launch", "--cpu", *words))
     wait_until(lambda: _catches_sigterm(launcher.pid), "the launcher is ready for signals")
     time.sleep(1)
     os.kill(launcher.pid, signal.SIGTERM)
@@ -191,7 +191,7 @@ def test_a_signal_for_the_ranks_is_forwarded(shell, started, wait_until) -> None
             time.sleep(0.05)
     """,
     )
-    launcher = started(shell.start("launch", "--cpu", "--num_processes", "2", "s.py"))
+    launcher = started(shell.fork("launch", "--cpu", "--num_processes", "2", "s.py"))
     wait_until(lambda: all((shell.folder / f"ready{rank}").exists() for rank in (0, 1)), "both ranks are ready")
     launcher.send_signal(signal.SIGUSR1)
     assert launcher.wait(60) == 0
@@ -240,7 +240,7 @@ def test_ranks_that_save_are_waited_for(shell, started, wait_until, number: int,
     """They are not restarted: a signal to the launcher ends the run on this machine."""
     shell.write("s.py", SAVES)
     launcher = started(
-        shell.start("launch", "--cpu", "--num_processes", str(ranks), "--max_restarts", str(restarts), "s.py")
+        shell.fork("launch", "--cpu", "--num_processes", str(ranks), "--max_restarts", str(restarts), "s.py")
     )
     wait_until(lambda: ready(shell, ranks), "the ranks are ready")
     launcher.send_signal(number)
@@ -258,7 +258,7 @@ def test_ranks_that_save_exit_before_the_other_machines_are_notified(shell, star
         f"--main_process_port={free_port()}",
     ]
     first, second = (
-        started(shell.start("launch", "--cpu", "--monitor_interval=4", *words, f"--machine_rank={rank}", "s.py"))
+        started(shell.fork("launch", "--cpu", "--monitor_interval=4", *words, f"--machine_rank={rank}", "s.py"))
         for rank in (0, 1)
     )
     wait_until(lambda: ready(shell, 2), "the ranks are ready")
@@ -269,12 +269,12 @@ def test_ranks_that_save_exit_before_the_other_machines_are_notified(shell, star
     assert not os.listdir(shell.env["TMPDIR"])
 
 
-@pytest.mark.slow  # restarts ranks that import torch; test_restarts is fast
+@pytest.mark.slow  # ranks take seconds to save; test_restarts is fast
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_saved_are_started_again(shell, started, wait_until, ranks: int) -> None:
     """Only the ranks were signalled, so they are restarted."""
     shell.write("s.py", SAVES)
-    launcher = started(shell.start("launch", "--cpu", "--num_processes", str(ranks), "--max_restarts", "1", "s.py"))
+    launcher = started(shell.fork("launch", "--cpu", "--num_processes", str(ranks), "--max_restarts", "1", "s.py"))
     wait_until(lambda: ready(shell, ranks), "the ranks are ready")
     for pid in ready(shell, ranks):
         os.kill(pid, signal.SIGUSR1)

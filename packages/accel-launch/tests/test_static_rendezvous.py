@@ -219,7 +219,7 @@ def launch(shell, started, free_port):
         ]
         common += [f"--main_process_port={free_port()}", f"--max_restarts={restarts}"]
         launchers = [
-            started(shell.start("launch", "--cpu", *common, f"--machine_rank={rank}", "s.py", *map(str, words)))
+            started(shell.fork("launch", "--cpu", *common, f"--machine_rank={rank}", "s.py", *map(str, words)))
             for rank in reversed(range(machines))
         ][::-1]
         errors = [launcher.communicate(timeout=110)[1] for launcher in launchers]
