@@ -112,6 +112,7 @@ def test_a_launcher_for_each_rank(run) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(960)
 def test_a_batch_script_without_srun(run, tmp_path) -> None:
+    assert lines(batch(run, tmp_path, "-N2")) == TWO_NODES
     assert lines(batch(run, tmp_path, "-N2", "--ntasks-per-node=2")) == FOUR_RANKS
     assert lines(batch(run, tmp_path, "-N1", "-n2")) in ONE_NODE
 

@@ -192,9 +192,7 @@ def wait_until() -> Callable[..., None]:
 
 
 @pytest.fixture
-def sleepers(
-    shell: Shell, started: Callable[..., Any], wait_until: Callable[..., None]
-) -> Callable[..., Any]:
+def sleepers(shell: Shell, started: Callable[..., Any], wait_until: Callable[..., None]) -> Callable[..., Any]:
     """Start a two-rank launch whose ranks write their pids and sleep; returns the launcher and the pids."""
 
     def start(extra: str = "", fresh: bool = False) -> tuple[Any, list[int]]:
