@@ -101,14 +101,15 @@ def test_the_demo_learns_the_digits(tmp_path) -> None:
 def test_the_launcher_is_not_needed(tmp_path) -> None:
     alone = run(DIGITS, "--epochs", "1", "--output_dir", str(tmp_path / "alone"))
     assert (tmp_path / "alone" / "model.safetensors").is_file()
-    unsaved = run(DIGITS, "--epochs", "1", "--output_dir", "", "--gradient_accumulation_steps", "1")
+    words = ("--epochs", 1, "--output_dir", "", "--gradient_accumulation_steps", 1)
+    unsaved = run_launched(DIGITS, *words, launch=("--cpu", "--num_processes", 1), folder=tmp_path)
     assert accuracy_of(alone) > 0.1 and loss_of(unsaved) != loss_of(alone)
 
 
-@pytest.mark.slow  # the example imports scikit-learn and torch to refuse a number; the demo is in the fast tier
-def test_an_invalid_setting_is_named() -> None:
-    result = subprocess.run([sys.executable, str(DIGITS), "--epochs", "0"], capture_output=True, text=True, timeout=100)
-    assert result.returncode == 2 and "--epochs 0: must be at least 1" in result.stderr
+def test_an_invalid_setting_is_named(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        module_of(DIGITS).parse(["--epochs", "0"])
+    assert ended.value.code == 2 and "--epochs 0: must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # trains BERT on two ranks; its data have fast tests
