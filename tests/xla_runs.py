@@ -510,6 +510,7 @@ def printed_by(code: str, folder: str) -> str:
         os.dup2(file.fileno(), 1)
         exec(code, {})
         sys.stdout.flush()
+        file.seek(0)
         return file.read()
 
 
