@@ -171,7 +171,7 @@ def text_run(accelerator: Any) -> dict[str, Any]:
         model = AutoModelForSequenceClassification.from_pretrained(
             folder,
             num_labels=len(PACKAGES),
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
