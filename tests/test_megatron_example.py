@@ -1,4 +1,4 @@
-"""The example of Megatron-core, as the launcher plans it: the losses of one process, and a checkpoint of Transformers."""
+"""The example of Megatron-core, on planned ranks: the losses of one process, and a checkpoint of Transformers."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import xla_runs
 from launched import call_alone
 
 pytest.importorskip("torch_xla", reason="scripts/test-xla makes an environment with torch_xla")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # compiling the graphs of all runs takes a quarter of a minute
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # compiles the graphs of all runs, for 15 s
 # XLA compiles for much longer than these graphs run. The example, in test_xla_launch.py, is compiled as by default.
 QUICKLY = "--xla_backend_optimization_level=0"
 

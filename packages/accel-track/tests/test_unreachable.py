@@ -82,7 +82,7 @@ def test_training_goes_on_without_the_server(
         | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
         | {key: value.format(at=at) for key, value in variables.items()}
     )
-    # Aim itself waits for a silent server, without an end: it is left when it may start no longer, and again at the end.
+    # Aim waits for a silent server without an end: these limits end its start, and then its finish.
     patience = 5 if (name, address) == ("aim", "silent_server") else 15
     code = SCRIPT.format(name=name, arguments=arguments.format(at=at), patience=patience)
     begin = time.monotonic()
