@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from accel_state.testing import run_world
 
 # Variables that a launcher or a shell has set must not affect a script.
 _HIDDEN = ("ACCELERATE_", "TORCHELASTIC_", "FSDP_")
+# What run_world tells a rank.
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_OF_A_RANK += ("MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU")
 
 
 def run_launched(
@@ -48,6 +52,20 @@ def run_launched(
         timeout=seconds,
     )
     return [line for text in texts for line in text.splitlines()]
+
+
+def run_alone(script: Path, *words: object, folder: Path, seconds: float = 300, **variables: str) -> str:
+    """What ``python script`` prints, without a launcher."""
+    arguments = tuple(map(str, words))
+    printed: str = call_alone(_run_script, str(script), arguments, str(folder), seconds=seconds, **variables)
+    return printed
+
+
+def call_alone(function: Callable[..., Any], *arguments: Any, seconds: float = 300, **variables: str) -> Any:
+    """What a function of a module returns in a process that is no rank; if it raises, there is a ``WorldError``."""
+    hidden = dict.fromkeys((*_OF_A_RANK, *(name for name in os.environ if name.startswith(_HIDDEN))))
+    (result,) = run_world(function, 1, *arguments, env={**hidden, **variables}, state=False, timeout=seconds)
+    return result
 
 
 def _planned(words: list[str], folder: Path) -> dict[str, Any]:

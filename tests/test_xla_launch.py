@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import xla_runs
+from launched import call_alone, run_alone
+
+from accel_state.testing import WorldError
 
 pytest.importorskip("torch_xla", reason="scripts/test-xla makes an environment with torch_xla")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each test starts processes that import torch_xla
@@ -36,29 +40,35 @@ def main(model=None, tensor=None):
 
 
 @pytest.fixture
-def python(tmp_path):
+def folder(tmp_path) -> Path:
+    (tmp_path / "s.py").write_text(SCRIPT)
+    return tmp_path
+
+
+@pytest.fixture
+def accel(folder):
+    """Commands, in processes of their own."""
+
     def call(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path), **CPU, **variables}
-        command = [sys.executable, *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder), **CPU, **variables}
+        command = [sys.executable, "-m", "accel_launch", *words]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
         )
 
-    (tmp_path / "s.py").write_text(SCRIPT)
     return call
 
 
-def test_launch_starts_a_process_for_each_device(python) -> None:
-    result = python(
-        "-m",
-        "accel_launch",
-        "launch",
-        "--tpu",
-        "--num_processes=8",
-        "--mixed_precision=bf16",
-        "--downcast_bf16",
-        "s.py",
+def printed_by(code: str, folder: Path, **variables: str) -> str:
+    """What code prints in a process that has imported torch, and not yet torch_xla."""
+    printed: str = call_alone(
+        xla_runs.printed_by, code, str(folder), seconds=280, **{"HF_HOME": str(folder), **CPU, **variables}
     )
+    return printed
+
+
+def test_launch_starts_a_process_for_each_device(accel) -> None:
+    result = accel("launch", "--tpu", "--num_processes=8", "--mixed_precision=bf16", "--downcast_bf16", "s.py")
     assert result.returncode == 0, result.stderr
     # XLA_DOWNCAST_BF16: a third has 8 bits.
     *words, change, third = result.stdout.splitlines()[-1].split()
@@ -67,37 +77,36 @@ def test_launch_starts_a_process_for_each_device(python) -> None:
     assert "one process for each chip" in result.stderr
 
 
-def test_launch_shards_over_the_devices_of_one_process(python) -> None:
+def test_launch_shards_over_the_devices_of_one_process(accel) -> None:
     words = ("--use_parallelism_config", "--parallelism_config_dp_shard_size=2")
-    result = python("-m", "accel_launch", "launch", "--tpu", *words, "s.py", CPU_NUM_DEVICES="2")
+    result = accel("launch", "--tpu", *words, "s.py", CPU_NUM_DEVICES="2")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["xla:0 XLA 1 no XlaSpmdStrategy -0.80 0.333333"], result.stdout
 
 
-def test_replicas_that_are_threads_are_refused(python) -> None:
-    result = python("-m", "accel_launch", "launch", "--tpu", "s.py", CPU_NUM_DEVICES="2")
-    assert result.returncode != 0 and "2 replicas as threads of this process" in result.stderr, result.stderr
+def test_replicas_that_are_threads_are_refused(folder) -> None:
+    with pytest.raises(WorldError, match="2 replicas as threads of this process"):
+        printed_by("import s; s.notebook_launcher(s.main)", folder, CPU_NUM_DEVICES="2")
 
 
-def test_the_self_test(python) -> None:
-    result = python("-m", "accel_launch", "test")
+def test_the_self_test(accel) -> None:
+    result = accel("test")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "training equal to plain PyTorch" in result.stdout, result.stdout
 
 
-def test_a_notebook(python) -> None:
+def test_a_notebook(folder) -> None:
     """The model is created once, in the notebook; a lock cannot be pickled, so it is inherited by the fork."""
-    result = python(
-        "-c",
+    printed = printed_by(
         "import threading, torch, s; from accel import notebook_launcher; lock = threading.Lock()\n"
         "def train(model):\n    with lock: s.main(model)\n"
         "notebook_launcher(train, (torch.nn.Linear(2, 1),))\n"
         "import torch_xla; torch.ones(1, device=torch_xla.device())\n"
         "try: notebook_launcher(train, (None,))\n"
         "except Exception as error: print(error)",
+        folder,
     )
-    assert result.returncode == 0, result.stderr
-    first, trained, refused = result.stdout.splitlines()
+    first, trained, refused = printed.splitlines()
     assert first == "Launching training on all TPU chips." and trained.startswith("xla:0 XLA 1 no XlaStrategy -0.80")
     assert "is in use in this process already" in refused and "Restart the notebook" in refused
 
@@ -110,17 +119,18 @@ def test_a_notebook(python) -> None:
         ({"PJRT_DEVICE": "", "XRT_TPU_CONFIG": "tpu_worker;0;10.0.0.2:8470"}, "set PJRT_DEVICE=TPU"),
     ],
 )
-def test_a_device_that_is_missing(python, variables, says) -> None:
-    result = python("-c", "import s; s.main()", **variables)
-    assert result.returncode == 1 and says in result.stderr.splitlines()[-1], result.stderr
+def test_a_device_that_is_missing(folder, variables, says) -> None:
+    with pytest.raises(WorldError) as caught:
+        printed_by("import s; s.main()", folder, **variables)
+    assert says in caught.value.reports[0].splitlines()[-1], caught.value
     if variables == {"PJRT_DEVICE": "TPU"}:
-        doctor = python("-m", "accel_launch", "doctor", "--num_processes=1", **variables)
-        assert doctor.returncode != 0 and says in " ".join(doctor.stdout.split()), doctor.stdout + doctor.stderr
+        code, printed = call_alone(xla_runs.doctor, "--num_processes=1", **variables)
+        assert code != 0 and says in " ".join(printed.split()), printed
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_the_example(python, size) -> None:
-    result = python(str(ROOT / "examples" / "xla.py"), f"--dp_shard_size={size}", CPU_NUM_DEVICES=str(size))
-    assert result.returncode == 0, result.stderr
+def test_the_example(folder, size) -> None:
+    script = ROOT / "examples" / "xla.py"
+    printed = run_alone(script, f"--dp_shard_size={size}", folder=folder, CPU_NUM_DEVICES=str(size), **CPU)
     shown = (ROOT / "docs" / "guides" / "tpu.md").read_text()
-    assert result.stdout in shown, f"docs/guides/tpu.md shows another output than {result.stdout}"
+    assert printed in shown, f"docs/guides/tpu.md shows another output than {printed}"

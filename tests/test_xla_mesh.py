@@ -12,7 +12,7 @@ from test_xla_training import run
 from accel_state.testing import run_world
 
 pytest.importorskip("torch_xla", reason="scripts/test-xla makes an environment with torch_xla")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # four meshes are compiled: a minute
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # four meshes are compiled: a quarter of a minute
 MESHES = ["dp4", "fsdp4", "tp4", "fsdp2_tp2"]
 
 

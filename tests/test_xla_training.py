@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xla_runs
+from launched import call_alone
 
 pytest.importorskip("torch_xla", reason="scripts/test-xla makes an environment with torch_xla")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # compiling the graphs of all runs takes half a minute
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # compiles the graphs of all runs, for 15 s
+# XLA compiles for much longer than these graphs run. The example, in test_xla_launch.py, is compiled as by default.
+QUICKLY = "--xla_backend_optimization_level=0"
 
 
 def run(name: str, folder: Path, **variables: str) -> dict[str, Any]:
     """The results of a run of xla_runs.py."""
-    command = [sys.executable, str(Path(__file__).with_name("xla_runs.py")), name, str(folder)]
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", **variables}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
-    lines = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]
-    assert process.returncode == 0 and lines, process.stderr[-4000:]
-    results: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+    environment = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICKLY, **variables}
+    results: dict[str, Any] = call_alone(xla_runs.results_of, name, str(folder), seconds=580, **environment)
     return results
 
 

@@ -1,13 +1,13 @@
-"""What the tests of XLA devices run, each in a process of its own: ``python xla_runs.py NAME FOLDER`` prints JSON."""
+"""What the tests of XLA devices run, each in a process of its own, which has not imported torch_xla yet."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
 STEPS = 20
 MESHES: dict[str, tuple[dict[str, int], int]] = {
     "dp4": ({"dp_replicate_size": 4}, 4),
@@ -38,7 +37,7 @@ class Records(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-@contextmanager
+@contextlib.contextmanager
 def messages() -> Iterator[list[str]]:
     handler, loggers = Records(), [logging.getLogger(name) for name in ("accel", "accel_data")]
     for logger in loggers:
@@ -172,7 +171,7 @@ def text_run(accelerator: Any) -> dict[str, Any]:
         model = AutoModelForSequenceClassification.from_pretrained(
             folder,
             num_labels=len(PACKAGES),
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
@@ -493,7 +492,31 @@ def late(folder: Path) -> dict[str, Any]:
     return {"refused": refusal(lambda: Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=4)))}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    os.environ.setdefault("PJRT_DEVICE", "CPU")
-    print("RESULT " + json.dumps(globals()[sys.argv[1]](Path(sys.argv[2]))))
+# -- all ---------------------------------------------------------------------------------------------------------------
+
+
+def results_of(name: str, folder: str) -> dict[str, Any]:
+    """The results of a function of this file."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    results: dict[str, Any] = globals()[name](Path(folder))
+    return results
+
+
+def printed_by(code: str, folder: str) -> str:
+    """What code prints in a folder, with the processes that it starts."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    with open("printed", "w+", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        exec(code, {})
+        sys.stdout.flush()
+        file.seek(0)
+        return file.read()
+
+
+def doctor(*words: str) -> tuple[int, str]:
+    """The exit code of accel doctor, and what it prints."""
+    from accel_launch.cli import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        return main(["doctor", *words]), printed.getvalue()

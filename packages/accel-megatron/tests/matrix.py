@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +20,7 @@ SEQUENCE = 32
 ROWS = 8
 
 
+@functools.cache
 def models() -> dict[str, Any]:
     import transformers as t
 
@@ -55,9 +57,10 @@ def models() -> dict[str, Any]:
 
 def create(name: str) -> nn.Module:
     kind, config = models()[name]
+    config = copy.deepcopy(config)
     config.use_cache = False
     torch.manual_seed(0)
-    model = kind(copy.deepcopy(config))
+    model = kind(config)
     torch.manual_seed(1)
     for parameter in model.parameters():
         if parameter.ndim == 1:  # biases and norms that are not 0 or 1

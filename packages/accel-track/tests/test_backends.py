@@ -1,19 +1,18 @@
 """Real back ends beyond what the example logs: resumed and nested runs, values and configs of every type.
 
-Each test uses its own process, because the libraries set variables, patch others and keep threads.
+Each run is a process of its own, because the libraries set variables, patch others and keep threads.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh_process import Processes
 
 from accel_track import get_available_trackers
 
@@ -58,10 +57,9 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, **{name: str(value) for name, value in variables.items()}}
 
 
-def run(code: str, name: str, folder: Path, *words: str) -> Any:
+def run(processes: Processes, code: str, name: str, folder: Path, *words: str) -> Any:
     """What the code prints last, as JSON."""
-    command = [sys.executable, "-c", HEAD + textwrap.dedent(code), name, *words]
-    result = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=280)
+    result = processes.run(HEAD + code, name, *words, cwd=folder, env=environment(folder), timeout=280)
     assert result.returncode == 0, result.stderr[-5000:]
     return json.loads(
         [line for line in result.stdout.splitlines() if line.startswith("RESULT ")][-1].removeprefix("RESULT ")
@@ -104,10 +102,10 @@ print("RESULT true")
 
 
 @pytest.mark.parametrize("name", ["jsonl", *NAMES])
-def test_values_and_configs_of_every_kind_are_taken(name: str, tmp_path: Path) -> None:
+def test_values_and_configs_of_every_kind_are_taken(name: str, tmp_path: Path, processes: Processes) -> None:
     installed(name)
     # Strict: whatever the back end refuses would raise.
-    assert run(ANY_VALUE, name, tmp_path) is True
+    assert run(processes, ANY_VALUE, name, tmp_path) is True
 
 
 RESUMED = """
@@ -119,9 +117,12 @@ for step in (range(3) if part == 0 else range(2, 5)):
     tracking.log({"loss": part * 100 + step}, step=step)
     if (part, step) == (0, 1):
         pathlib.Path("state.json").write_text(json.dumps(tracking.state_dict()))
-result = tracking.state_dict()["trackers"][name]["run_id"]
+run_id = tracking.state_dict()["trackers"][name]["run_id"]
 tracking.finish()
-print("RESULT", json.dumps(result))
+points = None
+"""
+STATED = """
+print("RESULT", json.dumps([run_id, points and sorted(points)]))
 """
 
 READ = {
@@ -159,23 +160,21 @@ READ = {
 
 @pytest.mark.slow  # starts two processes for each library; their values have a fast test
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "clearml"])
-def test_a_resumed_job_continues_the_run(name: str, tmp_path: Path) -> None:
+def test_a_resumed_job_continues_the_run(name: str, tmp_path: Path, processes: Processes) -> None:
     """Offline, wandb, comet and swanlab write a second file for the same run, and merge both on upload."""
     installed(name)
-    first, second = (run(RESUMED, name, tmp_path, str(part)) for part in (0, 1))
+    first, _ = run(processes, RESUMED + STATED, name, tmp_path, "0")
+    second, points = run(processes, RESUMED + textwrap.dedent(READ.get(name, "")) + STATED, name, tmp_path, "1")
     assert first == second
     if name in READ:
-        points = dict(
-            map(
-                tuple,
-                run(textwrap.dedent(READ[name]) + "\nprint('RESULT', json.dumps(sorted(points)))", name, tmp_path),
-            )
-        )
-        assert points == {0: 0, 1: 1, 2: 102, 3: 103, 4: 104}
+        assert dict(map(tuple, points)) == {0: 0, 1: 1, 2: 102, 3: 103, 4: 104}
 
 
-NESTED = """
+MLFLOW = """
 import mlflow
+from accel_track import MLflowTracker
+client = mlflow.MlflowClient()
+
 mlflow.set_experiment("nested")
 with mlflow.start_run() as parent:
     child = {"nested_run": True, "tags": '{"kind": "child"}', "run_name": "inner", "description": "d"}
@@ -191,32 +190,21 @@ with mlflow.start_run() as parent:
     assert mlflow.active_run().info.run_id == parent.info.run_id, "the script's own run is left alone"
     child = tracking.get_tracker("mlflow", unwrap=True)
     tracking.finish(failed=True)
-client = mlflow.MlflowClient()
 data = client.get_run(child.info.run_id)
 artifacts = [client.list_artifacts(child.info.run_id, path) for path in ("figures", "many", "one")]
 files = [sorted(entry.path for entry in entries) for entries in artifacts]
 tags = {key: data.data.tags[key] for key in ("kind", "mlflow.note.content")}
 is_nested = data.data.tags["mlflow.parentRunId"] == parent.info.run_id
-print("RESULT", json.dumps([is_nested, data.info.run_name, data.info.status, tags, files]))
-"""
+nested = [is_nested, data.info.run_name, data.info.status, tags, files]
 
-
-def test_mlflow_runs_are_nested_and_keep_files(tmp_path: Path) -> None:
-    installed("mlflow")
-    nested, run_name, status, tags, files = run(NESTED, "mlflow", tmp_path)
-    assert nested and run_name == "inner" and status == "FAILED"
-    assert tags == {"kind": "child", "mlflow.note.content": "d"}
-    assert files == [["figures/empty.png"], ["many/a.txt"], ["one/a.txt"]]
-
-
-WRONG = """
-from accel_track import MLflowTracker
 messages = []
 for arguments in ({"tags": "{"}, {"tags": 3}, {"nested_run": True}):
     try:
         MLflowTracker("x", **arguments)
     except Exception as error:
         messages.append(f"{type(error).__name__}: {error}")
+
+tracking = TrackerRun(name, folder, strict=True, delivery=delivery)
 tracking.init_trackers("again", {"lr": 1})
 first = tracking.state_dict()
 tracking.finish()
@@ -225,15 +213,18 @@ tracking.init_trackers("again", {"lr": 1})
 unused = tracking.state_dict()["trackers"]["mlflow"]["run_id"]
 tracking.load_state_dict(first)
 tracking.finish()
-from mlflow import MlflowClient
-messages.append(MlflowClient().get_run(unused).info.lifecycle_stage)
-print("RESULT", json.dumps(messages))
+print("RESULT", json.dumps([nested, messages, client.get_run(unused).info.lifecycle_stage]))
 """
 
 
-def test_mlflow_names_what_is_wrong_and_deletes_a_run_that_was_not_used(tmp_path: Path) -> None:
+def test_mlflow_runs_are_nested_keep_files_and_are_deleted_when_not_used(tmp_path: Path, processes: Processes) -> None:
     installed("mlflow")
-    json_error, type_error, nested_error, stage = run(WRONG, "mlflow", tmp_path)
+    nested, messages, stage = run(processes, MLFLOW, "mlflow", tmp_path)
+    is_child, run_name, status, tags, files = nested
+    assert is_child and run_name == "inner" and status == "FAILED"
+    assert tags == {"kind": "child", "mlflow.note.content": "d"}
+    assert files == [["figures/empty.png"], ["many/a.txt"], ["one/a.txt"]]
+    json_error, type_error, nested_error = messages
     assert json_error.startswith("ConfigurationError: tags='{' is not JSON")
     assert type_error == "ConfigurationError: tags=3 is of type int. Pass a dictionary or a JSON object."
     assert nested_error.startswith("ConfigurationError: nested_run=True needs an active run")

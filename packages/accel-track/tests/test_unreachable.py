@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fresh_process import Processes
 
 from accel_track import get_available_trackers
 from accel_track.sdk_tracker import responds
@@ -33,7 +32,7 @@ SCRIPT = """
 import sys, time
 from accel_track import Delivery, TrackerRun, find_runs, sdk_tracker
 sdk_tracker.RESPONSE_SECONDS = 2.0
-delivery = Delivery(start_timeout=15, stall_timeout=15, finish_timeout=15)
+delivery = Delivery(start_timeout={patience}, stall_timeout={patience}, finish_timeout={patience})
 tracking = TrackerRun([{name!r}, "jsonl"], "runs", delivery=delivery)
 tracking.init_trackers("project", {{"lr": 1}}, {{{name!r}: {arguments}}})
 for step in range(100):
@@ -71,7 +70,7 @@ def test_responds(silent_server: str, closed_port: str) -> None:
 @pytest.mark.parametrize("address", ["closed_port", "silent_server"])
 @pytest.mark.parametrize("name", SERVERS)
 def test_training_goes_on_without_the_server(
-    name: str, address: str, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, address: str, tmp_path: Path, request: pytest.FixtureRequest, processes: Processes
 ) -> None:
     if name not in get_available_trackers():
         pytest.skip(f"{name} is not installed here: scripts/test-trackers has an environment with all")
@@ -83,11 +82,11 @@ def test_training_goes_on_without_the_server(
         | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
         | {key: value.format(at=at) for key, value in variables.items()}
     )
-    code = SCRIPT.format(name=name, arguments=arguments.format(at=at))
+    # Aim waits for a silent server without an end: these limits end its start, and then its finish.
+    patience = 5 if (name, address) == ("aim", "silent_server") else 15
+    code = SCRIPT.format(name=name, arguments=arguments.format(at=at), patience=patience)
     begin = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
-    )
+    result = processes.run(code, cwd=tmp_path, env=environment, timeout=400)
     took = time.monotonic() - begin
     assert result.returncode == 0, result.stderr
     assert "logged 100" in result.stdout
