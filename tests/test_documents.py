@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import subprocess
-import sys
 from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from documents import Block, anchors, blocks, commands, links, pages
 from forked import report_of
+from launched import run_alone
 from snippet_setup import NOT_RUN, RAISES, RUN_ELSEWHERE, SETUP
 from workspace import ROOT
 
@@ -186,11 +186,7 @@ def test_the_migrated_script_prints_what_the_original_prints(tmp_path: Path) -> 
     for block in blocks():
         if block.page == "docs/tutorials/migrate-a-script.md" and block.title:
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")
-            result = subprocess.run(
-                [sys.executable, block.title], capture_output=True, text=True, cwd=tmp_path, timeout=100, check=False
-            )
-            assert result.returncode == 0, result.stderr[-2000:]
-            found[block.title] = result.stdout
+            found[block.title] = run_alone(tmp_path / block.title, folder=tmp_path)
     assert set(found) == {"before.py", "after.py"}
     assert found["before.py"] == found["after.py"] and found["after.py"].endswith("of 360\n")
     assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -28,8 +28,9 @@ pytestmark = pytest.mark.timeout(900)
 
 # Test dependencies of a package.
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis"]
-SETTINGS = """[pytest]
-pythonpath = tests/support
+# The tests/ of the workspace have what those of several packages share.
+SETTINGS = f"""[pytest]
+pythonpath = tests/support "{ROOT / "tests"}"
 addopts = --import-mode=importlib -p no:cacheprovider
 markers =
     slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,10 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from fresh_process import Processes
 
 from accel_track import Run, find_runs
 
-# Each starts a process that imports torch, or three.
+# Some start interpreters that import torch.
 pytestmark = pytest.mark.timeout(300)
 
 HEAD = """
@@ -26,9 +28,8 @@ for step in range(300):
 """
 
 
-def run_script(code: str, folder: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
-    folder.joinpath("script.py").write_text(textwrap.dedent(code))
-    result = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=280)
+def run_script(processes: Processes, code: str, folder: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
+    result = processes.run(textwrap.dedent(code), cwd=folder, env=os.environ, timeout=280)
     assert result.returncode == status, result.stderr
     return result
 
@@ -38,7 +39,7 @@ def the_run(folder: Path) -> Run:
     return run
 
 
-@pytest.mark.slow  # starts six interpreters; test_a_killed_process_leaves_what_was_delivered is fast
+@pytest.mark.slow  # six processes; test_a_killed_process_leaves_what_was_delivered is fast
 @pytest.mark.parametrize(
     ("ending", "status", "marked"),
     [
@@ -50,15 +51,17 @@ def the_run(folder: Path) -> Run:
         ("with tracking: raise ValueError('oh')", 1, "failed"),
     ],
 )
-def test_nothing_is_lost_at_the_end(ending: str, status: int, marked: str, tmp_path: Path) -> None:
-    run_script(HEAD + ending, tmp_path, status)
+def test_nothing_is_lost_at_the_end(
+    ending: str, status: int, marked: str, tmp_path: Path, processes: Processes
+) -> None:
+    run_script(processes, HEAD + ending, tmp_path, status)
     run = the_run(tmp_path)
     assert [row["loss"] for row in run.rows] == list(range(300))
     assert run.facts["status"] == marked and run.facts["config"] == {"a": 1}
 
 
 @pytest.mark.slow  # waits for a tracker that hangs; strict failures at the end are fast
-def test_a_tracker_that_hangs_does_not_keep_the_interpreter(tmp_path: Path) -> None:
+def test_a_tracker_that_hangs_does_not_keep_the_interpreter(tmp_path: Path, processes: Processes) -> None:
     code = """
     import threading, time
     from accel_track import Delivery, GeneralTracker, TrackerRun
@@ -76,7 +79,7 @@ def test_a_tracker_that_hangs_does_not_keep_the_interpreter(tmp_path: Path) -> N
         tracking.log({"a": 1}, step=step)
     entered.wait()
     """
-    result = run_script(code, tmp_path)
+    result = run_script(processes, code, tmp_path)
     assert "hangs in log() and is disabled: TimeoutError: no progress for 1 s. Queued calls lost: 4" in result.stderr
 
 
@@ -116,7 +119,7 @@ def test_a_process_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path) -> 
     assert (printed, errors, script.returncode) == ("logged\n", "", 0)
 
 
-def test_strict_failures_at_the_end_are_told(tmp_path: Path) -> None:
+def test_strict_failures_at_the_end_are_told(tmp_path: Path, processes: Processes) -> None:
     code = """
     from accel_track import GeneralTracker, TrackerRun
 
@@ -129,7 +132,10 @@ def test_strict_failures_at_the_end_are_told(tmp_path: Path) -> None:
     tracking.init_trackers("project")
     tracking.log({"a": 1})
     """
-    assert "The tracker 'broken' failed in log() and is disabled: OSError: full" in run_script(code, tmp_path).stderr
+    assert (
+        "The tracker 'broken' failed in log() and is disabled: OSError: full"
+        in run_script(processes, code, tmp_path).stderr
+    )
 
 
 FORK = """
@@ -157,9 +163,9 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
 """
 
 
-@pytest.mark.slow  # forks a process that imports torch; test_a_killed_process_... is fast
-def test_forked_processes_neither_log_nor_hang(tmp_path: Path) -> None:
-    result = run_script(HEAD + FORK, tmp_path)
+@pytest.mark.slow  # a process that forks four; test_a_killed_process_... is fast
+def test_forked_processes_neither_log_nor_hang(tmp_path: Path, processes: Processes) -> None:
+    result = run_script(processes, HEAD + FORK, tmp_path)
     assert [row["loss"] for row in the_run(tmp_path).rows] == list(range(400))
     assert result.stderr.count("was called in a process forked from the one that started the run") == 3
 
@@ -178,13 +184,14 @@ if __name__ == "__main__":
         process.join()
         assert process.exitcode == 0
 """
-    run_script(code, tmp_path)
+    tmp_path.joinpath("script.py").write_text(code)
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, timeout=280, check=True)
     runs = find_runs(tmp_path / "runs")
     assert [len(run.rows) for run in runs] == [300, 300] and {run.facts["status"] for run in runs} == {"finished"}
 
 
-def test_a_killed_process_leaves_what_was_delivered(tmp_path: Path) -> None:
-    result = run_script(HEAD + "tracking.flush()\nos.kill(os.getpid(), 9)", tmp_path, -9)
+def test_a_killed_process_leaves_what_was_delivered(tmp_path: Path, processes: Processes) -> None:
+    result = run_script(processes, HEAD + "tracking.flush()\nos.kill(os.getpid(), 9)", tmp_path, -9)
     assert result.stderr == ""
     run = the_run(tmp_path)
     assert len(run.rows) == 300 and run.facts["status"] == "running"

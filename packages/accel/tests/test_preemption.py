@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launched import run_launched
 from torch import nn
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -454,7 +455,7 @@ accelerator.end_training()
 class Job:
     """The script under ``accel launch``, whose ranks wait in a loop for a signal, or for :meth:`go_on`."""
 
-    def __init__(self, folder: Path, ranks: int, *words: str, loop: str = "none") -> None:
+    def __init__(self, folder: Path, ranks: int, *words: str, loop: str) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "hold").touch()
         (folder / "script.py").write_text(SCRIPT)
@@ -523,15 +524,16 @@ def test_an_exit_in_a_finalizer_is_not_lost() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # six launches one after the other
+@pytest.mark.timeout(900)  # three launches one after the other
 def test_under_the_launcher(tmp_path: Path) -> None:
     """Told to end in three ways, each run continues where the one before it stopped, and the last one ends like an
     undisturbed one.
     """
-    code, output = Job(tmp_path / "whole", 2).end()
-    assert code == 0, output
-    expected = weights_of(output)
-    folder = tmp_path / "told"
+    folder, whole = tmp_path / "told", tmp_path / "whole"
+    whole.mkdir()
+    (whole / "script.py").write_text(SCRIPT)
+    undisturbed = run_launched(whole / "script.py", whole, "none", launch=("--cpu", "--num_processes", 2), folder=whole)
+    expected = weights_of("\n".join(undisturbed))
     for loop, number in [("training", signal.SIGTERM), ("evaluation", signal.SIGUSR1)]:
         job = Job(folder, 2, loop=loop)
         job.wait_for(loop)
