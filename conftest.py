@@ -145,9 +145,20 @@ def pytest_collection() -> Iterator[object]:
     try:
         return (yield)
     finally:
+        _freeze()
+        gc.enable()
+
+
+_frozen_modules = 0
+
+
+def _freeze() -> None:
+    """Take everything that exists out of garbage collection, if much was imported since the last time."""
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 200:
         gc.collect()
         gc.freeze()
-        gc.enable()
+        _frozen_modules = len(sys.modules)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -232,6 +243,7 @@ def leaves_nothing_behind(_empty_directory: Path) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def leaves_no_process_behind() -> Iterator[None]:
     """Fail a test file that leaves a process running; per file, since listing processes takes milliseconds."""
+    _freeze()
     before = set(_processes())
     yield
     left = _wait_until_gone(lambda: [process for process in _processes() if process not in before])
