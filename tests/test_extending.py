@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launched import run_launched
 from torch import nn
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
@@ -74,12 +75,12 @@ def averaged_copies(every: int = 4) -> dict[str, torch.Tensor]:
 @pytest.mark.slow  # launches two ranks twice; test_command loads an extension in the fast tier
 @pytest.mark.parametrize("kind", ["name", "object"])
 def test_strategy_tracker_launcher_and_device(site: Path, tmp_path: Path, kind: str) -> None:
-    variables = {"FARM_LAUNCH": "1", "FARM_PIN": "1"} if kind == "name" else {}
-    script = [str(site / "train.py"), str(tmp_path), kind]
-    # --cpu would choose the built-in device.
-    options = [] if kind == "name" else ["--cpu"]
-    result = accel(site, "launch", *options, "--num_processes", "2", *script, **variables)
-    assert result.returncode == 0, result.stderr
+    if kind == "name":  # --cpu would choose the built-in device
+        script, variables = [str(site / "train.py"), str(tmp_path), kind], {"FARM_LAUNCH": "1", "FARM_PIN": "1"}
+        result = accel(site, "launch", "--num_processes", "2", *script, **variables)
+        assert result.returncode == 0, result.stderr
+    else:  # an object needs no entry points
+        run_launched(site / "train.py", tmp_path, kind, launch=("--cpu", "--num_processes", 2), folder=tmp_path)
     torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), averaged_copies())
     with sqlite3.connect(tmp_path / "run.db") as database:
         rows = database.execute("SELECT step, name FROM metrics ORDER BY step").fetchall()

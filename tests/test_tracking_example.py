@@ -19,7 +19,13 @@ pytest.importorskip("sklearn")
 
 # Other libraries take ten seconds to import, in two processes on a busy machine.
 # Trains the example with each installed library, some of which take ten seconds to import; test_backends is faster.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        len(get_available_trackers()) < 3, reason="scripts/test-trackers has an environment with libraries of trackers"
+    ),
+]
 
 # All libraries start at once, possibly on a busy machine, and their start-up time is not tested here.
 PATIENT = """
