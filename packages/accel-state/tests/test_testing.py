@@ -464,6 +464,8 @@ def test_a_rank_that_cannot_leave_its_group_has_finished_all_the_same(monkeypatc
 
 
 def test_the_server_imports_what_a_conftest_asks_for(tmp_path):
+    (tmp_path / "added").mkdir()
+    (tmp_path / "added" / "helpers.py").write_text("")  # as on pytest's pythonpath
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
@@ -471,10 +473,11 @@ def test_the_server_imports_what_a_conftest_asks_for(tmp_path):
         from accel_state.testing import preload, run_world
 
         def has_been_imported():
-            return "antigravity" not in sys.modules, "wave" in sys.modules
+            return "antigravity" not in sys.modules, {"wave", "helpers"} <= set(sys.modules)
 
         if __name__ == "__main__":
-            preload("wave", "no_such_module")
+            sys.path.append("added")
+            preload("wave", "helpers", "no_such_module")
             print(run_world(has_been_imported, 1, state=False))
             preload("wave")
             try:
@@ -484,6 +487,7 @@ def test_the_server_imports_what_a_conftest_asks_for(tmp_path):
         """)
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110, env=environment)
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, cwd=tmp_path)
     assert done.stdout.splitlines()[:1] == ["[(True, True)]"], done.stderr
     assert "preload('antigravity', ...) comes too late: ranks have been started already" in done.stdout
