@@ -130,7 +130,7 @@ def test_workers_outlive_a_signal_to_the_whole_group(tmp_path: Path) -> None:
     expected = run(parts(tmp_path / "whole", workers=2))
     script = f"""
         import os, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path[:0] = {[str(Path(__file__).parent), *sys.path]}
         import test_preemption as t
         from pathlib import Path
         os.kill = lambda pid, number: os.killpg(0, number)
