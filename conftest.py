@@ -243,7 +243,7 @@ def leaves_nothing_behind(_empty_directory: Path) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def leaves_no_process_behind() -> Iterator[None]:
     """Fail a test file that leaves a process running; per file, since listing processes takes milliseconds."""
-    _freeze()
+    _freeze()  # between two files: what a fixture of a file holds must stay collectable
     before = set(_processes())
     yield
     left = _wait_until_gone(lambda: [process for process in _processes() if process not in before])

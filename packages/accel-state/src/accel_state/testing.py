@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -155,10 +154,13 @@ def _start(job: _test_worker.RankJob, n: int, env: Mapping[str, str | None]) -> 
     global _server_has_started
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *(name for name in ("pytest",) if name in sys.modules), *_wanted])
-    # Before Python 3.13 the server does not take over sys.path: modules on pytest's pythonpath would not be found.
-    with patch_environment(PYTHONPATH=os.pathsep.join(entry or os.getcwd() for entry in sys.path)):
-        forkserver.ensure_running()
-    _server_has_started = True
+    if not _server_has_started:
+        from multiprocessing import forkserver
+
+        # Up to Python 3.13.0 the server does not take over sys.path, and skips modules on pytest's pythonpath.
+        with patch_environment(PYTHONPATH=os.pathsep.join(entry or os.getcwd() for entry in sys.path)):
+            forkserver.ensure_running()
+        _server_has_started = True
     ranks: list[_Rank] = []
     # Reserved, so that no other test run uses the port before rank 0 listens.
     with reserved_port() as port:

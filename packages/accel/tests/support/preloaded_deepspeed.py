@@ -4,12 +4,8 @@ compiler, for an optimizer that is never used, takes each rank two seconds.
 
 from __future__ import annotations
 
-import os
+from accel_state.env import patch_environment
 
-if "DS_ACCELERATOR" not in os.environ:
-    # DeepSpeed chooses the accelerator of the machine as it is imported; the ranks of tests compute on the CPU.
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    try:
-        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
-    finally:
-        del os.environ["DS_ACCELERATOR"]
+# DeepSpeed chooses the accelerator of the machine as it is imported; the ranks of tests compute on the CPU.
+with patch_environment(DS_ACCELERATOR="cpu"):
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
