@@ -227,7 +227,7 @@ def test_machines_join_and_leave(hosts, tmp_path) -> None:
 def test_a_cable_is_cut_and_mended(hosts, tmp_path) -> None:
     """The replica on the machine of the lighthouse goes on alone; the other one takes its share again."""
     (tmp_path / "s.py").write_text(REPLICA)
-    words = ["--cpu", "--ft", "--num_replicas=2", "--replica_timeout=3", "--num_machines=2"]
+    words = ["--cpu", "--ft", "--num_replicas=2", "--replica_timeout=8", "--num_machines=2"]
     words += ["--main_process_ip=10.77.0.1", "--main_process_port=29514"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [

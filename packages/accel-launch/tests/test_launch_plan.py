@@ -331,3 +331,18 @@ class TestReplicas:
         assert run.until_next_look() == pytest.approx(0.045)
         run.replicas[0].processes = []
         assert run.until_next_look() == 0.1
+
+    def test_a_replica_waits_longer_before_its_first_step(self, tmp_path) -> None:
+        """Others may evaluate while it joins; a step may be too short for a look to see it, so the report says it."""
+        replica = ft.Replica(0, tmp_path / "replica_0")
+        for report, computed, seconds in (("joins 7", False, 80.0), ("waits 8", True, 4.0)):
+            replica.progress.write_text(report)
+            replica.read()
+            assert replica.has_computed is computed
+            replica.silent = seconds
+            assert not replica.waited(8.0)
+            replica.silent = seconds + 0.1
+            assert replica.waited(8.0)
+        replica.progress.write_text("computes 8")
+        replica.read()
+        assert replica.has_computed and not replica.waited(8.0)

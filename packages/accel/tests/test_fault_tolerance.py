@@ -197,7 +197,8 @@ def test_killed_replicas_change_nothing(tmp_path: Path, quiet: Path) -> None:
     """A replica is killed, then the one that leads, one hangs, one is stopped."""
     events = ("1:12:SIGKILL", "0:24:SIGKILL", "1:36:SIGSTOP", "0:48:HANG")
     folder = tmp_path / "killed"
-    output = finish(start(folder, STEPS, "--replica_timeout", "3", EVENTS=",".join(events)), 200)
+    # Twice a replica hangs for this long; saving the state on a slow disk must not.
+    output = finish(start(folder, STEPS, "--replica_timeout", "8", EVENTS=",".join(events)), 200)
     assert all((folder / event).exists() for event in events), output
     assert "replica 1 ended (SIGKILL); restarting it, the others go on" in output
     assert output.count("makes no progress; killing it") == 2
@@ -322,7 +323,8 @@ def trained_whole(folder: Path, steps: int) -> dict[str, torch.Tensor]:
 def test_sharded_replicas_are_restarted_as_a_whole(tmp_path: Path) -> None:
     """A process of a replica is killed, then one of the replica that leads."""
     steps = 24
-    words = ("--use_fsdp", "--fsdp_version", "2", "--processes_per_replica", "2", "--replica_timeout", "3")
+    # Nothing hangs here; saving the state may take seconds on a slow disk, in which the other replica waits.
+    words = ("--use_fsdp", "--fsdp_version", "2", "--processes_per_replica", "2", "--replica_timeout", "60")
     output = finish(start(tmp_path, steps, *words, script=SHARDED), 200)
     assert len(re.findall(r"replica \d ended \(SIGKILL\); restarting it, the others go on", output)) == 2, output
     expected = trained_whole(tmp_path, steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -72,8 +73,9 @@ class Replica:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # by rank; empty while it does not run
     restarts: int = 0
     failures: int = 0  # in a row, without a step between them
-    state: str = ""  # its last report: "waits" (for the others), "computes" or "finished"; empty before the first
-    has_computed: bool = False  # whether the running process has taken part in a step
+    # Its last report: "joins" or "waits" (for the others, before and after its first step), "computes" or "finished";
+    # empty before the first.
+    state: str = ""
     silent: float = 0.0  # seconds since its last report, or its start
     stopped: float = 0.0  # seconds for which the system has not run it (SIGSTOP)
     seen: int = 0  # the latest modification time
@@ -85,7 +87,12 @@ class Replica:
             self.state = self.progress.read_text(encoding="utf-8").partition(" ")[0]
         except OSError:
             self.state = ""
-        self.has_computed = self.has_computed or self.state == "computes"
+
+    @property
+    def has_computed(self) -> bool:
+        """Whether the running process has taken part in a step."""
+        # A step may be shorter than the time between two looks, so this is in the report.
+        return self.state in ("waits", "computes")
 
     def exit_code(self) -> int | None:
         """How it ended: as the first of its processes that was killed, or else failed; None while all run."""
@@ -106,7 +113,7 @@ class Replica:
     def waited(self, limit: float) -> bool:
         """Whether it has waited for the others for so long that one of them must hang."""
         # One that joins waits while the others compute something long together, such as an evaluation.
-        return self.state == "waits" and self.silent > (limit / 2 if self.has_computed else _JOINING * limit)
+        return self.silent > {"joins": _JOINING * limit, "waits": limit / 2}.get(self.state, math.inf)
 
 
 @dataclass
@@ -144,7 +151,7 @@ class _Run:
             environment = {**self.plan.full_environment(), **more}
             # A session of its own: a signal from the terminal reaches the launcher, which forwards it.
             replica.processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
-        replica.state, replica.has_computed, replica.seen = "", False, 0
+        replica.state, replica.seen = "", 0
         replica.silent = replica.stopped = 0.0
 
     def look(self, seconds: float) -> int | None:

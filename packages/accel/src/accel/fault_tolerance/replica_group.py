@@ -175,6 +175,7 @@ class ReplicaGroup:
         self.rank, self.size = 0, 1
         self._lighthouse_ended = False
         self._is_current = False  # whether it has committed the latest step
+        self._has_joined = False  # whether it has taken part in a step
         self._watch = LighthouseWatch(env.read_str(LIGHTHOUSE) or "", self._on_lighthouse_end)
 
     def _on_lighthouse_end(self) -> None:
@@ -191,7 +192,7 @@ class ReplicaGroup:
         manager = self.manager
         if manager.current_step() != step:  # a checkpoint was loaded
             manager.load_state_dict({"step": step, "batches_committed": 0})
-        self._report("waits", step)
+        self._report("waits" if self._has_joined else "joins", step)
         began: float | None = None
         while True:
             self._keys.take_back()
@@ -210,6 +211,7 @@ class ReplicaGroup:
         self._lighthouse_ended = False
         self._watch.begin()
         self.rank, self.size = int(manager.participating_rank()), int(manager.num_participants())
+        self._has_joined = True
         self._report("computes", manager.current_step())
 
     def _missing(self, seconds: float) -> Exception | None:
@@ -245,7 +247,7 @@ class ReplicaGroup:
         for file in self._progress.parent.glob("replica_*"):
             with contextlib.suppress(FileNotFoundError):
                 state, _, reached = file.read_text(encoding="utf-8").partition(" ")
-                if state in ("waits", "computes"):
+                if state in ("joins", "waits", "computes"):
                     yield int(reached)
 
     def fail(self, error: Exception) -> None:
@@ -263,7 +265,7 @@ class ReplicaGroup:
         return self._is_current
 
     def _report(self, state: str, step: int) -> None:
-        """Tell the launcher what this replica does: it waits for others, or computes."""
+        """Tell the launcher what this replica does: it joins the others, waits for them, or computes."""
         if self._progress is None:
             return
         if self._progress_file is None:
