@@ -4,7 +4,7 @@
     accel launch --cpu --ft --num_replicas 2 examples/elastic.py --kill_at 100
 
 Both print the same sha256 of the weights. In the second run replica 1 kills itself with SIGKILL at step 100: replica 0
-goes on alone with the whole global batch, and replica 1 is started again and takes its share back.
+continues alone with the whole global batch, and replica 1 is started again and takes its share back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: makes .venv, or reuses it, and installs what the caller asks for.
+# Sourced by the scripts next to it: makes .venv, or reuses it, and installs what the caller asks for.
 #
 #   ensure GROUP     the packages of this workspace in editable form, and a dependency group of pyproject.toml,
 #                    at the versions of constraints.txt; for the tests DeepSpeed too. Costs milliseconds when nothing has changed

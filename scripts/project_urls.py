@@ -25,7 +25,7 @@ def urls(name: str, url: str, files: str, docs: str) -> dict[str, str]:
 
 
 def absolute_links(text: str, name: str, files: str) -> str:
-    """A README whose relative links are addresses; a package index shows it without the files beside it."""
+    """A README whose relative links are addresses; a package index shows it without the files next to it."""
 
     def absolute(match: re.Match[str]) -> str:
         target = match["target"]

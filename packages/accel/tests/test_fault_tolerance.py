@@ -200,7 +200,7 @@ def test_killed_replicas_change_nothing(tmp_path: Path, quiet: Path) -> None:
     # Twice a replica hangs for this long; saving the state on a slow disk must not.
     output = finish(start(folder, STEPS, "--replica_timeout", "8", EVENTS=",".join(events)), 200)
     assert all((folder / event).exists() for event in events), output
-    assert "replica 1 ended (SIGKILL); restarting it, the others go on" in output
+    assert "replica 1 ended (SIGKILL); restarting it, the others continue" in output
     assert output.count("makes no progress; killing it") == 2
     check_ends(folder, quiet)
     # Every state is there, and holds the weights of that step.
@@ -234,7 +234,7 @@ def test_nobody_goes_on_alone_after_the_lighthouse_was_restarted(tmp_path: Path,
             run.terminate()
             print(run.communicate()[0])
     assert output.count("the lighthouse ended (SIGKILL); starting it again") == len(pauses)
-    assert output.count("restarting it, the others go on") == 1, output
+    assert output.count("restarting it, the others continue") == 1, output
     check_ends(folder, quiet)
     # Every sample of a step was counted once, by one of the replicas.
     for step, ids in samples(quiet).items():
@@ -326,7 +326,7 @@ def test_sharded_replicas_are_restarted_as_a_whole(tmp_path: Path) -> None:
     # Nothing hangs here; saving the state may take seconds on a slow disk, in which the other replica waits.
     words = ("--use_fsdp", "--fsdp_version", "2", "--processes_per_replica", "2", "--replica_timeout", "60")
     output = finish(start(tmp_path, steps, *words, script=SHARDED), 200)
-    assert len(re.findall(r"replica \d ended \(SIGKILL\); restarting it, the others go on", output)) == 2, output
+    assert len(re.findall(r"replica \d ended \(SIGKILL\); restarting it, the others continue", output)) == 2, output
     expected = trained_whole(tmp_path, steps)
     ends = [torch.load(file) for file in tmp_path.glob("end.*")]
     assert ends, output

@@ -82,7 +82,7 @@ class ResumePoint:
     finished: bool = False  # whether the last batch of the epoch was handed out
 
     def to_state(self) -> dict[str, Any]:
-        """A dictionary of numbers, strings, tuples and tensors, with the keys of ``source`` beside its own."""
+        """A dictionary of numbers, strings, tuples and tensors, with the keys of ``source`` in addition to its own."""
         own = {name: value for name, value in vars(self).items() if name != "source"}
         return {**self.source, "format": STATE_FORMAT, **own}
 

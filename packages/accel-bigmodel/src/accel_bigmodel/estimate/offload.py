@@ -124,7 +124,7 @@ def _kept_mapped(on_disk: Sequence[Sequence[LayerTensor]], room: int) -> float:
 
 
 def _chosen_experts(path: Path) -> float:
-    """The fraction of the experts that a token uses, from the configuration beside the files."""
+    """The fraction of the experts that a token uses, from the configuration next to the files."""
     config = config_path(str(path if path.is_dir() else path.parent))
     content = read_config(config) if config is not None else {}
     content = {**content, **content.get("text_config", {})}

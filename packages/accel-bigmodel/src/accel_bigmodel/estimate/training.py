@@ -102,7 +102,7 @@ def estimate_training(
     largest layer, and its gradients before they are reduced; SHARD_GRAD_OP keeps the whole model gathered until the end
     of the backward. DDP on several processes holds the gradients a second time, in buckets. Tensor parallelism divides
     the activations inside attention and feed-forward (arXiv:2205.05198). Megatron-core also splits the embeddings, and
-    a pipeline's stages have equal parts on average; it keeps float32 gradients, and float32 weights beside
+    a pipeline's stages have equal parts on average; it keeps float32 gradients, and float32 weights next to
     half-precision ones.
 
     Args:

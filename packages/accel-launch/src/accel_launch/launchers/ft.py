@@ -194,7 +194,7 @@ class _Run:
             )
             return True
         replica.restarts += 1
-        self.say(f"replica {replica.number} ended ({_ending(code)}); restarting it, the others go on")
+        self.say(f"replica {replica.number} ended ({_ending(code)}); restarting it, the others continue")
         self.start(replica)
         return False
 
@@ -226,7 +226,7 @@ class _Run:
             self._finished(replica)
         replica.stopped = replica.stopped + seconds if any(map(_is_stopped, replica.processes)) else 0.0
         limit = self.options.replica_timeout
-        # While nobody waits for it, it may compute for long: an evaluation, for example.
+        # While no replica waits for it, it may compute for a long time: an evaluation, for example.
         others = [other for other in self.replicas if other is not replica and other.processes]
         missed = any(other.waited(limit) for other in others)
         lags = replica.state == "computes" and replica.silent > limit and missed
@@ -302,7 +302,7 @@ class FaultTolerantLauncher(Launcher):
         ]
         notes = [
             "TORCHFT_LIGHTHOUSE: torchft's lighthouse, which this command starts on a port that is free then",
-            "a replica that ends before the run does is restarted, while the others go on",
+            "a replica that ends before the run does is restarted, while the others continue",
         ]
         return [MachineCommand("this machine", command, plan.environment, replicas, notes)]
 

@@ -244,7 +244,7 @@ def _reshard(entries: dict[str, Entry]) -> list[str]:
         return []
     del entries[old]
     if key in entries:
-        return [f"{entry.location}: {old}={entry.value!r} has no effect beside {key}"]
+        return [f"{entry.location}: {old}={entry.value!r} has no effect next to {key}"]
     entries[key] = Entry(key, entry.value, entry.location)
     return [f"{entry.location}: {old}={entry.value!r} is read as {key}; `accel config update` rewrites the file"]
 

@@ -176,5 +176,5 @@ class ParadigmOptions(OptionGroup):
     )
     ft: bool = _switch(
         False,
-        help="Train with replicas that go on without those that are killed, and take them back (torchft).",
+        help="Train with replicas that continue without those that are killed, which rejoin after a restart (torchft).",
     )

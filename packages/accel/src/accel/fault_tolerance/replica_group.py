@@ -60,11 +60,11 @@ def check_environment() -> None:
 
 
 class _FreshKeys:
-    """Has torchft set up a group with keys of its store that nobody has used.
+    """Has torchft set up a group with keys of its store that have not been used.
 
     torchft names the keys by the number of the quorum, but a lighthouse that was restarted counts from 1 again, and the
     addresses of former groups are still there. So the process whose store it is gives the names a ticket. It takes the
-    ticket back before it asks for another quorum, so that nobody finds it there later.
+    ticket back before it asks for another quorum, so that no replica finds it there later.
 
     Args:
         pg: torchft's process group.

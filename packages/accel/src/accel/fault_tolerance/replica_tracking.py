@@ -37,7 +37,7 @@ class Member(Protocol):
 
     @property
     def in_step(self) -> bool:
-        """Whether a step is being computed, of which nobody knows yet whether it will be committed."""
+        """Whether a step is being computed, which may or may not be committed."""
 
     @property
     def steps(self) -> int:

@@ -13,7 +13,7 @@ from ..fsdp.local_part import local
 
 
 def capture(accelerator: Any) -> dict[str, Any]:
-    """Everything that decides how training goes on: tensors, numbers, texts and containers of them.
+    """Everything that decides how training continues: tensors, numbers, texts and containers of them.
 
     Parameters and optimizer states are not copied; they do not change until the next step is committed. Buffers may
     change in a forward pass.

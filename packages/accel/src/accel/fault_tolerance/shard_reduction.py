@@ -1,4 +1,4 @@
-"""Adds up the gradients of a step's shards in the order of the shards, whoever computed them.
+"""Adds up the gradients of a step's shards in the order of the shards, whichever replica computed them.
 
 The sum has the same bits for any number of replicas. Each replica gets a part of all gradients, adds it up, and sends
 the result to the others: as many bytes as a ring all-reduce if there are as many replicas as shards.

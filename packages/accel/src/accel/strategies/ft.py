@@ -1,4 +1,4 @@
-"""Replicas that may be killed at any moment: the others go on, and a step is computed wholly or not at all."""
+"""Replicas that may be killed at any moment: the others continue, and a step is computed wholly or not at all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FaultTolerantStrategy(Strategy):
     """A full model on every replica; each global step is dealt to the replicas that are alive.
 
     A step has ``num_replicas`` shards. Its gradients are added up in the order of the shards, so that the weights have
-    the same bits whoever computed them. The step is applied if no replica failed while it was computed; otherwise the
+    the same bits whichever replica computed them. The step is applied if no replica failed while it was computed; otherwise the
     loader hands it out again, to the replicas that are left. A replica that returns gets the state of another one.
     """
 
@@ -299,7 +299,7 @@ class FaultTolerantStrategy(Strategy):
                 offset += before.numel()
         self._vectors.clear()
         self._is_reduced = True
-        # The replica that leads goes on leading; without one, the first replica does.
+        # The leader keeps leading; without one, the first replica leads.
         self._next_leader = min(leaders, default=0)
 
     def _set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
