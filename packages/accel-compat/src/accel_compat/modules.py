@@ -22,7 +22,7 @@ _HOMES = (
     "accel.utils.constants", "accel", "accel.commands.config.config_args", "accel_compat.names",
 )  # fmt: skip
 
-# Names without a counterpart. Libraries import them along with others, so that they must exist; using one raises an error.
+# Names without a counterpart. Libraries import them with others, so that they must exist; using one raises an error.
 _MEGATRON = (
     "accel trains with Megatron-core through MegatronLMPlugin and accelerator.prepare(), after pip install "
     "'accel[megatron]'."

@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_state import devices
 
-# Of each of the two pinned buffers, at most: large enough for the full bandwidth of a bus, small compared to the weights.
+# The largest size of each of the two pinned buffers: enough for the full bandwidth of a bus, small next to the weights.
 _BUFFER_BYTES = 64 * 2**20
 # Weights of a group begin at multiples of this in their block of device memory, like separate allocations.
 _ALIGNMENT = 512

@@ -38,8 +38,9 @@ class FaultTolerantStrategy(Strategy):
     """A full model on every replica; each global step is dealt to the replicas that are alive.
 
     A step has ``num_replicas`` shards. Its gradients are added up in the order of the shards, so that the weights have
-    the same bits whichever replica computed them. The step is applied if no replica failed while it was computed; otherwise the
-    loader hands it out again, to the replicas that are left. A replica that returns gets the state of another one.
+    the same bits whichever replica computed them. The step is applied if no replica failed while it was computed;
+    otherwise the loader hands it out again, to the replicas that are left. A replica that returns gets the state of
+    another one.
     """
 
     joins_runs = True
