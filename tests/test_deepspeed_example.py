@@ -17,7 +17,7 @@ from workspace import ROOT
 
 EXAMPLES = ROOT / "examples"
 CONFIGS = EXAMPLES / "deepspeed_configs"
-SIZE = ("--epochs", "1", "--sentences", "32")
+SIZE = ("--epochs", "1", "--sentences", "16")
 TWO_RANKS = ("--cpu", "--num_processes", 2, "--use_deepspeed")
 LOSSES = re.compile(r"^losses: (.+)$", re.MULTILINE)
 
@@ -71,8 +71,8 @@ def test_text_example_with_the_plugin(tmp_path: Path) -> None:
     for name in ("plugin_stage2", "plugin_stage3_offload"):
         config = ("--config_file", CONFIGS / f"{name}.yaml")
         output = launch(config, script, *words, "--output_dir", tmp_path / name)
-        assert re.search(r"test accuracy: 0\.\d{3} on 32 sentences", output), output
-        # Weights of 0.1 and more, after 6 steps of 2e-4 at most.
+        assert re.search(r"test accuracy: 0\.\d{3} on 16 sentences", output), output
+        # Weights of 0.1 and more, after 3 steps of 2e-4 at most.
         assert worst(tmp_path / name, tmp_path / "ddp") < 1e-4, name
 
 
@@ -85,7 +85,7 @@ def test_text_example_with_a_deepspeed_configuration(tmp_path: Path) -> None:
         for name in names
     ]
     said = [
-        re.search(r"DEEPSPEED, last loss (\d\.\d{4})\ntest accuracy: (0\.\d{3}) on 32", output) for output in outputs
+        re.search(r"DEEPSPEED, last loss (\d\.\d{4})\ntest accuracy: (0\.\d{3}) on 16", output) for output in outputs
     ]
     assert said[0] and said[1] and said[0][2] == said[1][2], outputs
     assert float(said[0][1]) == pytest.approx(float(said[1][1]), abs=2e-4), "the last of the four digits is rounded"
