@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ from accel_bigmodel import (
 )
 from accel_state import CustomDtype
 from accel_state.errors import ConfigurationError
+from accel_state.paths import LinkError
 from accel_state.testing import run_world
 
 
@@ -248,6 +250,28 @@ def test_offloaded_tensors_come_back(value: torch.Tensor, tmp_path) -> None:
     (tmp_path / "a.b.dat").write_bytes(b"123")
     with pytest.raises(ConfigurationError, match="has 3 bytes, but its index says"):
         load_offloaded_weight(tmp_path / "a.b.dat", index["a.b"])
+
+
+@pytest.mark.parametrize("name", ["a.b.dat", "index.json"])
+def test_weights_are_not_offloaded_through_links(tmp_path, name: str) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / name).symlink_to(precious)
+    with pytest.raises(LinkError, match=name):
+        offload_state_dict(folder, {"a.b": torch.ones(2)})
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["../a", "/tmp/accel-a", "linked/a"])
+def test_weights_stay_in_their_folder(tmp_path, name: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "linked").symlink_to(tmp_path)
+    with pytest.raises(ConfigurationError, match=name):
+        offload_weight(torch.ones(2), name, folder)
+    assert os.listdir(tmp_path) == ["folder"]
 
 
 def test_folders_of_offloaded_weights(tmp_path) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from accel_state import ConfigurationError
+from accel_state.paths import LinkError
 from accel_track import JSONLinesTracker, TrackerRun, find_runs, read_run
 from accel_track.images import as_images, write_png
 
@@ -146,10 +149,52 @@ def test_files_stay_inside_the_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is not open"):
         tracker.log({"a": 1})
     tracker.start()
-    with pytest.raises(ConfigurationError, match="is a path outside the run's directory"):
+    with pytest.raises(ConfigurationError, match=r"\.\./\.\./\.\./x"):
         tracker.log_images({"../../../x": torch.zeros(1, 2, 2)})
     tracker.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("run_id", ["../x", "/tmp/x", "a/b", "", ".", "..", "a\0b", 3])
+def test_a_checkpoint_cannot_lead_a_run_elsewhere(tmp_path: Path, run_id: Any) -> None:
+    tracker = JSONLinesTracker("project", tmp_path)
+    for name_a_run in (tracker.resume, partial(JSONLinesTracker, "project", tmp_path)):
+        with pytest.raises(ConfigurationError, match="run_id="):
+            name_a_run(run_id)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json.partial", "metrics.csv.partial", "images", "tables"])
+def test_nothing_is_written_through_links(tmp_path: Path, name: str) -> None:
+    precious = tmp_path / "precious"
+    if "." in name:
+        precious.write_text("mine")
+    else:
+        precious.mkdir()
+    folder = tmp_path / "logs" / "project" / "run"
+    folder.mkdir(parents=True)
+    (folder / name).symlink_to(precious)
+    tracker = JSONLinesTracker("project", tmp_path / "logs", run_id="run")
+    with pytest.raises(LinkError, match=name):
+        tracker.start()
+        tracker.log({"loss": 1.0}, step=0)
+        tracker.log_table("t", ["a"], [[1]])
+        tracker.log_images({"i": torch.zeros(1, 2, 2)})
+        tracker.finish()
+    assert precious.read_text() == "mine" if "." in name else list(precious.iterdir()) == []
+
+
+def test_a_discarded_run_is_no_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    tracker = JSONLinesTracker("project", tmp_path, run_id="run")
+    tracker.start()
+    tracker.tracker.rename(tmp_path / "moved")
+    tracker.tracker.symlink_to(precious)
+    with pytest.raises(LinkError, match="run"):
+        tracker.discard()
+    assert (precious / "file").is_file()
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from accel_bigmodel.tensors import Location, as_device
 from accel_bigmodel.tied_params import location_of
 from accel_state import devices
 from accel_state.errors import ConfigurationError
+from accel_state.paths import open_for_writing, refuse_link
 from accel_state.state import PartialState, is_initialized
 
 from .layers import (
@@ -272,7 +273,8 @@ class _ModelQuantization:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{name}.quantized.safetensors"
         temporary = path.with_suffix(f".{os.getpid()}.part")
-        with open(temporary, "wb") as file:
+        refuse_link(path)
+        with open(open_for_writing(temporary), "wb") as file:
             write_safetensors(tensors, file)
         temporary.replace(path)
         return FileStore(SafetensorsFile(path), {key: key for key in tensors})

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_state.errors import ConfigurationError, require
+from accel_state.paths import open_for_writing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,7 +92,8 @@ def write_png(image: np.ndarray[Any, np.dtype[np.uint8]], path: Path) -> None:
     lines = b"".join(b"\0" + line.tobytes() for line in image)  # filter type 0 precedes each line
     header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
     chunks = (b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b"")
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks))
+    with open(open_for_writing(path), "wb") as file:
+        file.write(b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks))
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import ConfigurationError
+from accel_state.paths import open_for_writing
 
 RUN_NAME = "run.json"
 METRICS_NAME = "metrics.jsonl"
@@ -66,7 +67,7 @@ class Run:
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
         columns.sort(key=lambda name: (name != STEP, name != TIME))
         partial = path.with_name(f"{path.name}.partial")
-        with partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        with open(open_for_writing(partial), "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows({name: _cell(value) for name, value in row.items()} for row in self.rows)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from accel_state.errors import ConfigurationError
+from accel_state.paths import leads_outside, open_for_writing, refuse_link
 
 from ..checkpoint.mapped_pages import map_file, populate, read_sequentially
 from ..checkpoint.safetensors_file import SafetensorsFile
@@ -32,9 +33,17 @@ def offload_weight(
 
     Returns:
         The index.
+
+    Raises:
+        ConfigurationError: the name leads outside of the directory, or the file is a symbolic link.
     """
+    path = Path(offload_folder) / f"{weight_name}.dat"
+    refuse_link(path)
+    if leads_outside(offload_folder, f"{weight_name}.dat"):
+        raise ConfigurationError(f"the weight {weight_name!r} cannot be stored: {path} is not in {offload_folder}.")
     values = weight.detach().cpu().contiguous()
-    values.reshape(-1).view(torch.uint8).numpy().tofile(Path(offload_folder) / f"{weight_name}.dat")
+    with open(open_for_writing(path), "wb") as file:
+        values.reshape(-1).view(torch.uint8).numpy().tofile(file)
     index = {} if index is None else index
     index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(values.shape)}
     return index
@@ -76,8 +85,10 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLi
     if not index:
         return
     path = Path(offload_folder) / OFFLOAD_INDEX_NAME
+    refuse_link(path)
     existing = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    path.write_text(json.dumps({**existing, **index}, indent=2), encoding="utf-8")
+    with open(open_for_writing(path), "w", encoding="utf-8") as file:
+        file.write(json.dumps({**existing, **index}, indent=2))
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import ConfigurationError
+from accel_state.paths import leads_outside, make_directory, open_for_writing, refuse_link
 
 from ..base import GeneralTracker
 from ..jsonl_reader import CSV_NAME, METRICS_NAME, RESUMED, RUN_NAME, STEP, TIME, read_run
@@ -54,6 +55,8 @@ class JSONLinesTracker(GeneralTracker):
                 f"the project name {run_name!r} is a path outside {self.logging_dir}. Remove '..' and a leading '/'."
             )
         self.csv = csv
+        if run_id is not None:
+            _check_run_id(run_id)
         self._run_id = run_id
         self._resumed_step: int | None = None
         self._file: int | None = None
@@ -76,6 +79,7 @@ class JSONLinesTracker(GeneralTracker):
         return self._run_id
 
     def resume(self, run_id: str, step: int | None = None) -> None:
+        _check_run_id(run_id)
         self._run_id, self._resumed_step = run_id, step
 
     @on_main_process
@@ -83,7 +87,7 @@ class JSONLinesTracker(GeneralTracker):
         if self._run_id is None:
             self._run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
         folder = self.tracker
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder)
         resumed = (folder / METRICS_NAME).exists()
         self._facts = read_run(folder).facts if resumed else {}
         self._facts.setdefault("started", _now())
@@ -96,7 +100,7 @@ class JSONLinesTracker(GeneralTracker):
             "command": sys.argv,
         }
         # Not buffered, because a forked process would write the buffer a second time.
-        self._file = os.open(folder / METRICS_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._file = open_for_writing(folder / METRICS_NAME, append=True)
         if not _ends_with_newline(folder / METRICS_NAME):
             # The process was killed while it wrote the last line.
             self._write(b"\n")
@@ -140,19 +144,22 @@ class JSONLinesTracker(GeneralTracker):
         if dataframe is not None:
             columns, data = [str(column) for column in dataframe.columns], dataframe.to_numpy().tolist()
         table = to_json(to_plain({"columns": columns, "data": data}))
-        (self._subfolder("tables", table_name) / f"{_step(step)}.json").write_text(
-            json.dumps(table, ensure_ascii=False), encoding="utf-8"
-        )
+        path = self._subfolder("tables", table_name) / f"{_step(step)}.json"
+        with open(open_for_writing(path), "w", encoding="utf-8") as file:
+            file.write(json.dumps(table, ensure_ascii=False))
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """Copy a file into ``artifacts/``."""
-        shutil.copy2(local_path, self._subfolder("artifacts", artifact_path or ""))
+        target = self._subfolder("artifacts", artifact_path or "") / Path(local_path).name
+        refuse_link(target)
+        shutil.copy2(local_path, target)
 
     @on_main_process
     def discard(self) -> None:
         """Delete the run's directory."""
         self._close()
+        refuse_link(self.tracker)
         shutil.rmtree(self.tracker)
 
     @on_main_process
@@ -175,19 +182,19 @@ class JSONLinesTracker(GeneralTracker):
 
     def _write_facts(self) -> None:
         partial = self.tracker / f"{RUN_NAME}.partial"
-        partial.write_text(
-            json.dumps(self._facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", errors="backslashreplace"
-        )
+        with open(open_for_writing(partial), "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(json.dumps(self._facts, indent=2, ensure_ascii=False) + "\n")
         partial.replace(self.tracker / RUN_NAME)
 
     def _subfolder(self, kind: str, name: str) -> Path:
         base = self.tracker / kind
-        folder = (base / name).resolve()
-        if not folder.is_relative_to(base.resolve()):
+        refuse_link(base)
+        folder = base / name
+        if name and leads_outside(base, name):
             raise ConfigurationError(
-                f"the name {name!r} is a path outside the run's directory. Remove '..' and a leading '/'."
+                f"the name {name!r} is a path outside of {base}. Remove '..', a leading '/', and links in it."
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder)
         return folder
 
     def _close(self) -> None:
@@ -201,6 +208,14 @@ def _plain(value: Any) -> Any:
         return value
     number = as_number(value)
     return to_plain(value) if number is None else number
+
+
+def _check_run_id(run_id: str) -> None:
+    """Refuse what is not the name of a directory: a checkpoint that comes from elsewhere names the run to continue."""
+    if not isinstance(run_id, str) or Path(run_id).name != run_id or run_id in ("", ".", "..") or "\0" in run_id:
+        raise ConfigurationError(
+            f"run_id={run_id!r} is not the name of a run's directory. Give a name without slashes."
+        )
 
 
 def _ends_with_newline(file: Path) -> bool:

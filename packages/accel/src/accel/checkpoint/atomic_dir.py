@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
+from accel_state.paths import refuse_link
 
 from .manifest import Manifest
 from .names import CheckpointError, is_checkpoint_file
@@ -38,6 +39,8 @@ class CheckpointDirectory:
         if self.target == Path.cwd() or self.target.is_mount():
             what = "a mount point" if self.target.is_mount() else "the working directory"
             raise ConfigurationError(f"{self.target} is {what}, which cannot be replaced. Give a directory inside it.")
+        for path in (self.partial, self.replaced, aside(self.target, DELETED)):
+            refuse_link(path)
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self._lock_partial()
         for entry in self.partial.iterdir():
@@ -53,8 +56,9 @@ class CheckpointDirectory:
         lost_races = 0
         for _ in range(_LOCK_ATTEMPTS):
             self.partial.mkdir(exist_ok=True)
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 self._lock = _lock(self.partial)
+            refuse_link(self.partial)
             if self._lock is None:
                 time.sleep(_PAUSE_SECONDS)
                 continue
@@ -132,12 +136,18 @@ def name_of(path: Path, kind: str) -> str | None:
 
 
 def recover(target: Path) -> None:
-    """Finish or undo an interrupted replacement, unless another process is writing to the same path."""
+    """Finish or undo an interrupted replacement, unless another process is writing to the same path.
+
+    Raises:
+        LinkError: one of the hidden directories is a symbolic link.
+    """
     target = target.resolve()
     replaced = aside(target, REPLACED)
+    refuse_link(replaced)
     if not replaced.exists():
         return
     partial = aside(target, PARTIAL)
+    refuse_link(partial)
     if partial.exists():
         descriptor = _lock_leftover(partial)
         if descriptor is None:
@@ -148,10 +158,10 @@ def recover(target: Path) -> None:
 
 
 def recover_all(parent: Path) -> None:
-    """Finish or undo every interrupted replacement in a directory."""
+    """Finish or undo every interrupted replacement in a directory; links are left as they are."""
     for entry in list(parent.iterdir()):
         name = name_of(entry, REPLACED)
-        if name:
+        if name and not entry.is_symlink() and not aside(parent / name, PARTIAL).is_symlink():
             recover(parent / name)
 
 
@@ -185,7 +195,13 @@ def _foreign_entries(directory: Path) -> list[Path]:
 
 
 def delete(path: Path, temporary: Path) -> None:
-    """Delete a checkpoint; if this is interrupted, what is left is not mistaken for one."""
+    """Delete a checkpoint; if this is interrupted, what is left is not mistaken for one.
+
+    Raises:
+        LinkError: one of the paths is a symbolic link.
+    """
+    refuse_link(path)
+    refuse_link(temporary)
     _remove(temporary)
     os.rename(path, temporary)
     _remove(temporary)
@@ -202,7 +218,7 @@ def remove_leftovers(parent: Path, skip: Path | None = None) -> None:
     # Two passes: the first renames what the second deletes.
     for kind in (PARTIAL, DELETED):
         for entry in list(parent.iterdir()):
-            if not entry.name.startswith(".") or entry == skip or not name_of(entry, kind):
+            if entry == skip or not name_of(entry, kind) or entry.is_symlink():
                 continue
             if kind == DELETED:
                 # Another process may be deleting it too.
@@ -247,7 +263,7 @@ if hasattr(os, "register_at_fork"):
 
 def _lock(directory: Path, require_lock: bool = False) -> int | None:
     """The descriptor of a directory that is now locked; None if another process holds the lock."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    descriptor = os.open(directory, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_DIRECTORY", 0))
     try:
         import fcntl
 
@@ -285,7 +301,7 @@ def _lock_leftover(directory: Path) -> int | None:
 def _is_at(descriptor: int, path: Path) -> bool:
     opened = os.fstat(descriptor)
     try:
-        current = path.stat()
+        current = path.lstat()
     except FileNotFoundError:
         return False
     return (opened.st_dev, opened.st_ino) == (current.st_dev, current.st_ino)

@@ -150,8 +150,11 @@ def newest_saved(directory: Path) -> Path:
 
 
 def rotate(directory: Path, total_limit: int, newest: Path) -> list[Path]:
-    """Delete the checkpoints with the lowest numbers until ``total_limit`` are left, but never the newest."""
-    old = [path for path in numbered_checkpoints(directory).values() if path != newest]
+    """Delete the checkpoints with the lowest numbers until ``total_limit`` are left, but never the newest.
+
+    A checkpoint that is a link to another place was put there by the user: it is neither counted nor deleted.
+    """
+    old = [path for path in numbered_checkpoints(directory).values() if path != newest and not path.is_symlink()]
     surplus = old[: max(0, len(old) + 1 - max(total_limit, 1))]
     for path in surplus:
         delete(path, aside(path, DELETED))

@@ -38,6 +38,7 @@ from .names import (
     CheckpointError,
     custom_file,
     engine_folders,
+    files_without_manifest,
     gradients_file,
     holds_shards,
     is_checkpoint_file,
@@ -88,7 +89,7 @@ class StateReader:
             reason = why_no_checkpoint(folder)
             if reason is not None:
                 raise CheckpointError(reason)
-            self.names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+            self.names = files_without_manifest(folder)
         self.changes: list[Callable[[], Any]] = []
         self.windows: dict[str, Any] | None = None
         self.own: dict[str, Any] = {}

@@ -15,10 +15,12 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from types import TracebackType
 
 import xxhash
+
+from accel_state.paths import leads_outside
 
 from .names import MANIFEST_NAME, CheckpointError, require_files
 
@@ -221,16 +223,3 @@ def damaged_files(manifest: Manifest, directory: Path) -> dict[str, str]:
             if name not in problems:
                 workers.submit(partial(compare, name, record))
     return {**problems, **dict.fromkeys(sorted(changed), "contents differ from what was written")}
-
-
-def leads_outside(directory: Path, name: str) -> bool:
-    """Whether a name in a manifest leads outside of the directory: by ``..``, as an absolute path, or by a link."""
-    posix, windows = PurePosixPath(name), PureWindowsPath(name)
-    if posix.is_absolute() or windows.drive or windows.root or not posix.parts or "\0" in name:
-        return True
-    if ".." in (*posix.parts, *windows.parts):
-        return True
-    try:
-        return not (directory / name).resolve().is_relative_to(directory.resolve())
-    except (OSError, RuntimeError):  # a link to itself
-        return True

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from accel_state.errors import AccelError, ConfigurationError
 from accel_state.humanize import counted
+from accel_state.paths import leads_outside
 
 OPTIMIZER_NAME = "optimizer"
 SCHEDULER_NAME = "scheduler"
@@ -37,6 +38,7 @@ GRADIENTS_FILE = re.compile(rf"{GRADIENTS_NAME}_[0-9]+\.bin")
 
 _SHARD_FILE = re.compile(rf"^{FSDP_MODEL_NAME}|({re.escape(SHARD_TABLE_NAME)}|{re.escape(SHARD_SUFFIX)})$")
 _ENGINE_FILE = re.compile(rf"({MODEL_FOLDER}(?:_[1-9]\d*)?)/[^/]+\.pt")
+_CHECKPOINT_FOLDER = re.compile(rf"({FSDP_MODEL_NAME}|{OPTIMIZER_NAME})_\d+|{MODEL_FOLDER}(_[1-9]\d*)?")
 _CHECKPOINT_FILE = re.compile(
     r"(model(_\d+)?\.safetensors|(pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
     r"|(pytorch_model_fsdp|optimizer)(_\d+)?(_rank\d+)?\.bin|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp)"
@@ -124,6 +126,26 @@ def custom_file(index: int) -> str:
 def is_checkpoint_file(name: str) -> bool:
     """Whether ``save_state`` gives files this name."""
     return _CHECKPOINT_FILE.fullmatch(name) is not None
+
+
+def files_without_manifest(directory: Path) -> list[str]:
+    """The files of a checkpoint without a manifest, as relative POSIX paths.
+
+    Raises:
+        CheckpointError: one of them is a link that leads outside of the directory. Other such links are left out.
+    """
+    names = []
+    for path in directory.rglob("*"):
+        name = path.relative_to(directory).as_posix()
+        if path.is_symlink() and leads_outside(directory, name):
+            if any(pattern.fullmatch(name) for pattern in (_CHECKPOINT_FILE, _ENGINE_FILE, _CHECKPOINT_FOLDER)):
+                raise CheckpointError(
+                    f"{path} is a link that leads outside of the checkpoint. It is not loaded. Replace the link by the "
+                    "file (`cp -rL` copies a directory this way)."
+                )
+        elif path.is_file():
+            names.append(name)
+    return names
 
 
 def holds_shards(names: Iterable[str]) -> bool:

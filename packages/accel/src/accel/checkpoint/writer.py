@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from accel_state import get_logger
+from accel_state.paths import open_for_writing, refuse_link
 
 from ..core.types import Part
 from .atomic_dir import CheckpointDirectory, sync
@@ -45,7 +46,7 @@ class HashingFile:
     """A file to write to, whose blocks are hashed as they are written."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._descriptor = open_for_writing(path)
         self._buffer = bytearray()
         self._size = 0
         self._digest = xxhash.xxh3_128()
@@ -108,6 +109,7 @@ def write_parts(
         for part in parts:
             path = directory / part.name
             path.parent.mkdir(exist_ok=True)
+            refuse_link(path.parent)
             file = HashingFile(path)
             target: Any = file
             try:
@@ -127,7 +129,11 @@ def write_parts(
 def write_manifest(
     directory: Path, world_size: int, counters: Mapping[str, int], known: Mapping[str, FileRecord] | None = None
 ) -> Manifest:
-    """Write the manifest of everything in a directory, and bring to the disk what is not there yet."""
+    """Write the manifest of everything in a directory, and bring to the disk what is not there yet.
+
+    Raises:
+        LinkError: a file is a symbolic link, as a hook may have made it: its target is not part of the checkpoint.
+    """
     records = {}
     for parent, _, names in os.walk(directory):
         for name in names:
@@ -136,6 +142,7 @@ def write_manifest(
             if known is not None and relative in known:
                 records[relative] = known[relative]
             elif relative != MANIFEST_NAME:
+                refuse_link(path)
                 sync(path)
                 records[relative] = record_file(path)
     manifest = Manifest(

@@ -11,6 +11,7 @@ import torch
 
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
+from accel_state.paths import refuse_link
 
 from ..checkpoint.names import FSDP_MODEL_NAME, SHARD_TABLE_NAME
 from ..checkpoint.weights_io import save_model_weights
@@ -47,6 +48,8 @@ def merge_fsdp_weights(
     state = PartialState()
     directory, target = _find_shards(Path(checkpoint_dir)), Path(output_path)
     written: list[str] = []
+    if remove_checkpoint_dir:
+        refuse_link(directory)
     if state.is_main_process:
         written = _merge(directory, target, safe_serialization, max_shard_size)
         if remove_checkpoint_dir:

@@ -13,10 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_state.errors import ConfigurationError, require
+from accel_state.paths import make_directory, refuse_link
 
 from ..checkpoint.atomic_dir import sync
 from ..checkpoint.checkpointer import on_all_ranks
-from ..checkpoint.names import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError
+from ..checkpoint.names import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, files_without_manifest
 from ..checkpoint.safe_load import read, read_safetensors
 from ..checkpoint.writer import sync_directories, write_parts
 from ..core.types import Gathered, Layout
@@ -218,7 +219,7 @@ def _reader(accelerator: Accelerator, directory: Path, use_dcp: bool) -> Sharded
     process = accelerator.process_state
     return ShardedReader(
         directory=directory,
-        names={path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()},
+        names=set(files_without_manifest(directory)),
         rank=process.process_index,
         world_size=process.num_processes,
         read=lambda name: read(directory / name, "cpu"),
@@ -241,9 +242,15 @@ def _write(accelerator: Accelerator, directory: Path, gathered: Gathered) -> Non
     process = accelerator.process_state
     parts = [part for part in gathered.parts if part.each_rank or process.is_main_process]
     partial = directory / ".partial"
+    folders = {part.name.split("/")[0] for part in parts if "/" in part.name}
     collectives, action = process.collectives, f"saving into {directory}"
     with on_all_ranks(collectives, action):
-        partial.mkdir(parents=True, exist_ok=True)
+        for path in (partial, *(directory / name for name in folders)):
+            refuse_link(path)
+        if process.is_main_process and partial.exists():
+            shutil.rmtree(partial)  # of a killed save: what it has not completed must not be moved into place
+    with on_all_ranks(collectives, action):
+        make_directory(partial)
     with on_all_ranks(collectives, action):
         write_parts(partial, parts)
     with on_all_ranks(collectives, action):

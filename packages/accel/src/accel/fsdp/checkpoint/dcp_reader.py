@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from accel_state.paths import leads_outside
+
 from ..._torch_compat import load_alone
 from ...checkpoint.names import SHARD_TABLE_NAME, CheckpointError
 
@@ -85,9 +87,11 @@ def read_metadata(directory: Path, classes: Mapping[tuple[str, str], type] | Non
         classes: what to create for classes in it other than torch's, by their module and name.
     """
     path = directory / SHARD_TABLE_NAME
+    if leads_outside(directory, SHARD_TABLE_NAME):
+        raise CheckpointError(f"{path} is a link that leads outside of the directory. It is not read.")
     try:
         metadata = _SafeUnpickler(io.BytesIO(path.read_bytes()), classes or {}).load()
-        _check(metadata)
+        _check(metadata, directory)
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} has no {SHARD_TABLE_NAME}, the metadata of a sharded state. Copy the checkpoint again."
@@ -99,13 +103,17 @@ def read_metadata(directory: Path, classes: Mapping[tuple[str, str], type] | Non
     return metadata
 
 
-def _check(metadata: Any) -> None:
+def _check(metadata: Any, directory: Path) -> None:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise ValueError("it does not hold checkpoint metadata")
+    names: set[str] = set()
     for info in (metadata.storage_data or {}).values():
         name = info.relative_path
         if not isinstance(name, str) or Path(name).name != name or name in (".", ".."):
             raise ValueError(f"{name!r} is not a file of this directory")
+        if name not in names and leads_outside(directory, name):
+            raise ValueError(f"{name} is a link that leads outside of the directory")
+        names.add(name)
         if info.offset < 0 or info.length < 0:
             raise ValueError(f"a part of {name} is at {info.offset} and has {info.length} bytes")
 

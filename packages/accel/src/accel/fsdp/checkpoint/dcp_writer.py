@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from accel_state.collectives.single import Collectives
+from accel_state.paths import open_for_writing
 
 from ..._torch_compat import storage_info
 from ...checkpoint.names import SHARD_SUFFIX, SHARD_TABLE_NAME
@@ -185,7 +186,7 @@ class TensorWriter:
         if self._file is None or self._file.size >= self.file_bytes:
             self._close()
             self.files.append(f"__0_{len(self.files)}{SHARD_SUFFIX}")
-            self._file = _CountingWriter((self.directory / self.files[-1]).open("wb"))
+            self._file = _CountingWriter(os.fdopen(open_for_writing(self.directory / self.files[-1]), "wb"))
         return self.files[-1], *_write_item(item, self._file)
 
     def _place(self, index: MetadataIndex, file: str, offset: int, length: int) -> None:

@@ -1,0 +1,70 @@
+"""Checks of paths before files are read, written or removed there. Torch-free.
+
+A directory that is written or removed may lie where other users or programs can write too. Following a symbolic link
+in it would overwrite or delete files elsewhere, so a link is an error that names it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from .errors import ConfigurationError
+
+
+class LinkError(ConfigurationError):
+    """A symbolic link where files are to be written or removed."""
+
+
+def refuse_link(path: str | os.PathLike[str]) -> None:
+    """Raise LinkError if a path is a symbolic link, also one whose target is missing."""
+    if os.path.islink(path):
+        raise LinkError(
+            f"{os.fspath(path)} is a symbolic link to {os.readlink(path)}, which is not followed: files there would be "
+            "overwritten or deleted. Remove the link (its target is unchanged), and try again."
+        )
+
+
+def open_for_writing(path: str | os.PathLike[str], append: bool = False) -> int:
+    """Open a file to write to, without following a link.
+
+    Args:
+        path: the file; it is created if needed.
+        append: keep what is in it, and write after its end.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        LinkError: the path is a symbolic link.
+        OSError: the file cannot be opened.
+    """
+    refuse_link(path)
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC)
+    try:
+        # The flag also covers a link that is made after the check.
+        return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            refuse_link(path)
+        raise
+
+
+def make_directory(path: str | os.PathLike[str]) -> None:
+    """Make a directory to write into, and its parents. Raises LinkError if the path itself is a link."""
+    refuse_link(path)
+    os.makedirs(path, exist_ok=True)
+
+
+def leads_outside(directory: str | os.PathLike[str], name: str) -> bool:
+    """Whether a name in a directory leads outside of it: by ``..``, as an absolute path, or by a link."""
+    posix, windows = PurePosixPath(name), PureWindowsPath(name)
+    if posix.is_absolute() or windows.drive or windows.root or not posix.parts or "\0" in name:
+        return True
+    if ".." in (*posix.parts, *windows.parts):
+        return True
+    try:
+        return not Path(directory, name).resolve().is_relative_to(Path(directory).resolve())
+    except (OSError, RuntimeError):  # a link to itself
+        return True
