@@ -59,7 +59,7 @@ def _sources(root: Path) -> Any:
 
 def commands() -> str:
     """One section for each command with its help."""
-    from accel_launch.commands.registry import COMMANDS
+    from accel_launch.command import COMMANDS
 
     return "\n\n".join(f"## accel {name}\n\n```text\n{help_of(name)}\n```" for name in COMMANDS.names())
 

@@ -1,13 +1,41 @@
-"""No module imports itself through others: not at import time, not inside a function, not for type checkers."""
+"""No module and no subpackage imports itself through others, and those of accel import only from lower floors.
+
+Imports inside functions and for type checkers count too.
+"""
 
 from __future__ import annotations
 
 import ast
+import itertools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 from workspace import module_name, projects, sources
+
+# The floors of accel, from the ground up: a subpackage imports from lower floors only, never from its own.
+# Modules of the top level count as subpackages. docs/architecture.md describes them.
+FLOORS = [
+    {"_torch_compat", "kwargs"},
+    {"core"},
+    {"precision", "checkpoint", "reduction"},
+    {"contract"},
+    {"fsdp", "parallel", "deepspeed", "fault_tolerance", "training"},
+    {"strategies"},
+    {"setup"},
+    {"checkpointer"},
+    {"preemption"},
+    {"properties"},
+    {"accelerator"},
+    {"functions", "local_sgd"},
+    # The module paths of the reference: re-exports.
+    {
+        *("big_modeling", "checkpointing", "data_loader", "hooks", "inference", "launchers", "logging"),
+        *("memory_utils", "optimizer", "parallelism_config", "scheduler", "state", "tracking"),
+    },
+    {"utils"},
+    {"self_test", "commands"},
+]
 
 
 def _modules() -> dict[str, tuple[Path, ast.Module]]:
@@ -48,6 +76,41 @@ def test_the_module_graph_has_no_cycle() -> None:
         pytest.fail(
             "import cycle: " + " -> ".join(reversed(error.args[1])) + ". Move what both need to a third module."
         )
+
+
+def _rooms(graph: dict[str, set[str]]) -> dict[str, dict[str, str]]:
+    """The imports between the top-level subpackages and modules of each distribution, each with an example."""
+    rooms: dict[str, dict[str, str]] = {}
+    for module, imported in graph.items():
+        room = ".".join(module.split(".")[:2])
+        known = rooms.setdefault(room, {})
+        for other in imported:
+            target = ".".join(other.split(".")[:2])
+            if target != room and target.split(".")[0] == room.split(".")[0]:
+                known.setdefault(target, f"{module} imports {other}")
+    return rooms
+
+
+def test_the_graph_of_subpackages_has_no_cycle() -> None:
+    rooms = _rooms(_graph())
+    try:
+        TopologicalSorter({room: set(imported) for room, imported in rooms.items()}).prepare()
+    except CycleError as error:
+        cycle = list(reversed(error.args[1]))
+        steps = [rooms[room][target] for room, target in itertools.pairwise(cycle)]
+        pytest.fail("subpackages import one another in a circle: " + "; ".join(steps))
+
+
+def test_a_subpackage_of_accel_imports_from_lower_floors_only() -> None:
+    floor_of = {f"accel.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    rooms = {room: imported for room, imported in _rooms(_graph()).items() if room.startswith("accel.")}
+    assert set(rooms) == set(floor_of), "FLOORS must name each subpackage and top-level module of accel"
+    upwards = []
+    for room, imported in rooms.items():
+        for target, example in imported.items():
+            if target != "accel" and floor_of[target] >= floor_of[room]:
+                upwards.append(example)
+    assert not upwards
 
 
 def test_the_graph_has_every_form_of_import() -> None:

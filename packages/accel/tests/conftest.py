@@ -18,7 +18,7 @@ preload(
     *(
         "accel.accelerator",
         "accel.checkpointing",
-        "accel.checkpoint.accumulation_state",
+        "accel.checkpointer.accumulation_state",
         "accel.kwargs.base",
         "accel_data",
     ),

@@ -17,9 +17,9 @@ from torch import nn
 
 from accel import Accelerator
 from accel.checkpoint.catalog import is_complete
-from accel.checkpoint.checkpointer import on_all_ranks
 from accel.checkpoint.manifest import MANIFEST_NAME, Workers
 from accel.checkpoint.names import CheckpointError
+from accel.checkpointer.checkpointer import on_all_ranks
 from accel_state import ConfigurationError
 from accel_state.collectives.single import Collectives
 from accel_state.testing import run_world

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accel import Accelerator, CheckpointError, DataLoaderConfiguration
-from accel.checkpoint.accumulation_state import check, combine
+from accel.checkpointer.accumulation_state import check, combine
 from accel_state import AcceleratorState
 from accel_state.random import set_seed
 from accel_state.testing import run_world

@@ -18,8 +18,8 @@ from accel import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
-from accel.strategies.registry import STRATEGIES
-from accel.training.tree_sum import TreeSum, keys_of_rank
+from accel.reduction.tree_sum import TreeSum, keys_of_rank
+from accel.setup.registry import STRATEGIES
 from accel_state import AcceleratorState, ConfigurationError
 from accel_state.testing import run_world
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, DistributedType, ProfileKwargs, TorchDynamoPlugin
+from accel.contract.strategy import Strategy
 from accel.core.compile import compile_regions, has_compiled_regions, has_repeated_blocks, is_repeated_blocks
-from accel.strategies.base import Strategy
 from accel.utils import get_grad_scaler, get_mixed_precision_context_manager, is_compiled_module
 from accel_state import AcceleratorState, ConfigurationError
 from accel_state.env import patch_environment

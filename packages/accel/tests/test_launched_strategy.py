@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from accel import Accelerator
-from accel.core.config_resolution import LAUNCHED, asked_strategies
-from accel.strategies.registry import PLUGINS, STRATEGIES
+from accel.setup.config_resolution import LAUNCHED, asked_strategies
+from accel.setup.registry import PLUGINS, STRATEGIES
 from accel_state.errors import ConfigurationError
 from accel_state.options import ParadigmOptions, load_groups, resolve
 

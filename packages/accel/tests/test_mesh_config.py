@@ -22,7 +22,7 @@ from accel.parallelism_config import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accel.strategies.registry import PLUGINS, STRATEGIES
+from accel.setup.registry import PLUGINS, STRATEGIES
 from accel.utils import TorchTensorParallelPlugin
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError

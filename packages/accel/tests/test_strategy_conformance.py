@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accel.strategies.registry import STRATEGIES
+from accel.setup.registry import STRATEGIES
 from accel_state.env import patch_environment
 from accel_state.testing import run_world
 

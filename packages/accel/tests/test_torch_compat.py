@@ -25,7 +25,7 @@ def test_tensor_operations() -> None:
 
 
 def test_wrapper_subclass() -> None:
-    from accel.fsdp.checkpoint.fused_dtensor import Packed
+    from accel.core.fused_dtensor import Packed
 
     assert compat.make_wrapper_subclass(Packed, torch.Size([2]), dtype=torch.int8).dtype == torch.int8
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from accel_state.errors import ConfigurationError, MissingDependencyError
 
-from .commands.registry import COMMANDS
+from .command import COMMANDS
 from .errors import fail, suggest
 
 PROGRAM = "accel"

@@ -15,7 +15,7 @@ from pathlib import Path
 from accel_state.errors import ConfigurationError
 from accel_state.options import ScriptOptions
 
-from .commands.registry import COMMANDS
+from .command import COMMANDS
 
 _BINARY_MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe", b"MZ")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from accel.checkpoint.contents import WeightsPart
 from accel.checkpoint.names import OPTIMIZER_NAME, CheckpointError, numbered, numbered_files
 from accel.checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME, safetensors_content
+from accel.checkpointer.contents import WeightsPart
 from accel.core.types import Gathered, Part
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError

@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from accel.contract.strategy import Strategy
 from accel.core.types import Gathered
 from accel.kwargs.base import Handlers
 from accel.kwargs.handlers import GradScalerKwargs
 from accel.scheduler import AcceleratedScheduler
-from accel.strategies.base import Strategy
 from accel_state import AcceleratorState, DistributedType, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.collectives.torch import TorchCollectives

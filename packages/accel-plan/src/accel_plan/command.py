@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accel_launch.commands.base import Command
+from accel_launch.command import Command
 from accel_launch.config.read import load_settings
 from accel_launch.parser import ConfigParser, parse_options
 from accel_state.errors import ConfigurationError

@@ -30,25 +30,25 @@ from accel_track.tracking import Settings as TrackerSettings
 from accel_track.tracking import TrackerRun
 
 from .checkpoint import weights_io
-from .checkpoint.checkpointer import Checkpointer, LoadHook, SaveHook
 from .checkpoint.names import ProjectConfiguration
-from .core import config_resolution
+from .checkpointer.checkpointer import Checkpointer, LoadHook, SaveHook
+from .contract.optimizer import AcceleratedOptimizer
+from .contract.scheduler import AcceleratedScheduler
+from .contract.strategy import Strategy
 from .core.compile import TorchDynamoPlugin
-from .core.prepare import Preparation
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.handlers import AutocastKwargs, ProfileKwargs, TrackingKwargs
-from .optimizer import AcceleratedOptimizer
 from .precision.scaler import SharedGradScaler
 from .preemption.handler import PreemptionHandler, SaveOnSignal, resolve
 from .properties import AcceleratorProperties
-from .scheduler import AcceleratedScheduler
-from .strategies.base import Strategy
+from .reduction.elastic_steps import OUTSIDE
+from .setup import config_resolution
+from .setup.prepare import Preparation
+from .setup.unprepared import StartupChecks, warn_about_returned
 from .training import lomo
-from .training.elastic_steps import OUTSIDE
 from .training.gather_for_metrics import gather_for_metrics
 from .training.gradient_accumulation import Accumulation, ItemReduction, elastic_steps
 from .training.uneven_inputs import join_uneven_inputs
-from .training.unprepared import StartupChecks, warn_about_returned
 
 logger = get_logger(__name__)
 

@@ -11,15 +11,15 @@ import torch
 
 from accel_state import PartialState
 
-from .checkpoint.contents import TrainingObjects, collect, custom_part, seeded_samplers
-from .checkpoint.contents import get_pretty_name as get_pretty_name
-from .checkpoint.loader import StateReader
 from .checkpoint.manifest import Workers
 from .checkpoint.names import custom_file
 from .checkpoint.safe_load import check_readable, read
 from .checkpoint.weights_io import load as load
 from .checkpoint.weights_io import save as save
 from .checkpoint.weights_io import write_atomically
+from .checkpointer.contents import TrainingObjects, collect, custom_part, seeded_samplers
+from .checkpointer.contents import get_pretty_name as get_pretty_name
+from .checkpointer.loader import StateReader
 from .core.types import Part
 
 

@@ -11,15 +11,15 @@ from accel_state import AcceleratorState, DistributedType, GradientState, Partia
 from accel_state.state.process_control import ProcessControl
 from accel_track.tracking import TrackerRun
 
-from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.names import ProjectConfiguration
-from .core.prepare import Preparation
+from .checkpointer.checkpointer import Checkpointer
+from .contract.strategy import Strategy
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.ddp import DistributedDataParallelKwargs
 from .kwargs.fp8 import AORecipeKwargs, FP8Kwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from .kwargs.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
 from .precision.full import Precision
-from .strategies.base import Strategy
+from .setup.prepare import Preparation
 from .training import lomo
 from .training.gradient_accumulation import Accumulation
 

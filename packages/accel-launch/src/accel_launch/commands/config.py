@@ -13,12 +13,12 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, ScriptOptions, default_path, find_default, load_groups, resolve
 from accel_state.options.config_file import expand
 
+from ..command import Command
 from ..config.read import load_settings, read_config
 from ..config.update import update_file
 from ..config.write import basic_values, check_file_name, declared, nest, write_file
 from ..errors import suggest
 from ..parser import ConfigParser, parse_options
-from .base import Command
 
 USAGE = "accel config [default | update | show] [options]"
 

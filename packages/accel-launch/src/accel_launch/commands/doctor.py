@@ -10,9 +10,9 @@ from typing import Any
 
 from accel_state.options import load_groups
 
+from ..command import Command
 from ..config.read import load_settings
 from ..parser import ConfigParser
-from .base import Command
 
 DEFAULT_SECONDS = 25.0
 _RENDEZVOUS = ("main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf")

@@ -16,9 +16,9 @@ from accel_state.options import ConfigFile, find_default
 from accel_state.options.config_file import expand
 
 from ..accelerators.registry import find_visible
+from ..command import Command
 from ..config.read import read_config
 from ..parser import ConfigParser, parse_options
-from .base import Command
 
 _GIB = 1024**3
 _LIBRARIES = (

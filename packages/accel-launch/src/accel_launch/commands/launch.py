@@ -8,13 +8,13 @@ from accel_state.env import read_str
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, check_deepspeed_file
 
+from ..command import Command
 from ..config.read import load_settings
 from ..dry_run import render
 from ..elastic.worker import RELAY_VARIABLE
 from ..launch_plan import LaunchPlan, make_plan
 from ..launchers.registry import choose_launcher
 from ..parser import parse
-from .base import Command
 
 _MAX_SHOWN = 100_000
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from accel_state.errors import ConfigurationError
 
 from ..cloud.gcloud import run_all, ssh_commands
+from ..command import Command
 from ..config.read import load_settings
 from ..hostfile import read_lines
 from ..parser import ConfigParser
-from .base import Command
 
 
 def run(argv: list[str]) -> int:

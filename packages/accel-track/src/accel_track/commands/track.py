@@ -17,7 +17,7 @@ PROGRAM = "accel track"
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand of ``accel``; see ``accel_launch.commands.base.Command``."""
+    """A subcommand of ``accel``; see ``accel_launch.command.Command``."""
 
     summary: str
     run: Callable[[list[str]], int]

@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from accel_launch.commands.base import Command
+from accel_launch.command import Command
 from accel_state.errors import ConfigurationError
 from accel_state.humanize import convert_bytes
 

@@ -32,7 +32,7 @@ class Layout:
     # its weights and buffers by name: DTensors, or plain tensors where every rank has the full tensor
     tensors: Mapping[str, torch.Tensor]
     ties: Sequence[Sequence[str]] = ()  # groups of names that refer to the same parameter
-    # the saved shapes of the parameters that are held in another shape; see :mod:`accel.fsdp.checkpoint.fused_dtensor`
+    # the saved shapes of the parameters that are held in another shape; see :mod:`accel.core.fused_dtensor`
     packed: Mapping[str, torch.Size] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()  # names in the full model that only other pipeline stages have
     # with pipeline stages, the local name of each parameter by its name in the full model

@@ -16,9 +16,9 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.operations import recursively_apply
 
+from ..contract.optimizer import AcceleratedOptimizer
+from ..contract.scheduler import AcceleratedScheduler
 from ..core.compile import compile_model, compile_regions
-from ..optimizer import AcceleratedOptimizer
-from ..scheduler import AcceleratedScheduler
 from . import gradients
 from .config import PreparedFacts
 from .config_paths import get_value
@@ -291,7 +291,7 @@ class EngineBuilder:
     plugin: Any  # the selected DeepSpeedPlugin
     state: PartialState  # rank, world and device
     mixed_precision: str  # the Accelerator's precision
-    preparation: Any  # the :class:`accel.core.prepare.Preparation`: prepared objects, and the Accelerator's settings
+    preparation: Any  # the :class:`accel.setup.prepare.Preparation`: prepared objects, and the Accelerator's settings
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Replace models by engines, and their optimizers and DummySchedulers by the prepared ones."""

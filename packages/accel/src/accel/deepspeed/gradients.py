@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..fsdp.grad_norm import distinct
+from ..core.grad_norm import distinct
 
 
 def gradient_tensors(engine: Any) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_data.dealt import DealtLoader
 
-from ..fsdp.local_part import local
+from ..core.local_part import local
 
 
 def capture(accelerator: Any) -> dict[str, Any]:

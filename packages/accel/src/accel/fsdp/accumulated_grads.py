@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from accel_state.collectives.single import Collectives
 
 from .._torch_compat import shard_replicated
+from ..core.fused_dtensor import full_tensor, pack, packed_shapes
 from ..core.unwrap import clean_name
-from .checkpoint.fused_dtensor import full_tensor, pack, packed_shapes
 
 Gradients = dict[str, torch.Tensor]
 

@@ -23,8 +23,8 @@ from accel_bigmodel.pipeline.stage import Stage, extract
 from accel_state.errors import ConfigurationError
 from accel_state.operations import send_to_device
 
+from ..core.local_part import local
 from ..core.unwrap import clean_name
-from ..fsdp.local_part import local
 from .config import SCHEDULES, PipelineParallelConfig
 from .sequence_inputs import IGNORED, shift_labels
 

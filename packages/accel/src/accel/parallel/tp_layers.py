@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, p
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import keeps_local, shard_replicated
-from ..fsdp.checkpoint.fused_dtensor import remember_packed
+from ..core.fused_dtensor import remember_packed
 from .tp_collectives import SharedInput, joined, part, share_of, shared, summed
 
 Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]

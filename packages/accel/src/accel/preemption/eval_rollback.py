@@ -16,8 +16,8 @@ import torch
 
 from accel_state.devices.base import Device
 
-from ..checkpoint.contents import capture_rng, restore_rng
-from ..core.prepare import Preparation
+from ..checkpointer.contents import capture_rng, restore_rng
+from ..setup.prepare import Preparation
 
 
 class LoopEnd:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 
-from accel_launch.commands.base import Command
+from accel_launch.command import Command
 from accel_launch.interpreter import python_command
 from accel_launch.parser import ConfigParser, parse
 from accel_state.errors import ConfigurationError

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
+from ..contract.strategy import Strategy
 from ..kwargs.base import Handlers
 from ..kwargs.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
 from ..parallel.config import ParallelismConfig
-from ..training.elastic_steps import ShardReduction
-from .base import Strategy
+from ..reduction.elastic_steps import ShardReduction
 from .first_calls import FirstCalls
 
 

@@ -15,6 +15,7 @@ from accel_state import AcceleratorState, DistributedType, GradientAccumulationP
 from accel_state.errors import ConfigurationError
 
 from ..checkpoint.names import engine_folders
+from ..contract.strategy import Strategy
 from ..core.types import Gathered
 from ..deepspeed import gradients, runtime
 from ..deepspeed.engine import (
@@ -27,7 +28,6 @@ from ..deepspeed.engine import (
 from ..deepspeed.optimizer import warn_once
 from ..deepspeed.plugin import DeepSpeedPlugin
 from ..kwargs.base import Handlers
-from .base import Strategy
 
 
 class DeepSpeedStrategy(Strategy):

@@ -21,9 +21,9 @@ from accel_state import PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import drop_flat_gradients, flat_gradients, flat_parameters, hybrid_shard_zero2, set_sync_gradients
+from ..core.grad_norm import Groups
 from ..core.unwrap import clean_name, tied_names
 from ..fsdp.activation_checkpointing import checkpoint_units
-from ..fsdp.grad_norm import Groups
 from ..fsdp.meta_init import allocate_and_fill, start_from_rank_0
 from ..fsdp.wrap_policy import find_units
 from ..kwargs.base import Handlers

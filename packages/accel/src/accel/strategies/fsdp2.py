@@ -20,15 +20,15 @@ from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import drop_unreduced_gradients, fsdp2_parameters, gathered_parameter, unreduced_gradients
+from ..core.grad_norm import Groups, groups_over, scale_to_norm
+from ..core.local_part import local
 from ..core.unwrap import tied_names
 from ..fsdp.accumulated_grads import gather_parameters, put_parameters, shapes_of
 from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
-from ..fsdp.grad_norm import Groups, groups_over, scale_to_norm
-from ..fsdp.local_part import local
 from ..fsdp.meta_init import Materialiser, own_parameters
 from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers
-from ..training.elastic_steps import OrderedReduceScatter, ShardReduction
+from ..reduction.elastic_steps import OrderedReduceScatter, ShardReduction
 from .sharded import ShardedStrategy
 
 

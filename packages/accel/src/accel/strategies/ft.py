@@ -19,14 +19,14 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import FaultToleranceOptions
 from accel_track.tracking import TrackerRun
 
+from ..contract.strategy import Strategy
+from ..core.local_part import local
 from ..fault_tolerance.replica_group import REPLICA, RESTARTS, ReplicaGroup, check_environment
 from ..fault_tolerance.replica_tracking import ReplicaTracking
 from ..fault_tolerance.run_state import capture, restore
 from ..fault_tolerance.shard_reduction import SumOverReplicas, shards_of
-from ..fsdp.local_part import local
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
-from .base import Strategy
 
 logger = get_logger(__name__)
 

@@ -8,7 +8,7 @@ from torch import nn
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
-from ..fsdp.local_part import local
+from ..core.local_part import local
 from .fsdp2 import FSDP2Strategy
 from .ft import FaultTolerantStrategy
 

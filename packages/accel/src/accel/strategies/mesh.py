@@ -31,7 +31,7 @@ from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import shard_replicated
-from ..fsdp.checkpoint.fused_dtensor import full_tensor
+from ..core.fused_dtensor import full_tensor
 from ..fsdp.checkpoint.state_dicts import model_state
 from ..fsdp.meta_init import Materialiser
 from ..fsdp.plugin import FullyShardedDataParallelPlugin

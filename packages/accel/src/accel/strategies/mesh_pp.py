@@ -22,13 +22,13 @@ from accel_state.errors import ConfigurationError
 from .._torch_compat import flatten_mesh
 from ..checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
 from ..checkpoint.names import OPTIMIZER_NAME
+from ..core.grad_norm import scale_to_norm
+from ..core.local_part import local
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name
 from ..fsdp.checkpoint.files import gather_one, on_disk
 from ..fsdp.checkpoint.pipeline_state import collect, rename_optimizer_state
 from ..fsdp.checkpoint.state_dicts import model_state, optimizer_state, owner_of
-from ..fsdp.grad_norm import scale_to_norm
-from ..fsdp.local_part import local
 from ..kwargs.base import Handlers
 from ..parallel.config import PipelineParallelConfig
 from ..parallel.mesh import collectives_over

@@ -13,17 +13,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_state import AcceleratorState, DistributedType, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
+from ..contract.strategy import Strategy
+from ..core.grad_norm import Groups, distinct, norm_of, power_sum, scale_to_norm
+from ..core.local_part import local
 from ..core.types import Gathered, Layout
 from ..core.unwrap import names_in_order
 from ..fsdp.checkpoint.files import gather
 from ..fsdp.checkpoint.state_dicts import layout_of, model_state, owner_of
-from ..fsdp.grad_norm import Groups, distinct, norm_of, power_sum, scale_to_norm
-from ..fsdp.local_part import local
 from ..fsdp.param_remap import Replacements
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
-from .base import Strategy
 
 logger = get_logger(__name__)
 

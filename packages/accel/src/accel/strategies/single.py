@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..training.elastic_steps import ShardReduction
-from .base import Strategy
+from ..contract.strategy import Strategy
+from ..reduction.elastic_steps import ShardReduction
 
 
 class SingleStrategy(Strategy):

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_state import DistributedType, GradientState, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
-from .base import Strategy
+from ..contract.strategy import Strategy
 
 if TYPE_CHECKING:
     from ..kwargs.base import Handlers

@@ -23,8 +23,8 @@ from accel_state import GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.logging import warn_once
 
-from ..strategies.base import Strategy
-from .elastic_steps import ElasticSteps
+from ..contract.strategy import Strategy
+from ..reduction.elastic_steps import ElasticSteps
 
 ItemReduction = Literal["mean", "sum"]
 Models = tuple[nn.Module, ...]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..strategies.base import Strategy
+from ..contract.strategy import Strategy
 
 
 @contextmanager

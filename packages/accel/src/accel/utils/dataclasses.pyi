@@ -18,8 +18,8 @@ from ..core.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from ..core.megatron import MegatronLMPlugin as MegatronLMPlugin
 from ..core.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
-from ..fsdp.fsdp2_utils import get_module_class_from_name as get_module_class_from_name
 from ..fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from ..functions.fsdp2 import get_module_class_from_name as get_module_class_from_name
 from ..kwargs.base import KwargsHandler as KwargsHandler
 from ..kwargs.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from ..kwargs.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs

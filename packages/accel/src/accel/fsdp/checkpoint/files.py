@@ -34,8 +34,8 @@ from accel_state.collectives.single import Collectives
 from ...checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
 from ...checkpoint.names import OPTIMIZER_NAME, SHARD_TABLE_NAME, CheckpointError, numbered
 from ...checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME
+from ...core.local_part import local
 from ...core.types import Gathered, Layout, Part
-from ..local_part import local
 from . import state_dicts
 from .dcp_writer import shard_state
 from .state_dicts import State

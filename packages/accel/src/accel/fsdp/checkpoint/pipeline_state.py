@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from .fused_dtensor import full_tensor
+from ...core.fused_dtensor import full_tensor
 
 State = dict[str, Any]
 

@@ -20,10 +20,10 @@ from accel_state.errors import ConfigurationError
 
 from ..._torch_compat import shard_replicated
 from ...checkpoint.names import CheckpointError
+from ...core.fused_dtensor import full_tensor, pack, pack_state, packed_shapes, unpack
 from ...core.types import Layout
 from ...core.unwrap import clean_name, names_in_order
 from .dcp_reader import read_shards
-from .fused_dtensor import full_tensor, pack, pack_state, packed_shapes, unpack
 from .pipeline_state import keep_empty_groups, local_optimizer_state
 
 State = dict[str, Any]

@@ -20,7 +20,7 @@ from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, extract_model_from_parallel, names_in_order, parameter_state_dict, tied_names
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
-from ..training.elastic_steps import ShardReduction
+from ..reduction.elastic_steps import ShardReduction
 
 
 class Strategy:
@@ -160,7 +160,7 @@ class Strategy:
 
         Args:
             objects: the arguments of ``prepare``, in any order.
-            preparation: the :class:`accel.core.prepare.Preparation`; what is prepared here is added to its lists.
+            preparation: the :class:`accel.setup.prepare.Preparation`; what is prepared here is added to its lists.
 
         Returns:
             The objects, with prepared ones in the place of those that were prepared here.
@@ -335,7 +335,7 @@ class Strategy:
         """The calls that load the engines' own state, which every rank makes in this order; None without engines.
 
         Args:
-            reader: the :class:`accel.checkpoint.loader.StateReader` of the checkpoint.
+            reader: the :class:`accel.checkpointer.loader.StateReader` of the checkpoint.
             models: the prepared models to load.
             options: the keyword arguments for loading models, such as ``strict``.
         """

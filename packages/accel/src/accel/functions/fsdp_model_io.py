@@ -16,18 +16,18 @@ from accel_state.errors import ConfigurationError, require
 from accel_state.paths import make_directory, refuse_link
 
 from ..checkpoint.atomic_dir import sync
-from ..checkpoint.checkpointer import on_all_ranks
 from ..checkpoint.names import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, files_without_manifest
 from ..checkpoint.safe_load import read, read_safetensors
 from ..checkpoint.writer import sync_directories, write_parts
+from ..checkpointer.checkpointer import on_all_ranks
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, extract_model_from_parallel, is_peft_model
-from .checkpoint import state_dicts
-from .checkpoint.files import ShardedReader, gather_one, plan_optimizer
+from ..fsdp.checkpoint import state_dicts
+from ..fsdp.checkpoint.files import ShardedReader, gather_one, plan_optimizer
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
-    from .plugin import FullyShardedDataParallelPlugin
+    from ..fsdp.plugin import FullyShardedDataParallelPlugin
 
 
 def save_fsdp_model(

@@ -16,11 +16,11 @@ from accel_data.elastic_loader import ShardListener
 from accel_state import RNGType
 from accel_state.errors import ConfigurationError, check_type
 
-from ..optimizer import AcceleratedOptimizer
-from ..scheduler import AcceleratedScheduler
-from .compile import compile_model, compile_regions
+from ..contract.optimizer import AcceleratedOptimizer
+from ..contract.scheduler import AcceleratedScheduler
+from ..core.compile import compile_model, compile_regions
+from ..core.unwrap import extract_model_from_parallel
 from .config_resolution import Setup
-from .unwrap import extract_model_from_parallel
 
 T = TypeVar("T")
 

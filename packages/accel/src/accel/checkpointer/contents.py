@@ -16,8 +16,7 @@ from accel_bigmodel.checkpoint.safetensors_writer import write_safetensors
 from accel_data import SeedableRandomSampler, get_sampler
 from accel_state.devices.base import Device
 
-from ..core.types import Part
-from .names import (
+from ..checkpoint.names import (
     LOADER_NAME,
     OPTIMIZER_NAME,
     SAMPLER_NAME,
@@ -28,8 +27,9 @@ from .names import (
     numbered,
     rng_file,
 )
-from .safe_load import MANIFEST_MARK
-from .weights_io import MODEL_NAME, SAFE_MODEL_NAME, safetensors_content
+from ..checkpoint.safe_load import MANIFEST_MARK
+from ..checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME, safetensors_content
+from ..core.types import Part
 
 _HOST_KEYS = ("random_state", "numpy_random_seed", "torch_manual_seed")
 

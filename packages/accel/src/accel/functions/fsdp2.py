@@ -16,11 +16,11 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import shard_replicated
 from ..core.unwrap import clean_name
+from ..fsdp.activation_checkpointing import checkpoint_units
+from ..fsdp.meta_init import owners_of
+from ..fsdp.param_remap import Replacements
+from ..fsdp.wrap_policy import find_units
 from ..precision.scaler import SharedGradScaler
-from .activation_checkpointing import checkpoint_units
-from .meta_init import owners_of
-from .param_remap import Replacements
-from .wrap_policy import find_units
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator

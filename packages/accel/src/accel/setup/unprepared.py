@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from accel_state import GradientState
 from accel_state.logging import warn_once
 
-from ..core.prepare import Preparation
 from ..core.unwrap import extract_model_from_parallel
+from .prepare import Preparation
 
 _PREPARABLE = (nn.Module, nn.Parameter, Optimizer, DataLoader, torch.optim.lr_scheduler.LRScheduler)
 

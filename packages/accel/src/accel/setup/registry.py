@@ -6,7 +6,7 @@ from typing import Any
 
 from accel_state.registry import Registry
 
-from .base import Strategy
+from ..contract.strategy import Strategy
 
 STRATEGIES: Registry[type[Strategy]] = Registry(
     "strategy",

@@ -16,14 +16,9 @@ from accel_state import PartialState, get_logger
 from accel_state.errors import ConfigurationError
 from accel_state.humanize import counted
 
-from ..core.types import Layout
-from ..core.unwrap import clean_name, extract_model_from_parallel, id_tensor_storage
-from ..strategies.base import Strategy
-from . import accumulation_state, contents
-from .catalog import why_no_checkpoint
-from .contents import TrainingObjects
-from .manifest import Manifest, Verification, Workers
-from .names import (
+from ..checkpoint.catalog import why_no_checkpoint
+from ..checkpoint.manifest import Manifest, Verification, Workers
+from ..checkpoint.names import (
     CUSTOM_FILE,
     GRADIENTS_FILE,
     LOADER_NAME,
@@ -48,8 +43,13 @@ from .names import (
     require_files,
     rng_file,
 )
-from .safe_load import MANIFEST_MARK, check_sums, read, read_safetensors
-from .weights_io import MODEL_NAME, SAFE_MODEL_NAME
+from ..checkpoint.safe_load import MANIFEST_MARK, check_sums, read, read_safetensors
+from ..checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME
+from ..contract.strategy import Strategy
+from ..core.types import Layout
+from ..core.unwrap import clean_name, extract_model_from_parallel, id_tensor_storage
+from . import accumulation_state, contents
+from .contents import TrainingObjects
 
 logger = get_logger(__name__)
 

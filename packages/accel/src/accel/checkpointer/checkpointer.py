@@ -23,19 +23,20 @@ from accel_state.collectives.single import Collectives
 from accel_state.errors import AccelError, ConfigurationError
 from accel_track.tracking import TrackerRun
 
-from ..core.config_resolution import Setup
-from ..core.prepare import Preparation
+from ..checkpoint import weights_io
+from ..checkpoint.atomic_dir import CheckpointDirectory, recover, recover_all
+from ..checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
+from ..checkpoint.manifest import Workers
+from ..checkpoint.names import MANIFEST_NAME, NUMBERED, CheckpointError, ProjectConfiguration, gradients_file
+from ..checkpoint.staging import HostCopies
+from ..checkpoint.writer import BackgroundSave, StateWriter
 from ..core.types import Part
+from ..setup.config_resolution import Setup
+from ..setup.prepare import Preparation
 from ..training.gradient_accumulation import Accumulation
-from . import accumulation_state, weights_io
-from .atomic_dir import CheckpointDirectory, recover, recover_all
-from .catalog import list_checkpoints, newest_complete, newest_saved
+from . import accumulation_state
 from .contents import TrainingObjects, collect
 from .loader import StateReader
-from .manifest import Workers
-from .names import MANIFEST_NAME, NUMBERED, CheckpointError, ProjectConfiguration, gradients_file
-from .staging import HostCopies
-from .writer import BackgroundSave, StateWriter
 
 logger = get_logger(__name__)
 

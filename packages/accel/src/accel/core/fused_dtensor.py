@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..._torch_compat import local_shape_and_offset, make_wrapper_subclass
-from ...core.unwrap import clean_name
-from ..local_part import local
+from .._torch_compat import local_shape_and_offset, make_wrapper_subclass
+from .local_part import local
+from .unwrap import clean_name
 
 _SHAPES = "_accel_packed_shapes"
 

@@ -22,15 +22,15 @@ from accel_state.errors import ArgumentTypeError, check_type
 from accel_state.options import CoreOptions, ParadigmOptions
 
 from ..checkpoint.names import ProjectConfiguration
+from ..contract.strategy import Strategy
+from ..core.compile import TorchDynamoPlugin
 from ..kwargs.base import Handlers
 from ..kwargs.fp8 import FP8Kwargs
 from ..kwargs.handlers import InitProcessGroupKwargs
 from ..precision.full import Precision
 from ..precision.registry import PRECISIONS
 from ..precision.scaler import SharedGradScaler
-from ..strategies.base import Strategy
-from ..strategies.registry import PLUGINS, STRATEGIES
-from .compile import TorchDynamoPlugin
+from .registry import PLUGINS, STRATEGIES
 
 logger = get_logger(__name__)
 
@@ -152,7 +152,7 @@ def check_strategy(strategy: Any, given: list[str]) -> None:
         STRATEGIES.target(strategy)
     elif not isinstance(strategy, Strategy):
         raise ConfigurationError(
-            f"strategy={strategy!r} must be an accel.strategies.base.Strategy object or one of "
+            f"strategy={strategy!r} must be an accel.contract.strategy.Strategy object or one of "
             f"{', '.join(STRATEGIES.names())}."
         )
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from accel_state import get_logger
 
+from ..checkpoint.names import CheckpointError
+from ..contract.strategy import Strategy
 from ..core.unwrap import clean_name, extract_model_from_parallel
-from ..strategies.base import Strategy
 from ..training.gradient_accumulation import Accumulation, Window
-from .names import CheckpointError
 
 logger = get_logger(__name__)
 

@@ -1,7 +1,7 @@
 """Makes one optimizer step of the micro batches that an elastic loader yields.
 
 With ``deterministic_reduction`` the gradients of the logical shards are kept apart and added in an order that depends
-on their number only (:mod:`accel.training.tree_sum`), so that the sum has the same bits on any number of processes.
+on their number only (:mod:`accel.reduction.tree_sum`), so that the sum has the same bits on any number of processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from accel_state import GradientState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-from ..fsdp.local_part import local
+from ..core.local_part import local
 from .tree_sum import TreeSum, keys_of_rank
 
 # Elements that are exchanged at a time: 64 MiB of fp32.

@@ -1,0 +1,1 @@
+"""The state of an Accelerator: what it consists of, saving it and loading it."""

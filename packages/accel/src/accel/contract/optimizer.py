@@ -1,0 +1,213 @@
+"""The optimizer in a prepared loop: it steps when gradients are synchronised, and knows when a step was skipped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from accel_state import AcceleratorState, GradientState, PartialState
+from accel_state.logging import warn_once
+from accel_state.operations import send_to_device
+
+from ..precision.scaler import SharedGradScaler
+
+
+class AcceleratedOptimizer(Optimizer):
+    """A prepared optimizer.
+
+    ``step`` and ``zero_grad`` do nothing while gradients accumulate, so the loop calls them for every micro batch.
+
+    Args:
+        optimizer: the optimizer to wrap; it is at ``.optimizer``.
+        device_placement: move the optimizer's state to this process's device.
+        scaler: the loss scaler of fp16, or None.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
+        # Optimizer.__init__ is not called: this is an Optimizer to isinstance, and all state is the wrapped one's.
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.gradient_state = GradientState()
+        self.device_placement = device_placement
+        self._is_overflow = False
+        self._step_called = False
+        self.step_gate: Callable[[], bool] | None = None
+        """Asked before each step, which is skipped if the answer is False; see the strategies."""
+        self.steps_taken = 0
+        """Steps of the wrapped optimizer, including those of earlier runs whose state was loaded."""
+        if device_placement and optimizer.state:
+            optimizer.load_state_dict(move_to_device(optimizer.state_dict(), PartialState().device))
+        if isinstance(scaler, SharedGradScaler):
+            scaler.expect(optimizer)
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The state of the Accelerator of this process."""
+        return AcceleratorState()
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state, by parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's default settings."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def wraps(self, optimizer: Any) -> bool:
+        """Whether this is the prepared form of an optimizer."""
+        return optimizer is self or optimizer is self.optimizer
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of :meth:`state_dict`; its tensors may be on any device."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, unless they are still being accumulated.
+
+        Args:
+            set_to_none: as in torch; None takes the wrapped optimizer's default.
+        """
+        keeps = self.gradient_state.keeps_gradients
+        if (not self.gradient_state.sync_gradients) if keeps is None else keeps:
+            return
+        if set_to_none is None:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def train(self) -> None:
+        """Switch an optimizer that distinguishes training from evaluation (schedule-free ones) to training."""
+        self._switch_mode("train")
+
+    def eval(self) -> None:
+        """Switch an optimizer that distinguishes training from evaluation (schedule-free ones) to evaluation."""
+        self._switch_mode("eval")
+
+    def _switch_mode(self, mode: str) -> None:
+        switch = getattr(self.optimizer, mode, None)
+        if callable(switch):
+            switch()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, unless gradients are still being accumulated.
+
+        Args:
+            closure: as in torch.
+
+        Returns:
+            The result of the wrapped optimizer's step; None if it was not called.
+        """
+        if not self.gradient_state.sync_gradients:
+            return None
+        if self.steps_taken == 0 and closure is None:
+            warn_without_gradients(self.optimizer)
+        if self.step_gate is not None:
+            self._is_overflow = not self.step_gate()
+            if self._is_overflow:
+                return None
+        if self.scaler is None:
+            self.steps_taken += 1
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        return self._scaled_step(closure)
+
+    def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
+        scaler = self.scaler
+        assert scaler is not None
+        self._step_called = False
+        # The scaler calls optimizer.step only if no gradient overflowed. Detecting the call needs no synchronisation
+        # with the device.
+        former = vars(self.optimizer).get("step")
+        self.optimizer.step = patch_optimizer_step(self, self.optimizer.step)  # type: ignore[method-assign]
+        try:
+            result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure)
+        finally:
+            if former is None:
+                del self.optimizer.step
+            else:  # schedulers put a counting method there
+                self.optimizer.step = former  # type: ignore[method-assign]
+        scaler.update()
+        self._is_overflow = not self._step_called
+        self.steps_taken += self._step_called
+        return result
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped: gradients had overflowed, or a replica had failed."""
+        return self._is_overflow
+
+    def __getattr__(self, name: str) -> Any:
+        # Optimizers of other libraries have further methods. `optimizer` itself is missing only while unpickling.
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "gradient_state"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.gradient_state = GradientState()
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def warn_without_gradients(optimizer: Optimizer) -> None:
+    """Warn if none of an optimizer's parameters has a gradient in its first step."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    fused = callable(getattr(optimizer, "fused_backward", None))
+    if parameters and not fused and all(parameter.grad is None for parameter in parameters):
+        warn_once(
+            __name__,
+            f"{type(optimizer).__name__}.step found no gradient in any of its {len(parameters)} parameters, so it "
+            "changes nothing. Create the optimizer from the parameters of the model whose loss is computed.",
+        )
+
+
+def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A step method that sets ``accelerated_optimizer._step_called`` when it is called."""
+
+    @functools.wraps(method)
+    def patched_step(*args: Any, **kwargs: Any) -> Any:
+        accelerated_optimizer._step_called = True
+        return method(*args, **kwargs)
+
+    return patched_step
+
+
+def move_to_device(state: Any, device: torch.device) -> Any:
+    """Nested optimizer state with its tensors on ``device``."""
+    return send_to_device(state, device)

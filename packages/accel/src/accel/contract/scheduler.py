@@ -1,0 +1,113 @@
+"""Prepared learning rate schedulers, which step when the optimizer does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from accel_state import GradientState, PartialState
+
+from .optimizer import AcceleratedOptimizer
+
+
+class AcceleratedScheduler:
+    """A prepared scheduler.
+
+    With ``step_with_optimizer`` (the Accelerator's ``step_scheduler_with_optimizer``) the loop may call ``step`` for
+    every micro batch; the schedule advances only when the optimizers stepped. Schedules are usually defined in batches
+    of one process, and n processes consume n of them at a time, so it advances n steps at once, unless with
+    ``split_batches`` the loader's batch size is that of all processes. A scheduler that takes a metric
+    (ReduceLROnPlateau) counts evaluations, so it advances once per call.
+
+    Args:
+        scheduler: the scheduler to wrap; it is at ``.scheduler``.
+        optimizers: the prepared optimizer, or several of them.
+        step_with_optimizer: advance together with the optimizer; otherwise every call advances by one.
+        split_batches: whether the loader's batch size is that of all processes together.
+        num_processes: how many processes consume different batches; all by default.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer],
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        num_processes: int | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else list(optimizers)
+        self.step_with_optimizer = step_with_optimizer
+        self.split_batches = split_batches
+        self.gradient_state = GradientState()
+        advances_once = split_batches or not step_with_optimizer or _takes_metric(scheduler)
+        self._steps_per_call = 1 if advances_once else num_processes or PartialState().num_processes
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule, if the optimizers stepped.
+
+        Args:
+            *args: for the wrapped scheduler, such as the metric of ReduceLROnPlateau.
+            **kwargs: likewise.
+        """
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                self.scheduler._step_count += 1
+            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return
+        for _ in range(self._steps_per_call):
+            if not self._has_ended():
+                self.scheduler.step(*args, **kwargs)
+
+    def _has_ended(self) -> bool:
+        """Whether a schedule of fixed length (OneCycleLR) is at its last step, beyond which it raises an error."""
+        total = getattr(self.scheduler, "total_steps", None)
+        return total is not None and getattr(self.scheduler, "last_epoch", -1) >= total - 1
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates of the last step."""
+        rates: list[float] = self.scheduler.get_last_lr()
+        return rates
+
+    def get_lr(self) -> list[float]:
+        """The learning rates as the wrapped scheduler computes them."""
+        rates: list[float] = self.scheduler.get_lr()
+        return rates
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """Print the learning rates on the main process."""
+        if hasattr(self.scheduler, "print_lr"):
+            self.scheduler.print_lr(*args, **kwargs)
+        else:  # torch dropped it in 2.7
+            PartialState().print(f"Adjusting learning rates to {self.get_last_lr()}.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped scheduler's state."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of :meth:`state_dict`."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+
+def _takes_metric(scheduler: Any) -> bool:
+    """Whether the first argument of ``step`` is a metric: it is required, or named ``metrics``."""
+    parameters = list(inspect.signature(scheduler.step).parameters.values())
+    if not parameters:
+        return False
+    first = parameters[0]
+    return first.name == "metrics" or (
+        first.default is inspect.Parameter.empty and first.kind is not inspect.Parameter.VAR_POSITIONAL
+    )

@@ -1,0 +1,1 @@
+"""Functions of the reference that work on an Accelerator."""

@@ -1,0 +1,1 @@
+"""Setting up an Accelerator: resolving its configuration, and preparing objects."""
