@@ -2,7 +2,8 @@
 #
 #   ensure GROUP     the packages of this workspace in editable form, and a dependency group of pyproject.toml,
 #                    at the versions of constraints.txt; for the tests DeepSpeed too. Costs milliseconds when nothing has changed
-#                    since the last time. Megatron-core is installed with the group megatron only.
+#                    since the last time. accel-megatron, which requires Megatron-core, is installed with the group megatron only:
+#                    its tests that need no Megatron-core import it from its sources.
 #
 # Needs bash, Python >= 3.10 and pip. ACCEL_PYTHON names the Python to make .venv with; ACCEL_VENV another place for it, and
 # ACCEL_CONSTRAINTS another file of versions.
@@ -71,6 +72,7 @@ mark_current() {
     fingerprint "${@:2}" >"$STAMPS/$1"
 }
 
+# Without a package whose requirements are not installed: pip would report a conflict with each later installation.
 install_packages() {
     is_current packages packages/*/pyproject.toml && return
     # By name and first: pip then takes a CPU build that it has been told of, where a range would get the newest build of the index.
@@ -78,23 +80,14 @@ install_packages() {
     pip_install "$(pinned pip)"
     pip_install "$(pinned torch)" "$(pinned hatchling)"
     local project projects=()
+    [ "$1" = megatron ] || "$VENV/bin/python" -m pip uninstall -qq -y accel-megatron # of an older set-up
     for project in packages/*/pyproject.toml; do
-        [ "$project" != packages/accel-megatron/pyproject.toml ] || continue
+        [ "$1" = megatron ] || [ "$project" != packages/accel-megatron/pyproject.toml ] || continue
         projects+=(--editable "$(dirname "$project")")
     done
     say "installing the packages: ${projects[*]}"
     pip_install --no-build-isolation "${projects[@]}"
     mark_current packages packages/*/pyproject.toml
-}
-
-# accel-megatron requires Megatron-core, which its own tests need and nothing else; without it, accel-megatron says how to install it.
-install_megatron() {
-    local requirements=--no-deps
-    if [ "$1" = megatron ]; then requirements=; fi
-    is_current megatron packages/accel-megatron/pyproject.toml && return
-    say "installing the package packages/accel-megatron${requirements:+ without Megatron-core}"
-    pip_install --no-build-isolation $requirements --editable packages/accel-megatron
-    mark_current megatron packages/accel-megatron/pyproject.toml
 }
 
 install_group() {
@@ -143,8 +136,7 @@ ensure() {
     exec 9>"$VENV.lock"
     if command -v flock >/dev/null; then flock 9; fi
     make_venv
-    install_packages
-    install_megatron "$1"
+    install_packages "$1"
     install_group "$1"
     if [ "$1" = test ]; then install_deepspeed; compile_deepspeed; install_torchft; fi
     exec 9>&-

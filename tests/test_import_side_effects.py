@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from workspace import import_name, module_name, projects, sources
+from workspace import environment, import_name, module_name, projects, sources
 
 # Each test starts a process that imports torch, or everything.
 pytestmark = pytest.mark.timeout(300)
@@ -92,7 +92,13 @@ LIBRARIES = [
 
 def _python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=280, cwd=folder, check=False
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=folder,
+        check=False,
+        env=environment(),
     )
 
 

@@ -20,7 +20,10 @@ from accel_state.ports import reserved_port
 _MISSING = ("" if find_spec("deepspeed") else "deepspeed is not installed: scripts/test tells why") or ssh.missing(
     "pdsh"
 )
-pytestmark = pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "DeepSpeed, ssh and pdsh are installed")
+pytestmark = [
+    pytest.mark.component,
+    pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "DeepSpeed, ssh and pdsh are installed"),
+]
 
 SHOW = """
 import os, sys, time

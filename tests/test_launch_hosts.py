@@ -21,7 +21,11 @@ from torch import nn
 
 _MISSING = namespaces.missing()
 # Two launchers, and two ranks that import torch, up to three times.
-pytestmark = [pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "hosts can be made"), pytest.mark.timeout(960)]
+pytestmark = [
+    pytest.mark.component,
+    pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "hosts can be made"),
+    pytest.mark.timeout(960),
+]
 
 RESUMING = """
 # Trains a number of steps over all ranks, from where the last start of it has come. In the steps named, each as

@@ -15,7 +15,7 @@ from components import torchless
 from components.digits import ARGUMENTS, GLOO, LAUNCH, SCRIPT, check_loss, environment, is_alive
 
 # Each starts mpirun, and with it two ranks, once or twice.
-pytestmark = pytest.mark.timeout(700)
+pytestmark = [pytest.mark.component, pytest.mark.timeout(700)]
 
 SUM = """
 import os, sys, time

@@ -9,9 +9,10 @@ import pytest
 from components.digits import ROOT, environment, loss_of_one_process, losses_in
 from components.environments import find, missing
 
-pytestmark = pytest.mark.skipif(
-    bool(missing("notebook")), reason=missing("notebook") or "a Jupyter kernel is installed"
-)
+pytestmark = [
+    pytest.mark.component,
+    pytest.mark.skipif(bool(missing("notebook")), reason=missing("notebook") or "a Jupyter kernel is installed"),
+]
 
 # Runs the cells given as JSON, and prints the output and the error of each.
 CLIENT = """

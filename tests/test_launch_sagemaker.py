@@ -61,6 +61,7 @@ with mock_aws():
 """
 
 
+@pytest.mark.component
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize(
     "sdk",

@@ -18,6 +18,7 @@ from accel_state.environments.slurm import expand_hosts
 
 # Most start several jobs one after the other, with agents that import torch on each node.
 pytestmark = [
+    pytest.mark.component,
     pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "SLURM is installed"),
     pytest.mark.timeout(960),
 ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from workspace import environment
 
 ROOT = Path(__file__).parent.parent
 TABLE = json.loads(Path(__file__).parent.joinpath("facts", "reference_api.json").read_text(encoding="utf-8"))
@@ -213,7 +214,9 @@ def test_the_modules_of_the_reference_under_the_compatibility_layer_lack_only_wh
         "import json, accel_compat; accel_compat.install(); import test_reference_api as t;"
         "print(json.dumps([t.compare_modules(), t.names_without_a_counterpart()]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, env=environment()
+    )
     assert done.returncode == 0, done.stderr
     complaints, absent = json.loads(done.stdout.splitlines()[-1])
     assert complaints == absent  # nothing else differs, and each name that is missing can be imported

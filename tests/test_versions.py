@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import itertools
 import re
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from workspace import ROOT, import_name, metadata, projects
 
 each_project = pytest.mark.parametrize("project", projects(), ids=lambda project: project.name)
@@ -61,6 +63,18 @@ def test_every_distribution_has_metadata(project: Path) -> None:
     assert project.joinpath("README.md").read_text().startswith(f"# {project.name}\n")
     assert project.joinpath("src", import_name(project), "py.typed").exists()
     assert list(project.joinpath("tests").glob("test_*.py")), "a package has tests of its own"
+
+
+@each_project
+def test_the_environment_holds_what_its_distributions_require(project: Path) -> None:
+    """pip reports a conflict with every installation into an environment that does not."""
+    try:
+        required = importlib.metadata.requires(project.name) or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{project.name} is not installed here")
+    for requirement in map(Requirement, required):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            assert requirement.specifier.contains(importlib.metadata.version(requirement.name)), str(requirement)
 
 
 def test_constraints_pin_exactly_and_satisfy_the_declarations() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 def projects() -> list[Path]:
     """The directory of every distribution."""
     return sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))
+
+
+def environment() -> dict[str, str]:
+    """Variables with which a new interpreter finds the sources of every distribution, installed or not."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(project / "src") for project in projects())}
 
 
 def metadata(project: Path) -> dict[str, Any]:

@@ -47,8 +47,10 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscrib
 
 
 def find(program: str) -> str | None:
-    """The path of a program; daemons live in folders that users seldom have on their PATH."""
-    return shutil.which(program, path=os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/usr/local/sbin"]))
+    """The path of a program; daemons are in the sbin next to a bin, which users seldom have on their PATH."""
+    folders = os.environ["PATH"].split(os.pathsep)
+    system = [str(Path(folder).with_name("sbin")) for folder in folders if Path(folder).name == "bin"]
+    return shutil.which(program, path=os.pathsep.join([*folders, *system]))
 
 
 def missing() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -396,3 +397,34 @@ class TestCloud:
         shell.write("s.py", "")
         result = shell.call("launch", "--dry_run", *words)
         assert result.returncode == 2 and says in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--cpu", "--num_processes=2", "--mpirun_hostfile=none"], "--mpirun_hostfile none"),
+        (["--multi_gpu", "--num_machines=2", "--machine_rank=3", "--main_process_ip=h"], "--machine_rank 3"),
+        (
+            ["--gpu_ids=0", "--num_machines=2", "--machine_rank=0", "--main_process_ip=h", "--num_processes=3"],
+            "--num_processes 3",
+        ),
+        (["--as-accelerate", "--cpu", "--multi_gpu"], "--multi_gpu"),
+        (["--use_deepspeed", "--deepspeed_hostfile=hosts", "--deepspeed_multinode_launcher=nossh"], "--machine_rank"),
+        (["--cpu", "--ft", "--tee=1"], "--tee"),
+        (["--cpu", "--ft", "--num_machines=2", "--machine_rank=0", "--main_process_ip=no.such.host."], "no.such.host."),
+        (["--config_file=sagemaker.yaml", "--aws_access_key_id=AKIA"], "--aws_secret_access_key"),
+    ],
+)
+def test_arguments_are_checked_before_the_machine(shell, monkeypatch, words, says) -> None:
+    """A user mends the command line first: no GPU, no program and no package is asked for before it is right."""
+    for module in ("accel_compat", "deepspeed", "sagemaker", "torchft"):
+        monkeypatch.setitem(sys.modules, module, None)
+    shell.write("s.py", "")
+    shell.write("hosts", "w0 slots=4\nw1 slots=4\n")
+    shell.write(
+        "sagemaker.yaml",
+        "compute_environment: AMAZON_SAGEMAKER\niam_role_name: role\nec2_instance_type: ml.p3.2xlarge\n",
+    )
+    result = shell.call("launch", *words, "s.py", PATH="")
+    assert result.returncode == 2 and says in result.stderr
+    assert not any(word in result.stderr for word in ("not installed", "pip install", "GPU"))

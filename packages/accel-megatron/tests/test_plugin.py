@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -95,15 +96,20 @@ def test_sizes_that_do_not_fit_the_processes() -> None:
 
 def test_importing_the_package_imports_neither_torch_nor_megatron() -> None:
     code = "import sys, accel_megatron; print([name for name in ('torch', 'megatron.core') if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert run(code).strip() == "[]"
+
+
+def run(code: str) -> str:
+    """What a script prints in a new interpreter, which finds this package where this one does."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return result.stdout + result.stderr
 
 
 def without(module: str, code: str) -> str:
     """What a script prints where a module is not installed."""
-    script = f"import sys; sys.modules[{module!r}] = None\n{code}"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    return result.stdout + result.stderr
+    return run(f"import sys; sys.modules[{module!r}] = None\n{code}")
 
 
 def test_messages_without_the_packages() -> None:

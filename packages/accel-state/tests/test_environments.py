@@ -272,6 +272,7 @@ os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 
 
+@pytest.mark.component
 @pytest.mark.timeout(360)  # three jobs of three interpreters
 @pytest.mark.parametrize(("name", "program"), [("openmpi", "mpirun.openmpi"), ("hydra", "mpirun.mpich")])
 def test_real_mpi(name, program):

@@ -106,11 +106,14 @@ def make_plan(
     if mode is LaunchMode.LOCAL and (hosts := find_hosts(settings, variables)) is not None:
         settings = _with_values(settings, hosts.settings, f"the {hosts.kind} runtime")
         environment |= hosts.variables
+    on_cpu, counts = _uses_cpu(settings), _counts_of_settings(settings, context, mode)
+    if not mode.starts_every_machine:
+        _check_rendezvous(settings)
+    # All settings are known and checked. What follows asks this machine for its packages and devices.
     if script_options.as_accelerate:
         compat = require("accel_compat", purpose="--as-accelerate", install="accel-compat")
         path = (str(compat.shim_path()), variables.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    on_cpu = _uses_cpu(settings)
     if not on_cpu and settings["cpu"]:
         environment["ACCELERATE_USE_CPU"] = "false"
     no_devices = on_cpu or mode.counts_devices_remotely
@@ -118,10 +121,10 @@ def make_plan(
         visible = VisibleDevices(hosts.total // settings["num_machines"], None, hosts.kind)
     else:
         visible = VisibleDevices(0, None) if no_devices else _select_devices(settings, variables, environment)
-    total, local, notes = _count(settings, context, mode, on_cpu, visible)
+    total, local, notes = (*counts, []) if counts else _counts_of_devices(settings, context, on_cpu, visible)
     if not mode.starts_every_machine:
+        _check_tee(settings, local)
         _check_devices(settings, on_cpu, local, visible)
-        _check_rendezvous(settings, local)
     if mode is LaunchMode.LOCAL and not settings["oversubscribe"]:
         check_process_count(local, visible.count, settings.where("num_processes"), "give --oversubscribe")
     replicas = settings["num_replicas"] + settings["num_spares"] if settings["ft"] else 1
@@ -182,30 +185,22 @@ def _unused_agent_options(settings: Resolution, mode: LaunchMode, context: Launc
     return notes
 
 
-def _count(
-    settings: Resolution, context: LaunchContext, mode: LaunchMode, on_cpu: bool, visible: VisibleDevices
-) -> tuple[int, int, list[str]]:
-    """Processes in total, processes of this machine, and notes."""
+def _counts_of_settings(settings: Resolution, context: LaunchContext, mode: LaunchMode) -> tuple[int, int] | None:
+    """Processes in total and of this machine, as far as no device decides about them; else None."""
     if context.role is Role.RANK and context.process is not None:
-        return context.process.world_size, context.process.local_world_size, []
+        return context.process.world_size, context.process.local_world_size
     if settings["ft"]:
         processes = settings["processes_per_replica"]
-        return processes, processes, []  # of each replica
+        return processes, processes  # of each replica
     if mode.counts_devices_remotely:
         count = settings["num_processes"] or 1
-        return count, count, []
+        return count, count
     if mode is LaunchMode.DEEPSPEED:
         slots = [len(slots) for slots in read_pool(settings).values()]
-        return sum(slots), max(slots), []
-    machines = _count_machines(settings, context)
-    total, notes = settings["num_processes"], []
+        return sum(slots), max(slots)
+    machines, total = _count_machines(settings, context), settings["num_processes"]
     if total is None:
-        on_cores = machines == 1 and settings["distributed_type"] == "MULTI_CPU" and not context.tasks_per_node
-        total = (visible.count or context.tasks_per_node or 1) * machines
-        reason = _count_reason(context, on_cpu, visible)
-        if on_cores and not visible.count:
-            total, reason = default_cpu_processes(), "one per NUMA node, at least two; distributed_type is MULTI_CPU"
-        notes = [f"starting {counted(total, 'process')} ({reason}); set --num_processes to change it"]
+        return None
     if total % machines:
         matches = settings["num_machines"] == machines
         machines_text = settings.where("num_machines") if matches else f"the {machines} available machines"
@@ -213,7 +208,21 @@ def _count(
             f"{settings.where('num_processes')} cannot be divided evenly over {machines_text}. num_processes counts "
             "the processes of all machines: give a multiple of the number of machines."
         )
-    return total, total // machines, notes
+    return total, total // machines
+
+
+def _counts_of_devices(
+    settings: Resolution, context: LaunchContext, on_cpu: bool, visible: VisibleDevices
+) -> tuple[int, int, list[str]]:
+    """Processes in total, processes of this machine, and a note."""
+    machines = _count_machines(settings, context)
+    on_cores = machines == 1 and settings["distributed_type"] == "MULTI_CPU" and not context.tasks_per_node
+    total = (visible.count or context.tasks_per_node or 1) * machines
+    reason = _count_reason(context, on_cpu, visible)
+    if on_cores and not visible.count:
+        total, reason = default_cpu_processes(), "one per NUMA node, at least two; distributed_type is MULTI_CPU"
+    note = f"starting {counted(total, 'process')} ({reason}); set --num_processes to change it"
+    return total, total // machines, [note]
 
 
 def _count_reason(context: LaunchContext, on_cpu: bool, visible: VisibleDevices) -> str:
@@ -294,7 +303,7 @@ def _check_devices(settings: Resolution, on_cpu: bool, local: int, visible: Visi
         )
 
 
-def _check_rendezvous(settings: Resolution, local: int) -> None:
+def _check_rendezvous(settings: Resolution) -> None:
     options, machines = settings.group(RendezvousOptions), settings["num_machines"]
     if options.machine_rank >= machines:
         raise ConfigurationError(
@@ -315,6 +324,10 @@ def _check_rendezvous(settings: Resolution, local: int) -> None:
             f"{settings.where('main_process_port')}: several machines need the same port. Give a free port of "
             f"{options.main_process_ip}."
         )
-    for entry in options.tee.split(",") if ":" in options.tee else ():
+
+
+def _check_tee(settings: Resolution, local: int) -> None:
+    tee = settings["tee"]
+    for entry in tee.split(",") if ":" in tee else ():
         if int(entry.partition(":")[0]) >= local:
             raise ConfigurationError(f"{settings.where('tee')}: this machine has local ranks 0 to {local - 1}.")

@@ -97,19 +97,6 @@ def notebook_launcher(
         )
     precision = CoreOptions.from_mapping({"mixed_precision": mixed_precision}).mixed_precision or "no"
     environment = {"ACCELERATE_MIXED_PRECISION": precision}
-    if is_on_tpu():
-        _refuse_existing_state()
-        return run_on_tpu(function, args, num_processes, environment)
-    local = _process_count(num_processes)
-    has_gpus = find_visible(os.environ).count > 0
-    if local == 1 and num_nodes == 1:
-        print(f"Launching training in this process, on {'one GPU' if has_gpus else 'the CPU'}.")
-        with patch_environment(**environment):
-            function(*args)
-        return
-    _refuse_nested("notebook_launcher")
-    _refuse_existing_state()
-    _refuse_cuda()
     host, port = master_addr, str(use_port)
     if rdzv_endpoint:
         host, _, port = rdzv_endpoint.rpartition(":")
@@ -133,6 +120,19 @@ def notebook_launcher(
         raise ConfigurationError(
             f"log_line_prefix_template={log_line_prefix_template!r} is not text, such as '[${{rank}}]: '."
         )
+    if is_on_tpu():
+        _refuse_existing_state()
+        return run_on_tpu(function, args, num_processes, environment)
+    local = _process_count(num_processes)
+    has_gpus = find_visible(os.environ).count > 0
+    if local == 1 and num_nodes == 1:
+        print(f"Launching training in this process, on {'one GPU' if has_gpus else 'the CPU'}.")
+        with patch_environment(**environment):
+            function(*args)
+        return
+    _refuse_nested("notebook_launcher")
+    _refuse_existing_state()
+    _refuse_cuda()
     print(f"Launching training on {local} {'GPUs' if has_gpus else 'CPU processes'}.")
     run_id = rdzv_id if num_nodes > 1 else None
     _run(function, args, local, num_nodes, rendezvous, environment, log_line_prefix_template, run_id)

@@ -36,10 +36,10 @@ class DeepSpeedLauncher(Launcher):
     mode = LaunchMode.DEEPSPEED
 
     def run(self, plan: LaunchPlan) -> int:
-        require("deepspeed", purpose="starting processes with DeepSpeed's launcher", install="deepspeed")
         pool = read_pool(plan.settings)
         with reserved_port() as port, tempfile.TemporaryDirectory(prefix="accel_launch_") as directory:
             start = _runner(plan, pool, port)
+            require("deepspeed", purpose="starting processes with DeepSpeed's launcher", install="deepspeed")
             file = Path(directory) / _ENV_FILE
             exported = convert_dict_to_env_variables({**plan.environment, RELAY_VARIABLE: "1"})
             file.write_text("".join([*_user_env_lines(), *exported]))

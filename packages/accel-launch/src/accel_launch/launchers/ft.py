@@ -260,16 +260,17 @@ class FaultTolerantLauncher(Launcher):
         return plan.mode is LaunchMode.LOCAL and bool(plan.option("ft"))
 
     def run(self, plan: LaunchPlan) -> int:
-        if find_spec("torchft") is None:
-            raise MissingDependencyError("--ft needs the module torchft. Install it with: pip install 'accel[ft]'")
         if plan.rendezvous.tee != "0" or plan.rendezvous.log_dir is not None:
             raise ConfigurationError("--ft keeps no log files: leave out --tee and --log_dir, and redirect the output.")
         options, numbers = plan.settings.group(FaultToleranceOptions), numbers_here(plan)
+        if plan.num_machines > 1:
+            check_rendezvous(plan.rendezvous, plan.num_machines)
+        if find_spec("torchft") is None:
+            raise MissingDependencyError("--ft needs the module torchft. Install it with: pip install 'accel[ft]'")
         visible_devices(plan, numbers[0])  # before anything is started, an error if there are too few
         directory = Path(tempfile.mkdtemp(prefix="accel_launch_"))
         address, port = "localhost", 0
         if plan.num_machines > 1:
-            check_rendezvous(plan.rendezvous, plan.num_machines)
             address = str(plan.rendezvous.main_process_ip)
             port = plan.rendezvous.main_process_port or DEFAULT_PORT
         run = _Run(plan, options, directory, f"[{address}]" if ":" in address else address, port or get_free_port())

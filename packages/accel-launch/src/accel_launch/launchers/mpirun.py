@@ -31,6 +31,7 @@ class MpirunLauncher(Launcher):
     mode = LaunchMode.MPIRUN
 
     def run(self, plan: LaunchPlan) -> int:
+        hosts = _hosts(plan)
         mpi = find_mpi(plan.full_environment())
         if mpi is None:
             raise ConfigurationError(
@@ -39,26 +40,32 @@ class MpirunLauncher(Launcher):
                 "out."
             )
         with reserved_port() as port:
-            start = _command(plan, mpi, port, must_exist=True)
+            start = _command(plan, mpi, port, hosts)
             return run_external(start.command, {**plan.full_environment(), **start.environment})
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
         """The call of mpirun."""
+        exists = Path(plan.settings["mpirun_hostfile"]).expanduser().exists()
+        hosts = _hosts(plan) if exists else ()
         mpi = find_mpi(plan.full_environment())
-        start = _command(plan, mpi or Hydra(), get_free_port(), must_exist=False)
+        start = _command(plan, mpi or Hydra(), get_free_port(), hosts)
         if mpi is None:
             note = "no mpirun is on PATH: the command is that of Intel MPI and MPICH; other families differ"
             start = replace(start, notes=[*start.notes, note])
         return [start]
 
 
-def _command(plan: LaunchPlan, mpi: Mpi, free_port: int, must_exist: bool) -> MachineCommand:
+def _hosts(plan: LaunchPlan) -> tuple[Host, ...]:
+    return read_hostfile(plan.settings["mpirun_hostfile"], plan.settings.where("mpirun_hostfile"))
+
+
+def _command(plan: LaunchPlan, mpi: Mpi, free_port: int, hosts: Sequence[Host]) -> MachineCommand:
+    """The call of mpirun; ``hosts`` is empty if the hostfile does not exist yet."""
     path = plan.settings["mpirun_hostfile"]
-    exists = must_exist or Path(path).expanduser().exists()
-    hosts = read_hostfile(path, plan.settings.where("mpirun_hostfile")) if exists else (Host("localhost"),)
     inherited = plan.full_environment()
-    is_local = hosts[0].is_here
-    address = "127.0.0.1" if len(hosts) == 1 and is_local else hosts[0].name
+    first = hosts[0] if hosts else Host("localhost")
+    is_local = first.is_here
+    address = "127.0.0.1" if len(hosts) <= 1 and is_local else first.name
     # A free port keeps two jobs on one host apart; free ports of another host are not known here.
     port = plan.rendezvous.main_process_port or (free_port if is_local else DEFAULT_PORT)
     environment = {
@@ -78,14 +85,14 @@ def _command(plan: LaunchPlan, mpi: Mpi, free_port: int, must_exist: bool) -> Ma
         environment={**forwarded, **environment, RELAY_VARIABLE: "1"},
     )
     notes = [f"{plan.local_processes} process(es) on each machine, {plan.num_processes} in total"]
-    if not exists:
+    if not hosts:
         notes.append(f"{path} does not exist yet: the first machine it lists becomes MASTER_ADDR")
     names = ", ".join(host.name for host in hosts)
     entrypoint = plan.entrypoint
     module = "accel_launch.launchers.rank"
     rank = python_command("-m", module, entrypoint.kind, entrypoint.name, *entrypoint.args)
     return MachineCommand(
-        f"the machines of {path}{f' ({names})' if exists else ''}, by one call of mpirun",
+        f"the machines of {path}{f' ({names})' if hosts else ''}, by one call of mpirun",
         [*mpi.command(job), *rank],
         environment,
         notes=notes,

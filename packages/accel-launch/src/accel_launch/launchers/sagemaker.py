@@ -37,10 +37,10 @@ class SageMakerLauncher(Launcher):
     mode = LaunchMode.SAGEMAKER
 
     def run(self, plan: LaunchPlan) -> int:
-        job = describe_job(plan)
+        job, variables = describe_job(plan), credentials(plan)
         require("sagemaker", purpose="starting a SageMaker training job", install="sagemaker")
         region = plan.settings["aws_region"]
-        with patch_environment(**credentials(plan)):
+        with patch_environment(**variables):
             print(f"Starting a SageMaker job of {job.instance_count} x {job.instance_type} in {region} ...", flush=True)
             model_data = submit(job, region)
         print(f"You can find your model data at: {model_data}")
