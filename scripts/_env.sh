@@ -131,6 +131,11 @@ install_torchft() {
     fi
 }
 
+# The simulated GPU of tests/device is C++, compiled once for each torch and each version of its sources: a minute of one core.
+build_simulated_gpu() {
+    "$VENV/bin/python" tests/device/build_simgpu.py >/dev/null || say "the tests of the simulated GPU are skipped"
+}
+
 ensure() {
     # Two scripts at once must not install into one environment; the lock goes with the shell that holds it.
     exec 9>"$VENV.lock"
@@ -138,7 +143,7 @@ ensure() {
     make_venv
     install_packages "$1"
     install_group "$1"
-    if [ "$1" = test ]; then install_deepspeed; compile_deepspeed; install_torchft; fi
+    if [ "$1" = test ]; then install_deepspeed; compile_deepspeed; install_torchft; build_simulated_gpu; fi
     exec 9>&-
     export PATH="$VENV/bin:$PATH"
 }

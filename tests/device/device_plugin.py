@@ -1,0 +1,58 @@
+"""A pytest plugin: tests run with the device in ``ACCEL_TEST_DEVICE`` in the place of the CPU.
+
+``scripts/test --device NAME`` loads it. With the simulated GPU, a test during which an access was not ordered fails.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from device_exceptions import reason_to_skip
+
+NAME = os.environ["ACCEL_TEST_DEVICE"]
+if NAME == "simgpu":
+    import torch_simgpu  # noqa: F401 - adds torch.simgpu
+
+_reports = Path(tempfile.mkdtemp(prefix="simgpu-")) / "races"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "expects_races: the program under test races on purpose")
+    os.environ["SIMGPU_REPORT"] = str(_reports)  # also of the processes that a test starts
+
+
+def pytest_unconfigure() -> None:
+    _reports.unlink(missing_ok=True)
+    _reports.parent.rmdir()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if reason := reason_to_skip(item.nodeid):
+            item.add_marker(pytest.mark.skip(reason=f"on a device: {reason}"))
+
+
+@pytest.fixture(autouse=True)
+def has_no_races(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test during which an access was not ordered, in this process or in one that it started."""
+    _reports.write_text("")
+    yield
+    races = _reports.read_text().splitlines()
+    if races and request.node.get_closest_marker("expects_races") is None:
+        pytest.fail(f"{len(races)} races: " + "; ".join(list(dict.fromkeys(races))[:5]), pytrace=False)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The table: how many tests ran, and why others did not."""
+    passed, failed = (len(terminalreporter.getreports(kind)) for kind in ("passed", "failed"))
+    skipped = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))
+    terminalreporter.section(f"on {NAME}")
+    terminalreporter.write_line(f"| equal | {passed} |\n| different | {failed} |")
+    for reason, count in skipped.most_common():
+        terminalreporter.write_line(f"| {reason.removeprefix('Skipped: ')} | {count} |")

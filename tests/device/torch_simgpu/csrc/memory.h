@@ -1,0 +1,296 @@
+// Memory that the CPU cannot touch, is limited, and is never zero by accident; and pinned memory.
+//
+// Each device has a range of addresses without access rights, which is what tensors see, and a readable shadow at the same offsets,
+// which operators use. A CPU kernel that is given a device's address ends the process, as with a GPU.
+#pragma once
+#include "streams.h"
+#include <c10/core/CachingDeviceAllocator.h>
+#include <sys/mman.h>
+#include <set>
+
+namespace simgpu {
+constexpr size_t ARENA = size_t(64) << 30, ALIGNMENT = 512, CACHED = size_t(64) << 20;
+
+struct Access { int64_t tick = 0; std::string op; };
+struct Block {
+  size_t bytes;
+  int stream;                    // on which it was allocated, and on which it is used again after it was freed
+  std::set<int> recorded{};      // by record_stream
+  std::map<int, Access> reads{}; // the last of each stream
+  int writer = -1;
+  Access write{};
+};
+struct Kept { char* address; Clock needed; };
+struct Arena {
+  char *address, *shadow;
+  size_t limit = std::min<size_t>(setting("SIMGPU_MEMORY", int64_t(8) << 30), ARENA);
+  size_t used = 0, peak = 0, cached = 0;
+  int64_t failures = 0;
+  std::map<char*, Block> blocks;                            // handed out, kept or cached
+  std::map<std::pair<int, size_t>, std::vector<char*>> cache;  // freed, by stream and size
+  std::vector<Kept> kept;                                   // freed while recorded streams were busy
+  std::map<char*, size_t> holes;
+  Arena() {
+    auto reserve = [](int protection) {
+      void* p = mmap(nullptr, ARENA, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      TORCH_CHECK(p != MAP_FAILED, "simgpu: no address space for a device");
+      return static_cast<char*>(p);
+    };
+    address = reserve(PROT_NONE);
+    shadow = reserve(PROT_READ | PROT_WRITE);
+    holes[address] = ARENA;
+  }
+  bool owns(const void* p) const { return p >= address && p < address + ARENA; }
+  char* host(const void* p) const { return shadow + (static_cast<const char*>(p) - address); }
+};
+inline Arena& arena(Index device) {
+  static auto* all = new std::map<Index, Arena>;
+  return (*all)[device];
+}
+inline Arena* arena_of(const void* p) {
+  for (Index i = 0; p && i < device_count(); ++i)
+    if (arena(i).owns(p)) return &arena(i);
+  return nullptr;
+}
+inline void* host(const void* p) {
+  auto* a = arena_of(p);
+  return a ? a->host(p) : const_cast<void*>(p);
+}
+inline Block* block_of(const void* p) {
+  auto* a = arena_of(p);
+  if (!a) return nullptr;
+  auto after = a->blocks.upper_bound(static_cast<char*>(const_cast<void*>(p)));
+  return after == a->blocks.begin() ? nullptr : &(--after)->second;
+}
+inline std::string describe(const Block& b) { return std::to_string(b.bytes) + " bytes of " + stream_name(b.stream); }
+
+// Check an access, and remember it.
+inline void touch(const void* p, int k, bool writes, const std::string& op) {
+  Block* b = block_of(p);
+  if (!b) return;
+  auto& clock = work(k).clock;
+  auto check = [&](int other, const Access& access, const char* what) {
+    if (other < 0 || other == k || at(clock, other) >= access.tick) return;
+    report(std::string(writes ? "write" : "read") + " by " + op + " on " + stream_name(k) + " is not ordered after the " + what +
+           " by " + access.op + " on " + stream_name(other) + ": " + describe(*b));
+  };
+  check(b->writer, b->write, "write");
+  Access now{work(k).tick, op};
+  if (!writes) { b->reads[k] = now; return; }
+  for (auto& [other, access] : b->reads) check(other, access, "read");
+  b->reads.clear();
+  b->writer = k;
+  b->write = now;
+}
+inline void poison_on(int k, void* data, size_t bytes) {
+  auto& w = work(k);
+  if (w.queue.empty()) poison(data, bytes);
+  else w.queue.push_back(Item{w.tick, Kind::POISON, {}, {}, nullptr, nullptr, data, bytes, 0, 0});
+}
+// Return cached blocks whose stream has nothing queued, and join holes that meet.
+inline void trim(Arena& a) {
+  for (auto& [where, addresses] : a.cache) {
+    if (!work(where.first).queue.empty()) continue;
+    for (char* p : addresses) {
+      madvise(a.host(p), where.second, MADV_DONTNEED);
+      a.cached -= where.second;
+      a.blocks.erase(p);
+      auto hole = a.holes.emplace(p, where.second).first;
+      auto next = std::next(hole);
+      if (next != a.holes.end() && hole->first + hole->second == next->first) { hole->second += next->second; a.holes.erase(next); }
+      if (hole != a.holes.begin()) {
+        auto before = std::prev(hole);
+        if (before->first + before->second == hole->first) { before->second += hole->second; a.holes.erase(hole); }
+      }
+    }
+    addresses.clear();
+  }
+}
+inline void into_cache(Arena& a, char* p) {
+  auto& b = a.blocks.at(p);
+  poison_on(b.stream, a.host(p), b.bytes);
+  a.cache[{b.stream, b.bytes}].push_back(p);
+  a.cached += b.bytes;
+  if (a.cached > CACHED) trim(a);
+}
+inline void release(void* pointer) {
+  if (!pointer) return;
+  Lock lock(mutex());
+  auto& a = *arena_of(pointer);
+  auto* p = static_cast<char*>(pointer);
+  auto& b = a.blocks.at(p);
+  a.used -= b.bytes;
+  // Work of the block's own stream, and of those in record_stream, delays the reuse. Everything else has to be done before.
+  Clock ordered = work(b.stream).clock;
+  join(ordered, host_clock());
+  std::string early;
+  auto check = [&](int other, const Access& access) {
+    bool safe = other < 0 || other == b.stream || b.recorded.count(other) || at(ordered, other) >= access.tick;
+    if (!safe) early = access.op + " on " + stream_name(other);
+  };
+  check(b.writer, b.write);
+  for (auto& [other, access] : b.reads) check(other, access);
+  if (!early.empty()) {
+    ++counters[EARLY_FREES];
+    report("freed without record_stream while in use by " + early + ": " + describe(b));
+    poison(a.host(p), b.bytes);
+  }
+  Clock needed;
+  for (int other : b.recorded)
+    if (other != b.stream && at(host_clock(), other) < work(other).tick) needed[other] = work(other).tick;
+  if (needed.empty()) into_cache(a, p);
+  else {
+    ++counters[BLOCKS_KEPT];
+    a.kept.push_back({p, needed});
+  }
+}
+inline void collect(Arena& a) {  // blocks whose recorded streams are known to be done
+  std::vector<Kept> still;
+  for (auto& item : a.kept) {
+    bool done = true;
+    for (auto& [other, tick] : item.needed) done = done && at(host_clock(), other) >= tick;
+    if (done) into_cache(a, item.address);
+    else still.push_back(item);
+  }
+  a.kept.swap(still);
+}
+inline std::string mebibytes(double n) {
+  char text[64];
+  snprintf(text, sizeof text, n < (1 << 30) ? "%.2f MiB" : "%.2f GiB", n < (1 << 30) ? n / 1048576 : n / 1073741824);
+  return text;
+}
+inline char* take(Arena& a, Index device, int k, size_t bytes) {
+  collect(a);
+  if (a.used + bytes > a.limit) {
+    ++a.failures;
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "SIMGPU out of memory. Tried to allocate ", mebibytes(bytes), ". Device ", int(device),
+      " has a total capacity of ", mebibytes(a.limit), " of which ", mebibytes(a.limit - a.used), " is free.");
+  }
+  auto& cached = a.cache[{k, bytes}];
+  if (!cached.empty()) {
+    char* p = cached.back();
+    cached.pop_back();
+    a.cached -= bytes;
+    auto& b = a.blocks.at(p);
+    b.recorded.clear();
+    return p;
+  }
+  auto hole = a.holes.begin();
+  while (hole != a.holes.end() && hole->second < bytes) ++hole;
+  TORCH_CHECK_WITH(OutOfMemoryError, hole != a.holes.end(), "SIMGPU out of memory: no ", mebibytes(bytes), " in one piece");
+  auto [p, size] = *hole;
+  a.holes.erase(hole);
+  if (size > bytes) a.holes[p + bytes] = size - bytes;
+  a.blocks.emplace(p, Block{bytes, k});
+  poison(a.host(p), bytes);
+  return p;
+}
+
+struct Allocator final : c10::DeviceAllocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    use();
+    c10::Device device(TYPE, current);
+    if (bytes == 0) return {nullptr, nullptr, &release, device};
+    bytes = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    Lock lock(mutex());
+    auto& a = arena(current);
+    char* p = take(a, current, current_key(current), bytes);
+    a.used += bytes;
+    a.peak = std::max(a.peak, a.used);
+    return {p, p, &release, device};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    Lock lock(mutex());
+    auto all = known_streams();
+    for (int k : all) execute(k, work(k).tick);
+    std::memcpy(host(to), host(from), bytes);
+  }
+  bool initialized() override { return used; }
+  void emptyCache(c10::MempoolId_t = {0, 0}) override {
+    Lock lock(mutex());
+    for (Index i = 0; i < device_count(); ++i) {
+      host_waits_for_device(i);
+      collect(arena(i));
+      trim(arena(i));
+    }
+  }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    Lock lock(mutex());
+    if (auto* b = block_of(data.get())) b->recorded.insert(key(stream));
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(Index device) override {
+    Lock lock(mutex());
+    auto& a = arena(device);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    for (auto* x : {&stats.allocated_bytes[0], &stats.active_bytes[0]}) { x->current = a.used; x->peak = a.peak; }
+    stats.reserved_bytes[0].current = a.used + a.cached;
+    stats.reserved_bytes[0].peak = std::max(a.peak, a.used + a.cached);
+    stats.num_ooms = a.failures;
+    return stats;
+  }
+  void resetAccumulatedStats(Index device) override { arena(device).failures = 0; }
+  void resetPeakStats(Index device) override { arena(device).peak = arena(device).used; }
+  std::pair<size_t, size_t> getMemoryInfo(Index device) override {
+    Lock lock(mutex());
+    auto& a = arena(device);
+    return {a.limit - std::min(a.used, a.limit), a.limit};
+  }
+};
+inline Allocator allocator;
+
+// Pinned memory. A block with queued copies is not reused before they are done, as in torch's caching host allocator.
+struct Pinned { size_t bytes; int copies = 0; bool freed = false; };
+inline std::map<char*, Pinned>& pinned_blocks() {
+  static auto* all = new std::map<char*, Pinned>;
+  return *all;
+}
+inline std::map<size_t, std::vector<char*>>& pinned_cache() {
+  static auto* all = new std::map<size_t, std::vector<char*>>;
+  return *all;
+}
+inline std::map<char*, Pinned>::iterator find_pinned(const void* p) {
+  auto& all = pinned_blocks();
+  auto found = all.upper_bound(static_cast<char*>(const_cast<void*>(p)));
+  if (found == all.begin()) return all.end();
+  --found;
+  return p < found->first + found->second.bytes ? found : all.end();
+}
+inline bool is_pinned_address(const void* p) { return p && find_pinned(p) != pinned_blocks().end(); }
+inline void free_pinned(std::map<char*, Pinned>::iterator block) {
+  poison(block->first, block->second.bytes);
+  pinned_cache()[block->second.bytes].push_back(block->first);
+  pinned_blocks().erase(block);
+}
+inline void unpin(const void* p) {
+  auto block = find_pinned(p);
+  if (--block->second.copies == 0 && block->second.freed) free_pinned(block);
+}
+struct PinnedAllocator final : c10::Allocator {
+  static void release_pinned(void* p) {
+    if (!p) return;
+    Lock lock(mutex());
+    auto block = pinned_blocks().find(static_cast<char*>(p));
+    if (!block->second.copies) return free_pinned(block);
+    block->second.freed = true;
+    ++counters[PINNED_KEPT];
+  }
+  c10::DataPtr allocate(size_t bytes) override {
+    if (!bytes) return {nullptr, nullptr, &release_pinned, c10::Device(c10::kCPU)};
+    bytes = (bytes + 63) / 64 * 64;
+    Lock lock(mutex());
+    auto& cached = pinned_cache()[bytes];
+    char* p;
+    if (cached.empty()) {
+      p = static_cast<char*>(aligned_alloc(64, bytes));
+      TORCH_CHECK(p, "simgpu: no host memory for ", bytes, " pinned bytes");
+      poison(p, bytes);
+    } else { p = cached.back(); cached.pop_back(); }
+    pinned_blocks()[p] = Pinned{bytes};
+    return {p, p, &release_pinned, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+inline PinnedAllocator pinned_allocator;
+}  // namespace simgpu
