@@ -152,7 +152,7 @@ def test_a_manifest_cannot_point_outside(saved: tuple[Run, Path]) -> None:
         with pytest.raises(CheckpointError, match=f"outside of the checkpoint: {name}"):
             run.accelerator.load_state(state)
     (state / MANIFEST_NAME).write_text(json.dumps({**content, "world_size": float("inf")}))
-    with pytest.raises(CheckpointError, match="is damaged: OverflowError"):
+    with pytest.raises(CheckpointError, match="world_size is inf"):
         run.accelerator.load_state(state)
     (state / MANIFEST_NAME).write_text(json.dumps({**content, "format": 2}))
     with pytest.raises(CheckpointError, match="has format 2"):
@@ -221,5 +221,5 @@ def test_another_model(tmp_path: Path) -> None:
     accelerator.load_state(tmp_path / "state", strict=False)
     accelerator.free_memory()
     accelerator.prepare(nn.Linear(3, 1))
-    with pytest.raises(CheckpointError, match="size mismatch for weight"):
+    with pytest.raises(CheckpointError, match=r"weight has shape \(1, 2\), but \(1, 3\)"):
         accelerator.load_state(tmp_path / "state")

@@ -291,16 +291,22 @@ class DealtLoader(DataLoaderShard):
         super().load_state_dict(state_dict, pass_over_finished)
         point = self._clock.pending
         assert point is not None
+        if point.finished:
+            self._at = (point.epoch + 1, 0) if pass_over_finished else (point.epoch, self._steps_in(point))
+        else:
+            self._at = (point.epoch, self._step_of(point))
+
+    def _point_of(self, state_dict: dict[str, Any]) -> ResumePoint:
+        point = super()._point_of(state_dict)
         if point.order:
             raise ConfigurationError(
                 f"the state is from a loader whose order was drawn from a generator, in the middle of epoch "
                 f"{point.epoch}, and replicas need an order that depends on a seed and the epoch. Save it with "
                 "DataLoaderConfiguration(use_seedable_sampler=True), or at the end of an epoch."
             )
-        if point.finished:
-            self._at = (point.epoch + 1, 0) if pass_over_finished else (point.epoch, self._steps_in(point))
-        else:
-            self._at = (point.epoch, self._step_of(point))
+        if not point.finished:
+            self._step_of(point)
+        return point
 
     def _steps_in(self, point: ResumePoint) -> int:
         assert isinstance(self._sharded, BatchSamplerShard)

@@ -182,6 +182,11 @@ class ElasticLoader(PreparedLoader):
         Raises:
             ConfigurationError: ``state_dict`` is not from an elastic loader of this kind.
         """
+        point = self._point_of(state_dict)
+        self._use_seed(int(point.order["seed"]))
+        self._clock.load(point, pass_over_finished)
+
+    def _point_of(self, state_dict: dict[str, Any]) -> ResumePoint:
         point = ResumePoint.from_state(state_dict)
         if point.unit != self._unit:
             raise ConfigurationError(
@@ -189,8 +194,9 @@ class ElasticLoader(PreparedLoader):
                 "loader continues in one of the same kind of data (map-style, iterable, batch sampler) only: set "
                 "DataLoaderConfiguration(elastic=...) as it was when the state was saved."
             )
-        self._use_seed(int(point.order["seed"]))
-        self._clock.load(point, pass_over_finished)
+        if not isinstance(point.order.get("seed"), int):
+            raise ConfigurationError(f"the state has the seed {point.order.get('seed')!r}, which must be an integer.")
+        return point
 
     def _use_seed(self, seed: int) -> None:
         self.plan = replace(self.plan, seed=seed)

@@ -327,6 +327,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             ConfigurationError: ``state_dict`` is not from a loader of this kind (or from torchdata, for a loader whose
                 order is deterministic), or its position is meaningless on this number of ranks or workers.
         """
+        self._clock.load(self._point_of(state_dict), pass_over_finished)
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise what :meth:`load_state_dict` would raise, and load nothing."""
+        self._point_of(state_dict)
+
+    def _point_of(self, state_dict: dict[str, Any]) -> ResumePoint:
+        """The position in a state, which this loader can continue from."""
         steps = steps_of_torchdata(state_dict)
         point = ResumePoint.from_state(state_dict) if steps is None else self._point_after(steps, state_dict)
         point.check_fits(self._unit)
@@ -348,7 +356,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             # These processes draw other random numbers, for samples in the same order.
             begin = {} if self._sharded is not None and "torch" in point.begin else point.begin
             point = replace(point, begin=begin, read_ahead={}, workers={}, source={})
-        self._clock.load(point, pass_over_finished)
+        return point
 
     def _point_after(self, steps: int, state: dict[str, Any]) -> ResumePoint:
         """The position after that many steps of the next epoch, for a state of torchdata."""

@@ -99,7 +99,32 @@ class ResumePoint:
             )
         own = {name: remaining.pop(name) for name in names}
         # Earlier versions saved the state of a StatefulDataLoader under a key of its own.
-        return cls(**own, source=remaining.pop("source", None) or remaining)
+        point = cls(**own, source=remaining.pop("source", None) or remaining)
+        point._check_values()
+        return point
+
+    def _check_values(self) -> None:
+        """Raise ConfigurationError if a value has another type, or is out of bounds."""
+        for name, least in (("epoch", 0), ("position", 0), ("num_processes", 1), ("num_workers", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+                raise ConfigurationError(
+                    f"the state of the loader has {name}={value!r}, not a whole number from {least} to 2**63 - 1."
+                )
+        for name in ("order", "begin", "read_ahead", "workers", "source"):
+            if not isinstance(getattr(self, name), dict):
+                raise ConfigurationError(
+                    f"the state of the loader has {name}={getattr(self, name)!r}, not a dictionary."
+                )
+        for name in ("order", "begin"):
+            generator = getattr(self, name).get("generator")
+            try:
+                if generator is not None:
+                    torch.Generator().set_state(generator)
+            except (TypeError, RuntimeError) as error:
+                raise ConfigurationError(
+                    f"the state of the loader has a damaged random number generator in {name}: {error}"
+                ) from error
 
     def check_fits(self, unit: str) -> None:
         """Raise ConfigurationError if this state's positions have another unit."""

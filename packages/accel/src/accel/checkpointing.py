@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,7 @@ def load_accelerator_state(
         verification.conclude()
     objects = TrainingObjects(models, optimizers, schedulers, dataloaders, seeded_samplers(dataloaders), scaler)
     reader.read_state(objects, models, load_model_func_kwargs)
-    for change in reader.changes:
-        change()
+    reader.apply(nullcontext)
     reader.restore_rng()
     return {"step": int(reader.own.get("step", 0))}
 

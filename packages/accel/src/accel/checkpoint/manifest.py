@@ -22,7 +22,7 @@ import xxhash
 
 from accel_state.paths import leads_outside
 
-from .names import MANIFEST_NAME, CheckpointError, require_files
+from .names import MANIFEST_NAME, CheckpointError, require_files, require_number
 
 MANIFEST_FORMAT = 1
 BLOCK_BYTES = 16 << 20
@@ -63,15 +63,18 @@ class Manifest:
             raw = json.loads(text)
             files = {}
             for name, record in raw["files"].items():
-                files[str(name)] = FileRecord(int(record["size"]), tuple(map(str, record["digests"])))
+                size = require_number(record["size"], f"{path}: the size of {name}")
+                files[str(name)] = FileRecord(size, tuple(map(str, record["digests"])))
             manifest = cls(
                 format=int(raw["format"]),
-                world_size=int(raw["world_size"]),
-                counters=dict(zip(raw["counters"], map(int, raw["counters"].values()), strict=True)),
+                world_size=require_number(raw["world_size"], f"{path}: world_size", minimum=1),
+                counters={name: require_number(value, f"{path}: {name}") for name, value in raw["counters"].items()},
                 versions=dict(raw["versions"]),
                 saved_at=str(raw["saved_at"]),
                 files=files,
             )
+            if "iteration" not in manifest.counters:
+                raise KeyError("iteration")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

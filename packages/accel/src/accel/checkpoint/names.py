@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from operator import index
@@ -44,6 +45,10 @@ _CHECKPOINT_FILE = re.compile(
     r"|(pytorch_model_fsdp|optimizer)(_\d+)?(_rank\d+)?\.bin|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp)"
     r"|(random_states|custom_checkpoint)_\d+\.pkl|gradients_\d+\.bin|" + re.escape(MANIFEST_NAME) + r")"
 )
+
+
+# Counters up to here are the same in every reader of JSON, and no run reaches it.
+_MAX_NUMBER = 2**53
 
 
 class CheckpointError(AccelError, RuntimeError):
@@ -170,6 +175,16 @@ def require_files(directory: Path, names: Iterable[str], known: Collection[str] 
             f"{directory} cannot be loaded: it has no {', '.join(missing)}. Prepare and register the same objects, on "
             "as many processes, as when it was saved, or choose another checkpoint."
         )
+
+
+def require_number(value: object, what: str, minimum: int = 0) -> int:
+    """A counter of a checkpoint, which must be a whole number within bounds; CheckpointError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_NUMBER:
+        raise CheckpointError(
+            f"{what} is {reprlib.repr(value)}, not a whole number from {minimum} to {_MAX_NUMBER}. Choose another "
+            "checkpoint."
+        )
+    return value
 
 
 def require_count(kind: str, saved: int, present: int, directory: Path, strict: bool = True) -> None:

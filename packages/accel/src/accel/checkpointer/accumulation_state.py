@@ -8,6 +8,7 @@ same. For a sharded model, the file of rank 0 has the average, of which each ran
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from accel_state import get_logger
 
-from ..checkpoint.names import CheckpointError
+from ..checkpoint.names import CheckpointError, require_number
 from ..contract.strategy import Strategy
 from ..core.unwrap import clean_name, extract_model_from_parallel
 from ..training.gradient_accumulation import Accumulation, Window
@@ -108,6 +109,11 @@ def check(
     """Raise CheckpointError if windows do not fit the prepared objects."""
     try:
         for window in saved["windows"]:
+            for name in ("position", "divisor"):
+                require_number(window[name], f"{source}: {name}")
+            for name in ("items", "normaliser"):
+                if not isinstance(window[name], (int, float, torch.Tensor, NoneType)):
+                    raise CheckpointError(f"{source} has {name}={window[name]!r}, which is not a number.")
             fits = -1 <= window["loader"] < len(loaders) and all(0 <= index < len(models) for index in window["models"])
             if not fits or not 0 < window["position"] < window["divisor"]:
                 raise CheckpointError(f"{source} holds a window of a loader or a model that was not prepared.")

@@ -366,13 +366,12 @@ class Checkpointer:
                 for hook in list(self.load_hooks.values()):
                     hook(models, str(directory))
                 reader.read_state(objects, models, options, strategy, layouts)
+            runs = reader.read_trackers(self._runs_file)
+        reader.apply(loading)
         with loading():
-            for change in reader.changes:
-                change()
-            runs = directory / self._runs_file
-            if runs.is_file():
+            if runs is not None:
                 self._continues_runs = True
-                self._tracking.load_state_dict(json.loads(runs.read_text(encoding="utf-8")))
+                self._tracking.load_state_dict(runs)
             if reader.windows is not None or self._accumulation.has_accumulated:
                 windows = reader.windows
                 accumulation_state.restore(self._accumulation, windows, prepared.dataloaders, prepared.models)

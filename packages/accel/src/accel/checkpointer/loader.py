@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -41,9 +44,21 @@ from ..checkpoint.names import (
     numbered_files,
     require_count,
     require_files,
+    require_number,
     rng_file,
 )
 from ..checkpoint.safe_load import MANIFEST_MARK, check_sums, read, read_safetensors
+from ..checkpoint.validation import (
+    Change,
+    apply_changes,
+    check_sampler,
+    check_scaler,
+    check_scheduler,
+    check_weights,
+    loading,
+    loading_attributes,
+    loading_optimizer,
+)
 from ..checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME
 from ..contract.strategy import Strategy
 from ..core.types import Layout
@@ -63,7 +78,8 @@ class StateReader:
     Attributes:
         manifest: the manifest; None for a checkpoint of another library.
         names: the files of the checkpoint.
-        changes: the calls that load what was read, in this order.
+        reversible: what is loaded first, on all ranks or on none.
+        changes: the calls that load what was checked before: weights, and the state of engines and sharded optimizers.
         windows: the open accumulation windows; None if there were none.
         own: the contents of this rank's file.
         strict: whether a checkpoint with more objects than there are to load is refused.
@@ -90,6 +106,7 @@ class StateReader:
             if reason is not None:
                 raise CheckpointError(reason)
             self.names = files_without_manifest(folder)
+        self.reversible: list[Change] = []
         self.changes: list[Callable[[], Any]] = []
         self.windows: dict[str, Any] | None = None
         self.own: dict[str, Any] = {}
@@ -145,26 +162,33 @@ class StateReader:
             self._read_sharded(models, objects.optimizers, options, strategy, layouts)
         else:
             self._read_models(models, options)
-            self._read_objects(OPTIMIZER_NAME, objects.optimizers)
-        self._read_objects(SCHEDULER_NAME, objects.schedulers)
+            for optimizer, state, path in self._read_objects(OPTIMIZER_NAME, objects.optimizers):
+                self.reversible.append(loading_optimizer(optimizer, state, path))
+        for scheduler, state, path in self._read_objects(SCHEDULER_NAME, objects.schedulers):
+            check_scheduler(scheduler, state, path)
+            self.reversible.append(loading(scheduler, state, path))
         if trains_less and objects.dataloaders:
             # Without its optimizers this is no continued training, so its loaders begin at their start.
             self._left["dataloader"] = "the optimizers, so that dataloaders begin at their start"
         else:
             self._read_loaders(objects.dataloaders, objects.seeded_samplers)
         if objects.scaler is not None and (objects.optimizers or SCALER_NAME in self.names):
-            self.changes.append(partial(objects.scaler.load_state_dict, self._read(SCALER_NAME)))
+            state = self._read(SCALER_NAME)
+            check_scaler(objects.scaler, state, self.folder / SCALER_NAME)
+            self.reversible.append(loading(objects.scaler, state, self.folder / SCALER_NAME))
         if strategy is not None:  # otherwise registered objects and windows are loaded on their own
             saved = list(filter(CUSTOM_FILE.fullmatch, self.names))
             self.check_count("registered object", len(saved), len(objects.registered))
             for index, obj in enumerate(objects.registered):
-                self.changes.append(partial(obj.load_state_dict, self._read(custom_file(index))))
+                name = custom_file(index)
+                self.reversible.append(loading(obj, self._read(name), self.folder / name))
             windows = sorted(filter(GRADIENTS_FILE.fullmatch, self.names), key=_number_of)
             if windows and self._left.keys() & {"model", "optimizer", "dataloader"}:
                 self._left["windows"] = "open accumulation windows"
                 self._read_names.update(windows)
             elif windows and self.manifest is not None:
                 self._read_windows(windows, objects.dataloaders, objects.models, strategy)
+        self._check_rng()
         if self._left:
             logger.warning(
                 "%s was loaded in part: nothing is prepared or registered for %s. load_state(strict=True) refuses such "
@@ -184,6 +208,34 @@ class StateReader:
         require_count(kind, saved, present, self.folder, self.strict)
         if present < saved:
             self._left[kind] = f"{saved - present} of {counted(saved, kind)}"
+
+    def read_trackers(self, name: str) -> dict[str, Any] | None:
+        """The runs of trackers, from a file of the checkpoint; None without it."""
+        if name not in self.names:
+            return None
+        try:
+            runs = json.loads((self.folder / name).read_text(encoding="utf-8"))
+            for run in runs["trackers"].values():
+                if not isinstance(run["run_id"], str) or not isinstance(run.get("step"), (int, NoneType)):
+                    raise ValueError(f"{run!r} is not a run_id and a step")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self.folder / name} does not hold the runs of trackers ({type(error).__name__}: {error}). Choose "
+                "another checkpoint."
+            ) from error
+        return dict(runs)
+
+    def apply(self, on_all_ranks: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Load what was read. Every rank must call it; if it fails on one, nothing is loaded that can be undone."""
+        apply_changes(self.reversible, self.changes, on_all_ranks)
+
+    def _check_rng(self) -> None:
+        path = self.folder / self._own_file
+        if self._is_new_rank:
+            contents.seed_of_new_rank(self.own, self._rank, path)
+        else:
+            contents.check_rng(self.own, self._process.device_backend, path)
+        require_number(self.own.get("step", 0), f"{path}: step")
 
     def restore_rng(self) -> None:
         """Restore the random number generators."""
@@ -264,10 +316,14 @@ class StateReader:
         self.changes += plan(reader, [layouts[id(model)] for model in models], owned, strict)
         self._read_names |= reader.used
 
-    def _read_objects(self, stem: str, objects: list[Any]) -> None:
+    def _read_objects(self, stem: str, objects: list[Any]) -> list[tuple[Any, Any, Path]]:
+        """The objects of a kind, what was saved of them, and where."""
         self.check_count(stem, len(numbered_files(self.names, stem, "bin")), len(objects))
+        read = []
         for index, obj in enumerate(objects):
-            self.changes.append(partial(obj.load_state_dict, self._read(numbered(stem, index, "bin"))))
+            name = numbered(stem, index, "bin")
+            read.append((obj, self._read(name), self.folder / name))
+        return read
 
     def _read_loaders(self, dataloaders: list[Any], samplers: Mapping[int, SeedableRandomSampler]) -> None:
         for index, sampler in samplers.items():
@@ -277,8 +333,9 @@ class StateReader:
             seed = self._read(name)
             if not isinstance(seed, dict) or not {"initial_seed", "epoch"} <= set(seed):
                 raise CheckpointError(f"{self.folder / name} does not hold a sampler's initial_seed and epoch.")
-            self.changes.append(partial(setattr, sampler, "initial_seed", seed["initial_seed"]))
-            self.changes.append(partial(sampler.set_epoch, seed["epoch"]))
+            values = {key: seed[key] for key in ("initial_seed", "epoch")}
+            check_sampler(values, self.folder / name)
+            self.reversible.append(loading_attributes(sampler, values, self.folder / name))
         # The rank's own state of a loader has its generators; on another number of ranks the common part is read.
         positions = {}
         if self.manifest is not None and self.manifest.world_size == self._process.num_processes:
@@ -299,15 +356,16 @@ class StateReader:
             )
         for index in resumable:
             loader, name = dataloaders[index], numbered(LOADER_NAME, index, "bin")
-            load = loader.load_state_dict
-            if isinstance(loader, PreparedLoader):
-                # Accelerator.resume, which completes a finished epoch, takes this back.
-                load = partial(load, pass_over_finished=True)
             # Other libraries save positions only for some kinds of loader.
-            if index in positions:
-                self.changes.append(partial(load, positions[index]))
-            elif name in self.names:
-                self.changes.append(partial(load, self._read(name)))
+            if index not in positions and name not in self.names:
+                continue
+            state = positions[index] if index in positions else self._read(name)
+            if isinstance(loader, PreparedLoader):
+                loader.check_state_dict(state)
+                # Accelerator.resume, which completes a finished epoch, takes this back.
+                self.changes.append(partial(loader.load_state_dict, state, pass_over_finished=True))
+            else:
+                self.changes.insert(0, partial(loader.load_state_dict, state))  # torchdata's, which may refuse it
 
     def _read_windows(self, names: list[str], loaders: list[Any], models: list[Any], strategy: Strategy) -> None:
         """Read the open accumulation windows of this rank, or a share of all on another number of ranks."""
@@ -353,7 +411,8 @@ def plan_weights(model: nn.Module, weights: Any, path: Path, strict: bool = True
         raise CheckpointError(f"{path} holds a {type(weights).__name__} instead of the weights of a model.")
     renamed, absent, given = {}, {}, set()
     unknown = set(weights)
-    for name, value in inner.state_dict().items():
+    state = inner.state_dict()
+    for name, value in state.items():
         cleaned = clean_name(name)
         identity: Any = name
         if isinstance(value, torch.Tensor):
@@ -374,6 +433,7 @@ def plan_weights(model: nn.Module, weights: Any, path: Path, strict: bool = True
             f"{path} does not fit {type(inner).__name__}: it lacks {_some(missing)} and has {_some(unknown)} that "
             "the model lacks. Load it into the model that was saved, or pass strict=False to load what fits."
         )
+    check_weights(inner, state, renamed, path)
     return partial(inner.load_state_dict, renamed, strict=False, **kwargs)
 
 

@@ -1,0 +1,268 @@
+"""Checks of what a checkpoint's files contain, made before anything is loaded: structure, shapes, and bounds.
+
+The manifest shows that files are as they were written, not that their contents fit the objects of this run. A state
+whose contents do not fit must change nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from accel_state import get_logger
+from accel_state.errors import AccelError
+
+from .names import CheckpointError, require_number
+
+logger = get_logger(__name__)
+
+# State of torch's optimizers that has a value for each value of the parameter.
+_MOMENTS = frozenset({
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "exp_inf"),
+    *("sum", "ax", "prev", "step_size"),
+})  # fmt: skip
+_LOADS_AS_SAVED = (nn.Module._load_from_state_dict, nn.BatchNorm1d._load_from_state_dict)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The load of one object, which can be undone.
+
+    Attributes:
+        path: the file, for messages.
+        apply: loads what was read.
+        remember: returns a function that restores the object as it is now.
+    """
+
+    path: Path
+    apply: Callable[[], Any]
+    remember: Callable[[], Callable[[], Any]]
+
+    def make(self, undo: ExitStack) -> None:
+        """Apply it, after the function that undoes it was added to a stack."""
+        undo.callback(self._restore, self.remember())
+        try:
+            self.apply()
+        except AccelError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.path} does not fit its object ({type(error).__name__}: {error}). Nothing "
+                "was loaded. Prepare and register the same objects, in the same order, as when it was saved."
+            ) from error
+
+    def _restore(self, restore: Callable[[], Any]) -> None:
+        try:
+            restore()
+        except Exception as error:
+            logger.error("the object of %s could not be restored: %s: %s", self.path, type(error).__name__, error)
+
+
+def apply_changes(
+    reversible: list[Change],
+    others: list[Callable[[], Any]],
+    on_all_ranks: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Load everything on all ranks, or leave everything that can be undone as it was.
+
+    Args:
+        reversible: what is loaded first.
+        others: calls that load checked contents, such as weights; every rank makes them in this order.
+        on_all_ranks: makes a block that fails on every rank if it fails on one.
+    """
+    with ExitStack() as undo:
+        with on_all_ranks():
+            for change in reversible:
+                change.make(undo)
+        with on_all_ranks():
+            for call in others:
+                call()
+        undo.pop_all()
+
+
+def loading(obj: Any, state: Any, path: Path) -> Change:
+    """The load of an object with ``state_dict`` and ``load_state_dict``."""
+    return Change(path, partial(obj.load_state_dict, state), partial(_remember_state, obj))
+
+
+def loading_optimizer(optimizer: Any, state: Any, path: Path) -> Change:
+    """The load of an optimizer; torch replaces its state instead of changing it, so no tensor is copied."""
+    check_optimizer(optimizer, state, path)
+    if isinstance(optimizer, Optimizer):
+        return Change(path, partial(optimizer.load_state_dict, state), partial(_remember_optimizer, optimizer))
+    return loading(optimizer, state, path)
+
+
+def loading_attributes(obj: Any, values: Mapping[str, Any], path: Path) -> Change:
+    """The assignment of attributes."""
+
+    def assign(new: Mapping[str, Any]) -> None:
+        for name, value in new.items():
+            setattr(obj, name, value)
+
+    return Change(path, partial(assign, values), lambda: partial(assign, {name: getattr(obj, name) for name in values}))
+
+
+def _remember_state(obj: Any) -> Callable[[], Any]:
+    try:
+        state = _host_copy(obj.state_dict())
+    except Exception as error:
+        # It may have no state before one is loaded, or a state that only its own code can copy.
+        logger.debug("a failed load could not restore %s: %s: %s", type(obj).__name__, type(error).__name__, error)
+        return lambda: None
+    return partial(obj.load_state_dict, state)
+
+
+def _remember_optimizer(optimizer: Optimizer) -> Callable[[], Any]:
+    state, groups = optimizer.state, optimizer.param_groups
+
+    def restore() -> None:
+        optimizer.state, optimizer.param_groups = state, groups
+
+    return restore
+
+
+def _host_copy(value: Any) -> Any:
+    """A copy whose tensors are in host memory, which is larger than a device's."""
+    if type(value) in (torch.Tensor, nn.Parameter):
+        return value.detach().to("cpu", copy=True)
+    if type(value) is dict:
+        return {key: _host_copy(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_host_copy, value))
+    return copy.deepcopy(value)
+
+
+def check_weights(module: nn.Module, state: Mapping[str, Any], renamed: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError if weights are not tensors, or have other shapes than the model's.
+
+    Modules that load values in a way of their own, such as quantized ones, check these themselves.
+
+    Args:
+        module: the model.
+        state: its state dict.
+        renamed: what it will load, by the same names.
+        path: the file, for messages.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for name, expected in state.items():
+        owner = modules.get(name.rpartition(".")[0])
+        if name not in renamed or not isinstance(expected, torch.Tensor) or owner is None:
+            continue
+        if type(owner)._load_from_state_dict not in _LOADS_AS_SAVED:
+            continue
+        value = renamed[name]
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a tensor. Choose another one.")
+        if isinstance(expected, nn.parameter.UninitializedTensorMixin):
+            continue
+        if value.shape != expected.shape and (expected.ndim, value.shape) != (0, (1,)):
+            raise CheckpointError(
+                f"{path}: {name} has shape {tuple(value.shape)}, but {tuple(expected.shape)} in this model. Load it "
+                "into the model that was saved."
+            )
+
+
+def check_optimizer(optimizer: Any, state: Any, path: Path) -> None:
+    """Raise CheckpointError if the state of an optimizer does not fit its parameters."""
+    groups = getattr(optimizer, "param_groups", None)
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        _require(isinstance(state, dict), path, "is not a dictionary")
+        return
+    saved = state.get("param_groups")
+    _require(isinstance(saved, list) and isinstance(state.get("state"), dict), path, "lacks state or param_groups")
+    _require(all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in saved), path,
+             "has parameter groups without parameters")  # fmt: skip
+    sizes, present = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if sizes != present:
+        raise CheckpointError(
+            f"{path} has parameter groups of {sizes} parameters, and the optimizer has groups of {present}. Build the "
+            "optimizer as it was when the state was saved."
+        )
+    parameters: dict[Any, Any] = {}
+    for group, own in zip(saved, groups, strict=True):
+        if "lr" in own:
+            _check_learning_rate(group.get("lr"), path)
+        parameters.update(zip(group["params"], own["params"], strict=True))
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return  # what other optimizers keep for a parameter may have any shape
+    for key, entries in state["state"].items():
+        if key in parameters:
+            _require(isinstance(entries, dict), path, f"has state of parameter {key!r} that is not a dictionary")
+            _check_moments(key, entries, parameters[key].shape, path)
+
+
+def _check_learning_rate(rate: Any, path: Path) -> None:
+    value = rate.item() if isinstance(rate, torch.Tensor) and rate.numel() == 1 else rate
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    _require(known, path, f"has the learning rate {rate!r}")
+
+
+def _check_moments(key: Any, entries: Mapping[str, Any], shape: torch.Size, path: Path) -> None:
+    for name, value in entries.items():
+        if name == "step":
+            step = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            known = isinstance(step, (int, float)) and 0 <= step <= 2**63
+            _require(known, path, f"has {value!r} steps of parameter {key!r}")
+        elif name in _MOMENTS and value is not None:
+            fits = isinstance(value, torch.Tensor) and value.shape == shape
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            _require(fits, path, f"has {name} of {found} for parameter {key!r}, whose shape is {tuple(shape)}")
+
+
+def check_scheduler(scheduler: Any, state: Any, path: Path) -> None:
+    """Raise CheckpointError if the state of one of torch's schedulers, which accept anything, is not one."""
+    if not isinstance(scheduler, LRScheduler):
+        return
+    _require(isinstance(state, dict), path, "is not a dictionary")
+    groups = len(scheduler.optimizer.param_groups)
+    _require("last_epoch" in state or "last_epoch" not in scheduler.__dict__, path, "has no last_epoch")
+    for name in ("last_epoch", "_step_count"):
+        if name in state:
+            require_number(state[name], f"{path}: {name}", minimum=-1)
+    for name in ("base_lrs", "_last_lr"):
+        if name in scheduler.__dict__ and name in state:
+            rates = state[name]
+            _require(isinstance(rates, list) and len(rates) == groups, path, f"has {name}={rates!r}")
+            for rate in rates:
+                _check_learning_rate(rate, path)
+
+
+def check_sampler(state: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError if a seed or an epoch cannot be one."""
+    seed = state["initial_seed"]
+    # Seeds of torch have 64 bits, with or without a sign.
+    known = isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**64
+    _require(known, path, f"has the seed {seed!r}")
+    require_number(state["epoch"], f"{path}: epoch")
+
+
+def check_scaler(scaler: torch.amp.GradScaler, state: Any, path: Path) -> None:
+    """Raise CheckpointError if the state of a loss scaler is not one."""
+    if not scaler.is_enabled():
+        return
+    _require(isinstance(state, dict), path, "is not a dictionary")
+    missing = set(scaler.state_dict()) - set(state)
+    _require(not missing, path, f"lacks {', '.join(sorted(missing))}: it was saved without a loss scaler")
+    for name in ("scale", "growth_factor", "backoff_factor"):
+        value = state[name]
+        known = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+        _require(known, path, f"has {name}={value!r}, which must be positive and finite")
+    require_number(state["growth_interval"], f"{path}: growth_interval", minimum=1)
+    require_number(state["_growth_tracker"], f"{path}: _growth_tracker")
+
+
+def _require(holds: bool, path: Path, problem: str) -> None:
+    if not holds:
+        raise CheckpointError(f"{path} {problem}. It does not fit this object; choose another checkpoint.")
