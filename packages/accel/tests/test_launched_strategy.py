@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from accel import Accelerator
-from accel.setup.config_resolution import LAUNCHED, asked_strategies
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel.parallel.config import ParallelismConfig
 from accel.setup.registry import PLUGINS, STRATEGIES
+from accel.setup.strategy_choice import FAMILIES, choose
 from accel_state.errors import ConfigurationError
 from accel_state.options import ParadigmOptions, load_groups, resolve
 
+LAUNCHED = {family.switch: name for name, family in FAMILIES.items() if family.switch}
 SWITCHES = [opt for opt in ParadigmOptions.options() if LAUNCHED[opt.name] not in [*STRATEGIES, *PLUGINS]]
 
 
@@ -35,10 +38,24 @@ def test_switched_off_is_no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_script_and_launcher_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    available = next(opt for opt in ParadigmOptions.options() if opt not in SWITCHES)
-    name = LAUNCHED[available.name]
-    assert asked_strategies([name]) == [name] and asked_strategies([]) == []
-    monkeypatch.setenv(str(available.env), "true")
-    assert asked_strategies([]) == asked_strategies([name]) == [name]
-    with pytest.raises(ConfigurationError, match=f"settings for other, but was launched for {name}"):
-        asked_strategies(["other"])
+    fsdp = FullyShardedDataParallelPlugin(fsdp_version=2)
+    assert choose({}).family is None and choose({"fsdp": fsdp}).settings is fsdp
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert choose({}).family == choose({"fsdp": fsdp}).family == "fsdp"
+    with pytest.raises(ConfigurationError, match="deepspeed.*fsdp"):
+        choose({"deepspeed": object()})
+    monkeypatch.setenv("ACCELERATE_FT", "true")
+    assert choose({"fsdp": fsdp}).combined == {"ft": None}
+
+
+def test_families_that_do_not_combine_are_refused() -> None:
+    mesh, fsdp = ParallelismConfig(dp_shard_size=1), FullyShardedDataParallelPlugin(fsdp_version=2)
+    choice = choose({"fsdp": fsdp, "mesh": mesh})
+    assert (choice.family, choice.settings, choice.combined) == ("mesh", mesh, {"fsdp": fsdp})
+    with pytest.raises(ConfigurationError, match="fsdp.*deepspeed"):
+        choose({"fsdp": fsdp, "deepspeed": object()})
+
+
+def test_combinations_are_symmetric() -> None:
+    for name, family in FAMILIES.items():
+        assert all(name in FAMILIES[other].combines_with for other in family.combines_with)

@@ -141,7 +141,7 @@ class Accelerator(AcceleratorProperties):
                 gradient_accumulation_steps, gradient_accumulation_plugin
             ),
             dynamo=config_resolution.dynamo_settings(dynamo_backend, dynamo_plugin),
-            engines={
+            plugins={
                 "deepspeed": deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins,
                 "fsdp": fsdp_plugin,
                 "torch_tp": torch_tp_plugin,
