@@ -155,7 +155,8 @@ def plain() -> dict[str, Any]:
 
 
 def test_every_strategy_is_checked() -> None:
-    assert set(SETTINGS) | ELSEWHERE == set(STRATEGIES.names())
+    # accel-megatron registers its strategy where it is installed.
+    assert set(SETTINGS) | ELSEWHERE == {*STRATEGIES.names(), "megatron"}
 
 
 @pytest.mark.parametrize("given_as", ["plugins", "name", "object"])

@@ -153,10 +153,6 @@ class Accelerator(AcceleratorProperties):
         self.process_state = setup.process
         self.gradient_state = setup.gradient_state
         self.strategy = setup.strategy
-        # Looked up once: this is on the path of every step.
-        self._engine_strategy = setup.strategy if setup.strategy.uses_engine else None
-        overridden = type(setup.strategy).after_backward is not Strategy.after_backward
-        self._after_backward = setup.strategy.after_backward if overridden else None
         self.precision = setup.precision
         self.scaler = setup.precision.scaler
         self.prepared = Preparation(
@@ -301,8 +297,8 @@ class Accelerator(AcceleratorProperties):
             reduction: whether ``loss`` is the "mean" or the "sum" of the ``num_items`` items; use "sum" if a micro
                 batch may have none.
             **kwargs: for ``torch.Tensor.backward``; or ``learning_rate``, for optimizers that update in the backward
-                pass; or with DeepSpeed ``scale_wrt_gas=False`` for a loss that is divided by the accumulation steps
-                already, in a loop that sets ``gradient_state.sync_gradients`` itself.
+                pass; or ``scale_wrt_gas=False`` for a loss that is divided by the accumulation steps already, in a loop
+                that sets ``gradient_state.sync_gradients`` itself.
 
         Raises:
             ConfigurationError: only some losses of a window have ``num_items``.
@@ -314,9 +310,8 @@ class Accelerator(AcceleratorProperties):
             self._startup_checks = None
         if self._elastic is not None and self._backward_of_shard(loss, num_items, reduction, kwargs):
             return
-        engine = self._engine_strategy
         # Transformers' Trainer divides the loss itself, and then sets sync_gradients itself, too.
-        divided = engine is not None and not kwargs.pop("scale_wrt_gas", True)
+        divided = not kwargs.pop("scale_wrt_gas", True)
         if num_items is not None:
             loss = self._accumulation.weigh_items(loss, num_items, reduction)
         elif not divided:
@@ -324,14 +319,9 @@ class Accelerator(AcceleratorProperties):
         if "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])
             return
-        if engine is not None:
-            engine.backward(loss, divided or self._accumulation.current is not None, **kwargs)
-            return
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        loss.backward(**kwargs)
-        if self._after_backward is not None:
-            self._after_backward()
+        self.strategy.backward(loss, divided or self._accumulation.current is not None, **kwargs)
 
     def _backward_of_shard(self, loss: Any, num_items: Any, reduction: str, kwargs: dict[str, Any]) -> bool:
         """Run the backward pass of a micro batch of an elastic loader; returns False for any other batch."""

@@ -38,7 +38,6 @@ class Strategy:
         distributed_type: what ``accelerator.distributed_type`` reports; None reports the type of the devices.
         supports_single_process: whether the strategy works without a process group.
         skips_gradient_sync: whether :meth:`no_sync` leaves gradients unsynchronised.
-        joins_uneven_inputs: whether :meth:`join` works.
         supports_elastic: whether models can be trained with elastic loaders, whose micro batches make one step.
         uses_engine: whether an engine (such as DeepSpeed's) holds the gradients, runs the backward pass, and saves and
             loads its own state; see :meth:`backward` and :meth:`plan_state`.
@@ -51,7 +50,6 @@ class Strategy:
     distributed_type: DistributedType | None = None
     supports_single_process: ClassVar[bool] = True
     skips_gradient_sync: ClassVar[bool] = False
-    joins_uneven_inputs: ClassVar[bool] = False
     supports_elastic: ClassVar[bool] = False
     uses_engine: ClassVar[bool] = False
     saves_gradients: bool = True
@@ -199,9 +197,9 @@ class Strategy:
         """The user's model inside the wrappers; see :func:`accel.core.unwrap.extract_model_from_parallel`."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
-    def join(self, models: list[Any]) -> AbstractContextManager[None]:
-        """A block in which ranks may leave the loop at different times; see ``joins_uneven_inputs``."""
-        return nullcontext()
+    def join(self, models: list[Any]) -> AbstractContextManager[None] | None:
+        """A block in which ranks may leave the loop at different times; None if they cannot."""
+        return None
 
     def forget(self) -> None:
         """Drop references to prepared objects."""
@@ -238,17 +236,14 @@ class Strategy:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
-        """Run the backward pass; called only if ``uses_engine``.
+        """Run the backward pass, for each ``accelerator.backward``.
 
         Args:
-            loss: the loss, scaled for its accumulation window.
+            loss: the loss, scaled for its accumulation window and by the loss scaler.
             in_window: whether it was computed inside ``accumulate``.
             **kwargs: for ``torch.Tensor.backward``.
         """
         loss.backward(**kwargs)
-
-    def after_backward(self) -> None:
-        """Called after each ``accelerator.backward``."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block whose backward passes accumulate gradients locally."""

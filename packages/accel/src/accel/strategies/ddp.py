@@ -82,7 +82,6 @@ class DDPStrategy(Strategy):
     """``torch.nn.parallel.DistributedDataParallel`` around each model with trainable parameters."""
 
     skips_gradient_sync = True
-    joins_uneven_inputs = True
     supports_elastic = True
     _in_order = False
 

@@ -235,7 +235,8 @@ class FaultTolerantStrategy(Strategy):
         self._items += float(num_items)
         self._by_items = True
 
-    def after_backward(self) -> None:
+    def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
+        super().backward(loss, in_window, **kwargs)
         batch = self.batch
         if batch is None or not self.is_open:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from ..contract.strategy import Strategy
@@ -18,15 +18,13 @@ def join_uneven_inputs(
     if even_batches is not None and not strategy.state.use_distributed:
         even_batches = None
     with _override_even_batches(loaders, even_batches):
-        if strategy.joins_uneven_inputs:
-            with strategy.join(joinables):
-                yield
-        else:
-            if strategy.state.use_distributed:
-                warnings.warn(
-                    f"{type(strategy).__name__} cannot join uneven inputs: give every rank as many batches.",
-                    stacklevel=4,
-                )
+        join = strategy.join(joinables)
+        if join is None and strategy.state.use_distributed:
+            warnings.warn(
+                f"{type(strategy).__name__} cannot join uneven inputs: give every rank as many batches.",
+                stacklevel=4,
+            )
+        with join or nullcontext():
             yield
 
 
