@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from accel.parallel.pipeline import TrainingPipeline
 from accel_bigmodel.pipeline.recording import record
-from accel_bigmodel.pipeline.split import PipelineSplit, split_model
+from accel_bigmodel.pipeline.split import PipelineSplit
 
 from ._torch_compat import fsdp2_units, fsdp2_unsharded_tensors, local_pipeline_stage, local_tensor, storage_id
 from .record import Recorder, module_storages
@@ -36,7 +36,7 @@ class SharedSplit:
     """What is the same on all ranks of a pipeline: only the first rank that is traced computes it."""
 
     split: PipelineSplit | None = None
-    outputs: tuple[Any, ...] | None = None  # of outputs_in_compute_dtype
+    outputs: tuple[Any, ...] | None = None  # in the dtype that the stages compute in
 
 
 @dataclass
@@ -50,12 +50,21 @@ class StageMonitor:
     activations: dict[int, int] = field(default_factory=dict)  # peak bytes by in_flight
     gathered: int = 0
     shared: SharedSplit = field(default_factory=SharedSplit)
+    pipeline: TrainingPipeline | None = None
+
+    def label(self, ops: list[dist.P2POp], kind: str) -> list[dist.P2POp]:
+        """Record what is sent as messages of a kind."""
+        for op in ops:
+            if self.recorder is not None:
+                self.recorder.label(op.tensor, kind)
+        return ops
 
     def measure(self, before_backward: bool) -> None:
         """Measure the memory before or after a backward pass."""
-        if self.recorder is None or self.model is None:
+        if self.recorder is None or self.model is None or self.pipeline is None:
             return
-        gathered = gathered_storages(self.model)
+        # The prepared model has the submodules of the stages, but not the outermost ones that fully_shard was called on.
+        gathered = gathered_storages(self.pipeline.parts.values())
         self.gathered = max(self.gathered, sum(gathered.values()))
         if before_backward:
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
@@ -70,21 +79,6 @@ class StageMonitor:
         return StageMemory(tuple(self.activations.get(number, 0) for number in numbers), self.gathered)
 
 
-# The schedule creates the stages, so the monitor cannot be passed to them.
-_MONITOR: ContextVar[StageMonitor] = ContextVar("_MONITOR")
-
-
-@contextmanager
-def monitoring(shared: SharedSplit) -> Iterator[StageMonitor]:
-    """A block in which this rank's stages are monitored."""
-    monitor = StageMonitor(shared=shared)
-    token = _MONITOR.set(monitor)
-    try:
-        yield monitor
-    finally:
-        _MONITOR.reset(token)
-
-
 @contextmanager
 def recording_pass(monitor: StageMonitor, model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """A block with one forward and backward pass of a pipeline."""
@@ -96,86 +90,88 @@ def recording_pass(monitor: StageMonitor, model: nn.Module, recorder: Recorder) 
         monitor.recorder = monitor.model = None
 
 
+class SimulatedPipeline(TrainingPipeline):
+    """A pipeline that is monitored, and asks no other rank for what this one can tell.
+
+    Args:
+        monitor: measures its stages.
+        args, settings: those of TrainingPipeline.
+    """
+
+    def __init__(self, monitor: StageMonitor, *args: Any, **settings: Any) -> None:
+        self.monitor, monitor.pipeline = monitor, self
+        self.stage_class = functools.partial(monitored_stage_class(), monitor)
+        super().__init__(*args, **settings)
+
+    def split_model(self, *args: Any) -> PipelineSplit:
+        """The split of the same model is the same on every rank."""
+        shared = self.monitor.shared
+        if shared.split is None:
+            shared.split = super().split_model(*args)
+        return shared.split
+
+    def outputs_of_example(self, model: nn.Module, forward: Any, example: tuple[Any, Any]) -> Sequence[Any]:
+        """The outputs of all calls in the dtype that the stages compute in, since no other rank can tell them here."""
+        if self.compute_dtype is None:
+            return self.split.outputs
+        shared = self.monitor.shared
+        if shared.outputs is None:
+            shared.outputs = _outputs_in(self.compute_dtype, self.split, model, forward, example)
+        return shared.outputs
+
+    def share(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        """Broadcast the last rank's loss, assuming that it is a scalar rather than exchanging its shape."""
+        loss = torch.zeros((), device=self.device) if tensor is None else tensor.contiguous()
+        dist.broadcast(loss, group_src=self.size - 1, group=self.group)
+        return loss
+
+
 def monitored_stage_class() -> Any:
     """A PipelineStage that measures memory around its backward passes and labels its messages."""
     base: Any = local_pipeline_stage()
 
     class MonitoredStage(base):
+        def __init__(self, monitor: StageMonitor, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            self.monitor = monitor
+
         def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward_one_chunk(*args, **kwargs)
-            _MONITOR.get().in_flight += 1
+            self.monitor.in_flight += 1
             return output
 
         def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            monitor = _MONITOR.get()
-            monitor.measure(before_backward=True)
+            self.monitor.measure(before_backward=True)
             result = super().backward_one_chunk(*args, **kwargs)
-            monitor.in_flight -= 1
-            monitor.measure(before_backward=False)
+            self.monitor.in_flight -= 1
+            self.monitor.measure(before_backward=False)
             return result
 
         def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-            return _label_messages(super().get_fwd_send_ops(fwd_chunk_id), "activations")
+            return self.monitor.label(super().get_fwd_send_ops(fwd_chunk_id), "activations")
 
         def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-            return _label_messages(super().get_bwd_send_ops(bwd_chunk_id), "gradients")
+            return self.monitor.label(super().get_bwd_send_ops(bwd_chunk_id), "gradients")
 
     return MonitoredStage
 
 
-def _label_messages(ops: list[dist.P2POp], kind: str) -> list[dist.P2POp]:
-    recorder = _MONITOR.get().recorder
-    for op in ops:
-        if recorder is not None:
-            recorder.label(op.tensor, kind)
-    return ops
-
-
-def broadcast_loss(pipeline: TrainingPipeline, tensor: torch.Tensor | None) -> torch.Tensor:
-    """Broadcast the last rank's loss, assuming that it is a scalar rather than exchanging its shape."""
-    loss = torch.zeros((), device=pipeline.device) if tensor is None else tensor.contiguous()
-    dist.broadcast(loss, group_src=pipeline.size - 1, group=pipeline.group)
-    return loss
-
-
-def split_once(*args: Any) -> PipelineSplit:
-    """``split_model`` of the same model is the same on every rank."""
-    shared = _MONITOR.get().shared
-    if shared.split is None:
-        shared.split = split_model(*args)
-    return shared.split
-
-
-def outputs_in_compute_dtype(
-    pipeline: TrainingPipeline, model: nn.Module, forward: Any, example: tuple[Any, Any]
-) -> Sequence[Any]:
-    """The outputs of all calls in the dtype that the stages compute in, since no other rank can tell them here."""
-    dtype = pipeline.compute_dtype
-    if dtype is None:
-        return pipeline.split.outputs
-    shared = _MONITOR.get().shared
-    if shared.outputs is None:
-        shared.outputs = _outputs_in(dtype, pipeline, model, forward, example)
-    return shared.outputs
-
-
 def _outputs_in(
-    dtype: torch.dtype, pipeline: TrainingPipeline, model: nn.Module, forward: Any, example: tuple[Any, Any]
+    dtype: torch.dtype, split: PipelineSplit, model: nn.Module, forward: Any, example: tuple[Any, Any]
 ) -> tuple[Any, ...]:
     parameters = {name: item.to(dtype) if item.is_floating_point() else item for name, item in model.named_parameters()}
 
     def cast_forward(*args: Any, **kwargs: Any) -> Any:
         return functional_call(model, parameters, args, {**forward.keywords, **kwargs})
 
-    units = {name: model.get_submodule(name) for name in pipeline.split.units}
+    units = {name: model.get_submodule(name) for name in split.units}
     return tuple(record(model, cast_forward, units, *example).outputs)
 
 
-def gathered_storages(model: nn.Module) -> dict[int, int]:
+def gathered_storages(parts: Iterable[nn.Module]) -> dict[int, int]:
     """Bytes by storage id of the parameters that fully_shard has gathered, and of their unreduced gradients."""
     sizes: dict[int, int] = {}
-    # The prepared model has the submodules of the stages, but not the outermost modules that fully_shard was called on.
-    for part in model.__dict__["_pipeline"].parts.values():
+    for part in parts:
         for module in part.modules():
             units = fsdp2_units(module) if isinstance(module, FSDPModule) else []
             for tensor in itertools.chain.from_iterable(map(fsdp2_unsharded_tensors, itertools.chain(*units))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 import warnings
@@ -24,8 +25,8 @@ from accel_state.errors import ConfigurationError
 from ._torch_compat import fsdp1_unit_bytes, fsdp2_units, fsdp2_unsharded_bytes
 from .models import build_model
 from .record import Axes, Recorder, Traffic, add_traffic, storage_bytes
-from .stages import SharedSplit, StageMemory, StageMonitor, monitoring, recording_pass
-from .world import simulated_rank, without_memory
+from .stages import SharedSplit, SimulatedPipeline, StageMemory, StageMonitor, recording_pass
+from .world import ReplicatedModel, simulated_rank, without_memory
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
 TRACED_BLOCKS = 2
@@ -93,9 +94,12 @@ def trace(task: TraceTask, shared: SharedSplit | None = None) -> tuple[RankTrace
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
         variables = {**task.variables, **_variable_overrides(task.variables)}
         stack.enter_context(simulated_rank(task.rank, task.world_size, task.local_world_size, variables))
-        monitor = stack.enter_context(monitoring(shared or SharedSplit()))
+        monitor = StageMonitor(shared=shared or SharedSplit())
         loaders = DataLoaderConfiguration(split_batches=task.split_batches)
-        accelerator = Accelerator(cpu=True, dataloader_config=loaders)
+        accelerator: Any = Accelerator(cpu=True, dataloader_config=loaders)
+        # Only strategies of this kind read it.
+        accelerator.strategy.wrapper_class = ReplicatedModel
+        accelerator.strategy.pipeline_class = functools.partial(SimulatedPipeline, monitor)
         stack.callback(accelerator.free_memory)
         batch = _first_batch(accelerator, task)
         model = build_model(task.config, task.trust_remote_code)
@@ -110,7 +114,7 @@ def trace(task: TraceTask, shared: SharedSplit | None = None) -> tuple[RankTrace
             allocate(module, torch.device("cpu"), owners)
         if task.pipeline is not None:
             handler = _recording_microbatch(task, task.pipeline, model, len(batch.samples))
-            accelerator.strategy.parallelism.pp_handler = handler  # type: ignore[attr-defined]
+            accelerator.strategy.parallelism.pp_handler = handler
         model = accelerator.prepare_model(model, device_placement=False)
         result = _trace_step(accelerator, model, monitor, task, len(batch.samples))
     return replace(result, values=values, trained=trained), batch
@@ -200,8 +204,6 @@ def _recording_microbatch(
 
 def _model_inputs(model: nn.Module, task: TraceTask, samples: int) -> dict[str, torch.Tensor]:
     from accel.core.unwrap import extract_model_from_parallel
-
-    from .world import ReplicatedModel
 
     inner: Any = extract_model_from_parallel(model, keep_fp32_wrapper=False)
     inner = inner.module if isinstance(inner, ReplicatedModel) else inner

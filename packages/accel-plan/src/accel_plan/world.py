@@ -78,6 +78,9 @@ class LocalCollectives(Collectives):
         self.world_size = world_size
         self.device = torch.device("cpu")
 
+    def over(self, group: Any) -> Collectives:
+        return LocalCollectives(dist.get_rank(group), dist.get_world_size(group))
+
     def all_gather(self, tensor: torch.Tensor, operation: str = "all_gather") -> torch.Tensor:
         return tensor.detach().unsqueeze(0).expand(self.world_size, *tensor.shape)
 
@@ -143,7 +146,7 @@ def simulated_rank(
         stack.callback(dist.destroy_process_group)
         state = PartialState(cpu=True)
         state.collectives = LocalCollectives(rank, world_size)
-        stack.enter_context(_patched(_replacements()))
+        stack.enter_context(_patched(_mask_replacements()))
         yield state
 
 
@@ -157,30 +160,6 @@ def _patched(replacements: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for target, name, value in originals:
             setattr(target, name, value)
-
-
-def _replacements() -> list[tuple[Any, str, Any]]:
-    """Replacements for code that needs memory or other ranks, which send the same bytes."""
-    from torch.distributed import pipelining
-
-    from accel.parallel import mesh, pipeline
-    from accel.strategies import ddp, mesh_pp
-
-    from .stages import broadcast_loss, monitored_stage_class, outputs_in_compute_dtype, split_once
-
-    def local_collectives(device: torch.device, group: Any = None) -> Collectives:
-        return LocalCollectives(dist.get_rank(group), dist.get_world_size(group))
-
-    return [
-        (ddp, "DistributedDataParallel", ReplicatedModel),
-        (mesh, "TorchCollectives", local_collectives),
-        (mesh_pp, "TorchCollectives", local_collectives),
-        (pipelining, "PipelineStage", monitored_stage_class()),
-        (pipeline, "split_model", split_once),
-        (pipeline.TrainingPipeline, "_share", broadcast_loss),
-        (pipeline.TrainingPipeline, "_outputs_of_example", outputs_in_compute_dtype),
-        *_mask_replacements(),
-    ]
 
 
 def _mask_replacements() -> list[tuple[Any, str, Any]]:

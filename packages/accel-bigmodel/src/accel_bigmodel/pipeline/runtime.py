@@ -50,6 +50,7 @@ class PipelineRuntime:
         group: the ranks of the pipeline; None for all.
         example_outputs: for the split's example, the outputs of all calls as ``split.outputs`` has them. None: learned
             from the first micro-batch, where the stages may compute in another dtype than the recorded model.
+        stage_class: makes the stages of the schedule; None for ``torch.distributed.pipelining.PipelineStage``.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class PipelineRuntime:
         schedule: str = "ScheduleGPipe",
         group: dist.ProcessGroup | None = None,
         example_outputs: Sequence[Any] | None = None,
+        stage_class: Callable[..., Any] | None = None,
     ) -> None:
         self.stages, self.split, self.schedule, self.group = stages, split, schedule, group
+        self.stage_class = stage_class
         self.size = len(split) // len(stages)
         self._kinds: OrderedDict[Any, _Kind] = OrderedDict()
         for stage in stages:
@@ -182,7 +185,7 @@ class PipelineRuntime:
                 for values in (stage.received, stage.sent)
             )
             stages.append(
-                pipelining.PipelineStage(
+                (self.stage_class or pipelining.PipelineStage)(
                     stage.submodule,
                     stage.index,
                     len(self.split),

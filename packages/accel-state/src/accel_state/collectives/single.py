@@ -25,6 +25,14 @@ class Collectives:
     schedule: Schedule | None = None
     """Which calls exchange a header; None if they only do in debug mode."""
 
+    def over(self, group: Any) -> Collectives:
+        """Collectives of the same kind over a process group with a part of the processes.
+
+        Raises:
+            NotImplementedError: these collectives know no process groups.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no collectives over a part of the processes.")
+
     def barrier(self) -> None:
         """Wait until every rank has reached this call."""
 

@@ -36,6 +36,9 @@ class TorchCollectives(Collectives):
         self._group: dict[str, Any] = {} if group is None else {"group": group}
         self.schedule = schedule_of(cast("dist.ProcessGroup", group or dist.group.WORLD), device.type == "cpu")
 
+    def over(self, group: dist.ProcessGroup) -> TorchCollectives:
+        return TorchCollectives(self.device, group)
+
     def _call(self, operation: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)

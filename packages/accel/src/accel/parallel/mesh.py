@@ -14,7 +14,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state import PartialState, environments
 from accel_state.collectives.single import Collectives
-from accel_state.collectives.torch import TorchCollectives
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import flatten_mesh
@@ -101,8 +100,7 @@ def collectives_over(mesh: DeviceMesh, name: str, state: PartialState) -> Collec
         return Collectives()
     if part.size() == state.num_processes:
         return state.collectives
-    device: Any = getattr(state.collectives, "device", state.device)
-    return TorchCollectives(device, part.get_group())
+    return state.collectives.over(part.get_group())
 
 
 def sub_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh | None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel_bigmodel.pipeline import microbatches
 from accel_bigmodel.pipeline.runtime import PipelineRuntime
-from accel_bigmodel.pipeline.split import split_model
+from accel_bigmodel.pipeline.split import PipelineSplit, split_model
 from accel_bigmodel.pipeline.stage import Stage, extract
 from accel_state.errors import ConfigurationError
 from accel_state.operations import send_to_device
@@ -86,7 +86,15 @@ class _ComputedLoss(torch.autograd.Function):
 
 
 class TrainingPipeline:
-    """A model in stages, and the training and evaluation of batches in them."""
+    """A model in stages, and the training and evaluation of batches in them.
+
+    A subclass may find :meth:`split_model`, :meth:`outputs_of_example` and :meth:`share` in other ways.
+
+    Attributes:
+        stage_class: the stages of torch's schedule; None for ``torch.distributed.pipelining.PipelineStage``.
+    """
+
+    stage_class: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -115,8 +123,8 @@ class TrainingPipeline:
         modes = {module: module.training for module in model.modules()}
         forward = functools.partial(model.eval().forward, **self._options)
         self._signature = inspect.signature(forward)
-        self.split = split_model(model, forward, points, [block], example, self.count)
-        self._example_outputs = self._outputs_of_example(model, forward, example)
+        self.split = self.split_model(model, forward, points, [block], example)
+        self._example_outputs = self.outputs_of_example(model, forward, example)
         for module, mode in modes.items():
             module.training = mode
         self.order = [name for name, _ in model.named_parameters()]
@@ -146,13 +154,16 @@ class TrainingPipeline:
         args, kwargs = send_to_device((args, kwargs), device)
         return args, kwargs
 
-    def _outputs_of_example(
+    def split_model(
+        self, model: nn.Module, forward: Callable[..., Any], points: list[str], units: list[str], example: Any
+    ) -> PipelineSplit:
+        """The split of the model into stages; ``points`` are the first modules of the second and later ones."""
+        return split_model(model, forward, points, units, example, self.count)
+
+    def outputs_of_example(
         self, model: nn.Module, forward: Callable[..., Any], example: tuple[Any, Any]
     ) -> Sequence[Any] | None:
-        """The recorded outputs. None where sharding will change their dtypes: the first micro-batch tells them.
-
-        accel_plan replaces this.
-        """
+        """The recorded outputs. None where sharding will change their dtypes: the first micro-batch tells them."""
         return self.split.outputs if self.compute_dtype is None else None
 
     def _make_stage(self, model: nn.Module, part: nn.Module, number: int) -> Stage:
@@ -191,7 +202,12 @@ class TrainingPipeline:
         model.__dict__["_pipeline"] = self
         self._equalise_ties()
         self._runtime = PipelineRuntime(
-            self._stages, self.split, SCHEDULES[self.settings.schedule], self.group, self._example_outputs
+            self._stages,
+            self.split,
+            SCHEDULES[self.settings.schedule],
+            self.group,
+            self._example_outputs,
+            self.stage_class,
         )
         return model
 
@@ -285,7 +301,7 @@ class TrainingPipeline:
             computed = [parameter.grad for parameter in parameters]
             for parameter, gradient in zip(parameters, accumulated, strict=True):
                 parameter.grad = gradient
-        loss = self._share(torch.stack(losses).sum().detach() / scale if losses else None)
+        loss = self.share(torch.stack(losses).sum().detach() / scale if losses else None)
 
         def add_gradients(factor: torch.Tensor) -> None:
             for parameter, gradient in zip(parameters, computed, strict=True):
@@ -300,7 +316,7 @@ class TrainingPipeline:
         assert self._runtime is not None
         with torch.no_grad():
             outputs = self._runtime.run(batches)
-            logits = self._share(microbatches.merge(outputs, samples // len(batches)) if outputs else None)
+            logits = self.share(microbatches.merge(outputs, samples // len(batches)) if outputs else None)
             if labels is None:
                 return PipelineOutput(None, logits)
             return PipelineOutput(self._loss(logits, self._targets(labels, len(batches), 1.0)), logits)
@@ -323,7 +339,7 @@ class TrainingPipeline:
             )
         return loss
 
-    def _share(self, tensor: torch.Tensor | None) -> torch.Tensor:
+    def share(self, tensor: torch.Tensor | None) -> torch.Tensor:
         """The tensor of the last rank, on every rank."""
         meta: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype)]
         dist.broadcast_object_list(meta, group_src=self.size - 1, group=self.group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -79,8 +79,13 @@ class DistributedDataParallel(TorchDDP):
 
 
 class DDPStrategy(Strategy):
-    """``torch.nn.parallel.DistributedDataParallel`` around each model with trainable parameters."""
+    """``torch.nn.parallel.DistributedDataParallel`` around each model with trainable parameters.
 
+    Attributes:
+        wrapper_class: wraps a model; called with the arguments of DistributedDataParallel.
+    """
+
+    wrapper_class: Callable[..., nn.Module] = DistributedDataParallel
     skips_gradient_sync = True
     supports_elastic = True
     _in_order = False
@@ -114,7 +119,8 @@ class DDPStrategy(Strategy):
         settings = self.handlers.get(DistributedDataParallelKwargs)
         device = self.state.device
         ids = None if device.index is None else [device.index]
-        wrapped = DistributedDataParallel(model, device_ids=ids, output_device=device.index, **settings.ddp_arguments())
+        arguments = settings.ddp_arguments()
+        wrapped: Any = self.wrapper_class(model, device_ids=ids, output_device=device.index, **arguments)
         settings.register_comm_hook(wrapped)
         if self._in_order:
             # The gradients are reduced after the backward pass, so DDP only copies the weights of rank 0 to all.

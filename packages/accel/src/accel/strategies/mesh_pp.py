@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state import PartialState
 from accel_state.collectives.single import Collectives
-from accel_state.collectives.torch import TorchCollectives
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import flatten_mesh
@@ -39,7 +38,13 @@ from .mesh import MeshStrategy
 
 
 class PipelineStrategy(MeshStrategy):
-    """A mesh with a pp axis."""
+    """A mesh with a pp axis.
+
+    Attributes:
+        pipeline_class: makes the pipeline of a model; a class derived from TrainingPipeline takes its place.
+    """
+
+    pipeline_class: Callable[..., TrainingPipeline] = TrainingPipeline
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         for axis in ("cp", "sp"):
@@ -75,7 +80,7 @@ class PipelineStrategy(MeshStrategy):
         self._model_plan = {name: (modules[name], style) for name, style in plan.items()}, derived
         # Without sharding, mixed precision is in the recorded forward: autocast.
         casts = self._sharding is not None and self.precision is not None
-        pipeline = TrainingPipeline(
+        pipeline = self.pipeline_class(
             model,
             self.mesh["pp"],
             self.parallelism.pp_handler or PipelineParallelConfig(),
@@ -195,4 +200,4 @@ def _stage_collectives(mesh: DeviceMesh, state: PartialState) -> Collectives:
     if len(others) == 1:
         return collectives_over(mesh, others[0], state)
     flat = flatten_mesh(mesh[others], "stage")
-    return TorchCollectives(cast("Any", getattr(state.collectives, "device", state.device)), flat.get_group())
+    return state.collectives.over(flat.get_group())
