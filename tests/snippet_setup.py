@@ -136,7 +136,7 @@ NOT_RUN: dict[tuple[str, str], str] = {
         "notebook_launcher(\n    train,",
     ): "needs two machines: packages/accel-launch/tests/test_notebook.py checks the arguments",
     ("docs/guides/memory-estimator.md", "from accel_bigmodel import estimate_training"): (
-        "reads a configuration from the Hub; packages/accel/tests/test_memory_estimate.py uses local ones"
+        "reads a configuration from the Hub; packages/accel-plan/tests/test_memory_estimate.py uses local ones"
     ),
     ("docs/guides/quantization.md", 'accelerator.save_model(model, "quantized")'): (
         "test_readme.py and examples/quantize.py save and load"

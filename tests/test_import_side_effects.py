@@ -163,7 +163,9 @@ def test_the_launcher_needs_torch_only_to_start_several_processes(tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["track", "show", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["launch", "--help"], ["track", "show", "--help"], ["plan", "--help"]]
+)
 def test_help_does_not_import_torch(arguments: list[str], tmp_path: Path) -> None:
     code = f"""
         import accel_launch.cli

@@ -29,7 +29,7 @@ SIBLINGS = {
 }
 
 # Siblings that a package depends on and loads by their registered names, so that nothing in it imports them.
-KNOWN_BY_NAME = {"accel": {"accel_fp8", "accel_plan"}}
+KNOWN_BY_NAME = {"accel": {"accel_fp8"}}
 
 # Distributions whose import name differs from their own name.
 DISTRIBUTIONS = {"megatron": "megatron-core", "ruamel": "ruamel.yaml", "yaml": "pyyaml"}
@@ -97,6 +97,25 @@ ENVIRONMENT_TOUCHED = {
     "accel_launch/notebook.py": "the environment of the processes it starts",
     "accel_launch/elastic/": "the environment of the processes it starts, and the variables of torchrun",
 }
+
+# Private names that several distributions know, and why.
+PRIVATE_NAMES_SHARED = {
+    "_accelerate_added_attributes": "on a user's module, where clients look for it",
+    "_hf_hook": "on a user's module, where clients look for it",
+    "_is_accelerate_prepared": "on a user's object, where clients look for it",
+    "_add_dataloader": "of the reference's GradientState, which clients call",
+    "_remove_dataloader": "of the reference's GradientState, which clients call",
+    "_shared_state": "of the reference's states, which clients read",
+    "_reset_state": "of the reference's states, which clients call",
+    "_from_accelerator": "an argument of the reference",
+    "_from_accelerator_state": "an argument of the reference",
+    "_owner": "accel notes in the AcceleratorState which Accelerator made it",
+    "_read_names": "accel-megatron reads a part of a checkpoint",
+}
+# Private names of the standard library, of torch and of others that some distribution also defines.
+PRIVATE_NAMES_OF_OTHERS = set(
+    "_apply _config _exit _fields _handle _local_tensor _parameters _server _size _token _version".split()
+)
 
 MODULES = [(project, file) for project in projects() for file in sources(project)]
 
@@ -236,6 +255,59 @@ def test_only_env_touches_the_environment() -> None:
     wrong, unused = _files_where(_touches_environment, ENVIRONMENT_TOUCHED)
     assert not wrong, f"use the readers of accel_state/env.py, or state the exception in ENVIRONMENT_TOUCHED: {wrong}"
     assert not unused, f"these exceptions are needed no more: {unused}"
+
+
+_PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+
+
+def _private_names_used(tree: ast.AST) -> set[str]:
+    """Private names that are read, imported or passed, and texts that are one, for getattr and the like."""
+    used: set[object] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.Constant):
+            used.add(node.value)
+        elif isinstance(node, ast.keyword):
+            used.add(node.arg)
+        elif isinstance(node, ast.ImportFrom):
+            used.update(alias.name for alias in node.names)
+    return {name for name in used if isinstance(name, str) and _PRIVATE.fullmatch(name)}
+
+
+def _private_names_defined(tree: ast.AST) -> set[str]:
+    defined: set[object] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(getattr(node, "ctx", None), ast.Store):
+            defined.add(getattr(node, "attr", None) or getattr(node, "id", None))
+            index = getattr(node, "slice", None)
+            defined.add(index.value if isinstance(index, ast.Constant) else None)
+    return {name for name in defined if isinstance(name, str) and _PRIVATE.fullmatch(name)}
+
+
+def test_no_distribution_uses_private_names_of_another() -> None:
+    """A name that starts with _ may change with any release of its distribution: siblings of two releases must fit."""
+    defined = {project: set[str]() for project in projects()}
+    for project, file in MODULES:
+        defined[project] |= _private_names_defined(_parse(file))
+    found = set()
+    for project, file in MODULES:
+        foreign = set().union(*(names for other, names in defined.items() if other != project)) - defined[project]
+        found |= {(_path(file), name) for name in _private_names_used(_parse(file)) & foreign}
+    wrong = sorted(entry for entry in found if entry[1] not in {*PRIVATE_NAMES_SHARED, *PRIVATE_NAMES_OF_OTHERS})
+    assert not wrong, f"give these a public name, or say why they are shared in PRIVATE_NAMES_SHARED: {wrong}"
+    unused = (set(PRIVATE_NAMES_SHARED) | PRIVATE_NAMES_OF_OTHERS) - {name for _, name in found}
+    assert not unused, f"these exceptions are needed no more: {sorted(unused)}"
+
+
+def test_the_search_for_private_names_finds_every_form() -> None:
+    tree = ast.parse("from a import _b\nc._d\nsetattr(e, '_f', 1)\ng(_h=1)\nself._i = 1\nx['_j'] = 2\ndef _k(_l): ...")
+    assert _private_names_used(tree) == {"_b", "_d", "_f", "_h", "_i", "_j"}
+    assert _private_names_defined(tree) == {"_i", "_j", "_k", "_l"}
 
 
 def test_the_searches_find_their_targets() -> None:

@@ -65,7 +65,7 @@ for name in json.loads(sys.argv[2]):
     importlib.import_module(name)
 """
 # What `pip install accel` brings; the others are extras.
-BASE = {project.name for project in projects()} - {"accel-quant", "accel-compat", "accel-megatron"}
+BASE = {project.name for project in projects()} - {"accel-quant", "accel-compat", "accel-megatron", "accel-plan"}
 # The siblings that each package installs, its optional ones left out.
 TOGETHER = {
     "accel-state": {"accel-state"},
@@ -76,7 +76,7 @@ TOGETHER = {
     "accel-track": {"accel-track", "accel-state"},
     "accel-fp8": {"accel-fp8", "accel-state"},
     "accel": BASE,
-    "accel-plan": BASE,
+    "accel-plan": BASE | {"accel-plan"},
     "accel-compat": BASE | {"accel-compat"},
     "accel-megatron": BASE | {"accel-megatron"},
 }

@@ -308,15 +308,15 @@ def test_the_report_marks_the_largest_rank(tmp_path) -> None:
         (
             {"pp": 4},
             {"num_microbatches": 2},
-            r"--pp_num_microbatches=2: 1f1b needs at least as many as there are ranks in the pipeline \(4\)",
+            r"--pp_num_microbatches 2: .*\(4\)",
         ),
         (
             {"pp": 2},
             {"batch_size": 3},
-            "--pp_num_microbatches=2: a batch of 3 samples on a rank is not a multiple of it",
+            "--pp_num_microbatches 2: a batch of 3 samples",
         ),
-        ({"pp": 2}, {"schedule": "zb"}, "--pp_schedule='zb' is not one of gpipe, 1f1b, interleaved1f1b"),
-        ({"pp": 2}, {"stages_per_rank": 2}, "--pp_stages_per_rank=2 does not go with --pp_schedule='1f1b'"),
+        ({"pp": 2}, {"schedule": "zb"}, "--pp_schedule zb .* gpipe, 1f1b, interleaved1f1b"),
+        ({"pp": 2}, {"stages_per_rank": 2}, "--pp_stages_per_rank 2 .* --pp_schedule 1f1b"),
     ],
 )
 def test_invalid_pipelines(tmp_path, sizes, asked, message) -> None:

@@ -117,10 +117,10 @@ def test_the_loader_of_the_latest_batch_is_the_active_one() -> None:
     assert not state.in_dataloader and not state.end_of_dataloader and state.remainder == -1
     train, evaluation = Loader(), Loader(end=True, remainder=5)
     state._add_dataloader(train)
-    state._activate(train)
+    state.activate(train)
     state._add_dataloader(evaluation)
     assert state.active_dataloader is evaluation and state.end_of_dataloader and state.remainder == 5
-    state._activate(train)  # interleaved: the batch now worked on is a training batch
+    state.activate(train)  # interleaved: the batch now worked on is a training batch
     assert state.active_dataloader is train and not state.end_of_dataloader
     assert state.dataloader_references == [None, evaluation, train]
     state._remove_dataloader(train)

@@ -97,6 +97,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def iteration(self, epoch: int) -> None:
         self._clock.set_epoch(epoch)
 
+    @property
+    def clock(self) -> EpochClock:
+        """The counter of epochs, which a loader shares with those made from it by skipping batches."""
+        return self._clock
+
     def pass_over_finished_epoch(self, pass_over: bool = True) -> None:
         """Begin with the next epoch if a loaded state was saved after the last batch of an epoch.
 
@@ -419,7 +424,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
         try:
             self._forward_epoch(iteration.epoch)
-            move, activate = batch_mover(self.device, self._non_blocking), self.gradient_state._activate
+            move, activate = batch_mover(self.device, self._non_blocking), self.gradient_state.activate
             device = devices.of(self.device)
             cut = None if device is None else device.batch_cutter()
             # Attributes are set through __dict__, because __setattr__ would cost more than the rest of this loop.

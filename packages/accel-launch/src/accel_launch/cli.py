@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import io
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -18,12 +19,12 @@ from .errors import fail, suggest
 PROGRAM = "accel"
 INTERRUPTED = 130
 
-# Commands of packages that may not be installed.
+# Commands of packages that may not be installed, and what to install for them.
 _DISTRIBUTIONS = {
     "checkpoint": "accel",
     "estimate-memory": "accel-bigmodel",
     "merge-weights": "accel",
-    "plan": "accel-plan",
+    "plan": "accel[plan]",
     "test": "accel",
     "to-fsdp2": "accel",
     "track": "accel-track",
@@ -48,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         if name in _DISTRIBUTIONS:
-            text = f"`accel {name}` is a command of the package {_DISTRIBUTIONS[name]}, which is not installed here."
-            return fail(PROGRAM, f"{text} Run: pip install {_DISTRIBUTIONS[name]}")
+            wanted = shlex.quote(_DISTRIBUTIONS[name])
+            return fail(PROGRAM, f"the package of `accel {name}` is not installed here. Run: pip install {wanted}")
         return fail(PROGRAM, f"{name!r} is not a command.{suggest(name, COMMANDS.names())} `accel --help` lists them.")
     code = run_command(name, arguments)
     return _exit(code) if name == "launch" and argv is None else code

@@ -15,6 +15,14 @@ from .stages import SharedSplit
 from .trace import TRACED_BLOCKS, RankBatch, RankTrace, TraceTask, extrapolate, trace, with_blocks
 
 
+class PipelineOptions(PipelineParallelConfig):
+    """Settings of a pipeline that come from the command line: messages name its options."""
+
+    def label(self, name: str, value: Any = None) -> str:
+        """The option and its value."""
+        return f"--pp_{name} {getattr(self, name) if value is None else value}"
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """A rank of the pipeline, with its stage or stages."""
@@ -69,7 +77,7 @@ def pipeline_settings(settings: Resolution, **options: Any) -> PipelineParallelC
     """The settings of the pipeline; None without one."""
     given = {name: value for name, value in options.items() if value is not None}
     if settings["use_parallelism_config"] and settings["parallelism_config_pp_size"] > 1:
-        return PipelineParallelConfig(**given)
+        return PipelineOptions(**given)
     if given:
         raise ConfigurationError(
             f"--pp_{next(iter(given))} requires a pipeline. Add --use_parallelism_config and "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -98,8 +96,7 @@ def make_plan(request: PlanRequest) -> RankPlan:
     steps, precision = int(settings["gradient_accumulation_steps"] or 1), settings["mixed_precision"] or "no"
     pipeline_plan = None
     if task.pipeline is not None:
-        with _option_names_in_errors():
-            traced, batch = trace_pipeline(task, task.pipeline, request.all_blocks)
+        traced, batch = trace_pipeline(task, task.pipeline, request.all_blocks)
         memories = [_memory_of(item, strategy, axes, optimizer, precision) for item in traced.traces]
         pipeline_plan = traced.plan(task.pipeline, len(batch.samples), [memory.total for memory in memories])
         result, memory = traced.traces[traced.position], memories[traced.position]
@@ -163,13 +160,12 @@ def _trace_task(request: PlanRequest) -> TraceTask:
             f"--split_batches: a batch of {request.batch_size} samples cannot be divided over {ranks} data-parallel "
             f"ranks. Allowed: multiples of {ranks}, or --batch_size per rank without --split_batches."
         )
-    with _option_names_in_errors():
-        pipeline = pipeline_settings(
-            settings,
-            schedule=request.schedule,
-            num_microbatches=request.num_microbatches,
-            stages_per_rank=request.stages_per_rank,
-        )
+    pipeline = pipeline_settings(
+        settings,
+        schedule=request.schedule,
+        num_microbatches=request.num_microbatches,
+        stages_per_rank=request.stages_per_rank,
+    )
     return TraceTask(
         config=config,
         rank=request.rank,
@@ -183,17 +179,6 @@ def _trace_task(request: PlanRequest) -> TraceTask:
         trust_remote_code=request.trust_remote_code,
         pipeline=pipeline,
     )
-
-
-@contextmanager
-def _option_names_in_errors() -> Iterator[None]:
-    """Give the messages of PipelineParallelConfig the names of the command's options."""
-    try:
-        yield
-    except ConfigurationError as error:
-        message = re.sub(r"\b(schedule|num_microbatches|stages_per_rank)=", r"--pp_\1=", str(error))
-        message = message.replace("Set it in PipelineParallelConfig", "Set the option to an allowed value")
-        raise ConfigurationError(message) from error
 
 
 def _offloaded_parts(settings: Resolution) -> tuple[str, ...]:

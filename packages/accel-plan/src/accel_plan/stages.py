@@ -63,7 +63,7 @@ class StageMonitor:
         """Measure the memory before or after a backward pass."""
         if self.recorder is None or self.model is None or self.pipeline is None:
             return
-        # The prepared model has the submodules of the stages, but not the outermost ones that fully_shard was called on.
+        # The prepared model lacks the outermost modules of the stages, on which fully_shard was called.
         gathered = gathered_storages(self.pipeline.parts.values())
         self.gathered = max(self.gathered, sum(gathered.values()))
         if before_backward:

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from accel_state import environments
-from accel_state.state import PartialState
+from accel_state.state import PartialState, is_initialized
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def rank() -> int:
     """The rank according to the PartialState, torch's process group, or the launcher's environment."""
-    if PartialState._shared_state:
+    if is_initialized():
         return int(PartialState().process_index)
     if dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())
@@ -25,7 +25,7 @@ def rank() -> int:
 
 def is_main_process() -> bool:
     """Whether this is rank 0, and no other replica of a fault-tolerant run logs."""
-    return PartialState().is_main_process if PartialState._shared_state else rank() == 0
+    return PartialState().is_main_process if is_initialized() else rank() == 0
 
 
 def on_main_process(function: F) -> F:

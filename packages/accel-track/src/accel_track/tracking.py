@@ -237,6 +237,11 @@ class TrackerRun:
     # Access to the trackers
 
     @property
+    def has_trackers(self) -> bool:
+        """Whether trackers were started in this process."""
+        return bool(self._queues)
+
+    @property
     def trackers(self) -> list[Any]:
         """The enabled trackers in this process, once they have received everything that was logged."""
         self.flush()

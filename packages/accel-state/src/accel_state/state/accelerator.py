@@ -152,7 +152,7 @@ class AcceleratorState(ProcessControl, SharedState):
         """
         chosen = self.get_deepspeed_plugin(str(name))
         for plugin in self.deepspeed_plugins.values():
-            plugin._unselect()
+            plugin.unselect()
         chosen.select(_from_accelerator_state=True)
 
     def _picklable(self) -> dict[str, Any]:

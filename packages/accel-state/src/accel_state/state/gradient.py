@@ -100,7 +100,7 @@ class GradientState(SharedState):
         # Weak, so that this list does not keep an abandoned loader and its workers alive.
         self._loaders.append(weakref.ref(dataloader))
 
-    def _activate(self, dataloader: Any) -> None:
+    def activate(self, dataloader: Any) -> None:
         """Make the loader that yields a batch the active one, which keeps nested and interleaved loops apart."""
         loaders = self._loaders
         if not loaders or loaders[-1]() is not dataloader:

@@ -62,9 +62,9 @@ def _open_windows(accumulation: Accumulation, loaders: Sequence[Any]) -> list[tu
     indexed = [(-1, window) for window in accumulation.windows_of(None)]
     for key, windows in accumulation.windows_by_loader():
         # A loader with skipped batches shares the epoch counter of the loader it was made from.
-        clock = getattr(key, "_clock", None)
+        clock = getattr(key, "clock", None)
         for index, loader in enumerate(loaders):
-            if loader is key or (clock is not None and getattr(loader, "_clock", 0) is clock):
+            if loader is key or (clock is not None and getattr(loader, "clock", 0) is clock):
                 indexed += [(index, window) for window in windows]
                 break
     return [(index, window) for index, window in indexed if window.position]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_state import AcceleratorState, PartialState, get_logger
+from accel_state import AcceleratorState, PartialState, get_logger, is_initialized
 from accel_state.errors import ConfigurationError, require
 from accel_state.options import DeepSpeedOptions
 from accel_state.options.deepspeed import FILE_PATHS
@@ -143,7 +143,7 @@ class DeepSpeedPlugin:
         """Micro batches per optimizer step set by the configuration; None leaves it to the Accelerator."""
         config = self._filled.revert(self.deepspeed_config)
         train, micro, steps = (config.get(key) for key in validation.COUNTS)
-        if steps is None and isinstance(train, int) and isinstance(micro, int) and PartialState._shared_state:
+        if steps is None and isinstance(train, int) and isinstance(micro, int) and is_initialized():
             # DeepSpeed derives a missing value the same way.
             return max(train // (micro * PartialState().num_processes), 1)
         return steps if isinstance(steps, int) else None
@@ -261,7 +261,8 @@ class DeepSpeedPlugin:
         while self._pending_logs:
             logger.log(*self._pending_logs.pop(0))
 
-    def _unselect(self) -> None:
+    def unselect(self) -> None:
+        """Have another plugin prepare models."""
         self._selected = False
         self.release()
 

@@ -175,7 +175,7 @@ class ReplicaTracking(TrackerRun):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if self._member.leads and self._queues:
+        if self._member.leads and self.has_trackers:
             self._keep_runs()
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Settings = None) -> None:

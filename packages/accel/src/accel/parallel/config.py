@@ -139,8 +139,8 @@ class PipelineParallelConfig:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ConfigurationError(
-                f"schedule={self.schedule!r} is not one of {', '.join(SCHEDULES)}. Set it in PipelineParallelConfig. "
-                "(In torch's zero-bubble schedules, gradients of sharded parameters are wrong.)"
+                f"{self.label('schedule')} is not one of {', '.join(SCHEDULES)}. Choose one of them. (In torch's "
+                "zero-bubble schedules, gradients of sharded parameters are wrong.)"
             )
         is_interleaved = self.schedule == "interleaved1f1b"
         if self.stages_per_rank is None:
@@ -150,8 +150,8 @@ class PipelineParallelConfig:
             _positive("num_microbatches", self.num_microbatches)
         if (self.stages_per_rank > 1) != is_interleaved:
             raise ConfigurationError(
-                f"stages_per_rank={self.stages_per_rank} does not go with schedule={self.schedule!r}. Use "
-                "schedule='interleaved1f1b' with 2 or more stages per rank, or another schedule with 1."
+                f"{self.label('stages_per_rank')} does not go with {self.label('schedule')}. Use the schedule "
+                "'interleaved1f1b' with 2 or more stages per rank, or another schedule with 1."
             )
 
     def check_batch(self, samples: int, ranks: int) -> int:
@@ -173,8 +173,12 @@ class PipelineParallelConfig:
         else:
             return count
         raise ConfigurationError(
-            f"num_microbatches={count}: {reason}. Set it in PipelineParallelConfig, or change the batch size."
+            f"{self.label('num_microbatches', count)}: {reason}. Choose another number, or change the batch size."
         )
+
+    def label(self, name: str, value: Any = None) -> str:
+        """A setting in messages; by default with its own value. A subclass may name the option that it comes from."""
+        return f"{name}={getattr(self, name) if value is None else value!r}"
 
 
 @dataclass
