@@ -416,7 +416,7 @@ def test_weights_stay_mapped_as_far_as_there_is_room(tmp_path: Path, fetches: li
     with torch.inference_mode():
         assert same(loaded(words()), expected)
     assert not fetches
-    largest = max(hook.weight_group(module).nbytes for module in loaded.modules() for hook in align_hooks(module))
+    largest = max(hook.weight_group().nbytes for module in loaded.modules() for hook in align_hooks(module))
     limit = 5 * largest
     bounded = on_disk(file, max_memory={"cpu": limit}, blocks=6, width=64)
     for _ in range(3):
@@ -485,7 +485,7 @@ def test_the_resident_size_keeps_to_max_memory(tmp_path: Path) -> None:
                 before = resident("VmRSS")
                 torch.testing.assert_close(model(row), expected)
         peaks[mebibytes] = resident("VmHWM") - before
-        kept = sum(p.nbytes for values in model[0]._hf_hook.prefetcher._kept.values() for p in values.values())
+        kept = sum(p.nbytes for kept in model[0]._hf_hook.prefetcher._kept.values() for p in kept.values.values())
         assert kept <= mebibytes * 2**20
         del model
     # The first forward has mapped what stays mapped.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from accel_state.operations import find_device, send_to_device
 
 from .._torch_compat import buffers_of
 from ..offload.prefetch import Prefetcher, WeightGroup
-from ..offload.store import PrefixedDataset
+from ..offload.store import OffloadedWeightsLoader, PrefixedDataset
 from ..tensors import (
     Location,
     TiedParamsMap,
@@ -73,6 +74,8 @@ class OffloadedConversionError(ConfigurationError, RuntimeError):
 class AlignDevicesHook(ModelHook):
     """Moves inputs to the device of a module's weights, and offloaded weights there for the duration of a forward.
 
+    Each argument is an attribute that may be assigned at any time; the next forward, or :meth:`update`, acts on it.
+
     Args:
         execution_device: where the module runs. None: inputs and weights stay where they are.
         offload: the module has its weights only during its forward.
@@ -109,10 +112,11 @@ class AlignDevicesHook(ModelHook):
         """The names that the hook handles, if other hooks place the rest."""
         self.moves_inputs = True
         self.slots: list[_Slot] = []
-        """The places of the offloaded weights."""
+        """The places of the offloaded weights, as of the last :meth:`update`."""
         self.prefetcher: Prefetcher | None = None
-        self.prefetch_index = 0
-        """The hook's weights are this group of the prefetcher."""
+        self._prefetch_index = 0
+        self._prefetched_map: Any = None  # the weights_map that the prefetcher reads
+        self._acted_on: tuple[Any, ...] = ()  # the module, and the attributes that its slots and placement follow from
         self._autograd_context: Any = None
 
     def __repr__(self) -> str:
@@ -128,12 +132,28 @@ class AlignDevicesHook(ModelHook):
         device = self.device
         if device is not None and device.type == "meta":
             self.tied_params_map = None
-        elif self.offload:
+        if not self._acted_on or self._acted_on[0] is not module:
+            self.slots, self._acted_on, self.original_devices = [], (), {}
+        self.update(module)
+        return module
+
+    def update(self, module: nn.Module) -> None:
+        """Act on what was assigned to the attributes since the last call: offload or load weights, and move them."""
+        settings = (self.execution_device, self.offload, self.offload_buffers, self.place_submodules, self.only)
+        if self._acted_on and self._acted_on[0] is module and self._acted_on[1:] == settings:
+            return
+        self._acted_on = (module, *settings)
+        device = self.device
+        if device is not None and device.type == "meta":
+            return  # tensors that moved there would lose their values
+        if self.offload:
             self._offload(module)
-        elif device is not None:
+            return
+        self._load([slot for slot in self.slots if slot.is_empty], device)
+        self.slots = []
+        if device is not None:
             for name, _ in list(named_module_tensors(module, recurse=self.place_submodules)):
                 set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map)
-        return module
 
     def _offload(self, module: nn.Module) -> None:
         recurse = self.place_submodules
@@ -142,39 +162,70 @@ class AlignDevicesHook(ModelHook):
         buffers = dict(module.named_buffers(recurse=recurse, remove_duplicate=False))
         kept = get_non_persistent_buffers(module, recurse, fqns=True) if self.offload_buffers else set(buffers)
         tensors.update(buffers)
-        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        present = {slot.name: slot for slot in self.slots}
+        # Devices that a client has assigned stay.
+        for name, tensor in tensors.items():
+            self.original_devices.setdefault(name, tensor.device)
         handled = [name for name in tensors if self.only is None or name in self.only]
         offloaded = [name for name in handled if name not in kept]
-        if self.weights_map is None:
-            self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
+        weights = self._weights_with(module, {name: tensors[name] for name in offloaded if name not in present})
+        offloaded = [name for name in offloaded if name in weights or tensors[name].is_meta]
+        self._load([slot for name, slot in present.items() if name not in offloaded and slot.is_empty], self.device)
         if self.execution_device is not None:
             for name in handled:
-                if name in kept:
+                if name not in offloaded:
                     set_module_tensor_to_device(module, name, self.execution_device)
-        self.slots = [_Slot(module, name, tensors[name]) for name in offloaded]
+        self.slots = [present.get(name) or _Slot(module, name, tensors[name]) for name in offloaded]
+        self._prefetched_map = None
         for slot in self.slots:
             slot.clear()
+
+    def _weights_with(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The weights map, after adding those tensors that it does not hold, if it is a dictionary."""
+        if self.weights_map is not None and not isinstance(self.weights_map, dict):
+            return self.weights_map
+        held = {} if self.weights_map is None else self.weights_map
+        absent = {name: value for name, value in tensors.items() if name not in held}
+        empty = [name for name, value in absent.items() if value.is_meta]
+        if empty:
+            raise ConfigurationError(
+                f"{type(module).__name__} cannot be offloaded: {', '.join(empty)} has no values, neither in the module "
+                "nor in weights_map. Load the weights first, or pass them as weights_map=."
+            )
+        if absent or self.weights_map is None:
+            self.weights_map = {**held, **{name: value.detach().to("cpu") for name, value in absent.items()}}
+        return self.weights_map
+
+    def _load(self, slots: Iterable[_Slot], device: torch.device | None) -> None:
+        """Put values into the module for good."""
+        for slot in slots:
+            value = self._read(slot.name, None)
+            slot.restore(value, device or value.device)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self.prefetcher is not None:
             self.prefetcher.cancel()
             self.prefetcher = None
-        for slot in self.slots:
-            device = self.original_devices[slot.name]
-            slot.clear()
-            if device.type != "meta":
-                assert self.weights_map is not None
-                slot.restore(self.weights_map[slot.name], device)
-        self.slots = []
+        if self.offload:
+            self.update(module)
+            for slot in self.slots:
+                device = self.original_devices.get(slot.name)
+                slot.clear()
+                if slot.is_empty and device is not None and device.type != "meta":
+                    self._load([slot], device)
+        self.slots, self._acted_on = [], ()
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
+        self.update(module)
         if self.slots:
             values = self.onload()
             if torch.is_grad_enabled():
-                self._autograd_context = without_weights(values, lambda name: self._read(name, self.device))
+                # The backward reads the weights of this forward, whatever is assigned in between.
+                read = functools.partial(self._read, device=self.device, weights=self.weights_map)
+                self._autograd_context = without_weights(values, read)
                 self._autograd_context.__enter__()
         device = self.device
         if device is None or not self.moves_inputs:
@@ -191,10 +242,12 @@ class AlignDevicesHook(ModelHook):
         context, self._autograd_context = self._autograd_context, None
         if context is not None:
             context.__exit__(None, None, None)
-        for slot in self.slots:
-            slot.clear()
+        if self.offload:
+            for slot in self.slots:
+                slot.clear()
 
     def check_conversion(self, module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.update(module)
         for slot in self.slots:
             slot.check_conversion(module, convert)
 
@@ -204,7 +257,10 @@ class AlignDevicesHook(ModelHook):
         With ``read_anew`` no later forward sees what is written into them.
         """
         if self.prefetcher is not None and device is None and not read_anew:
-            values = self.prefetcher.take(self.prefetch_index, self.device)
+            if self._prefetched_map is not self.weights_map:
+                self.prefetch_with(self.prefetcher, self._prefetch_index)
+                self.prefetcher.set_group(self._prefetch_index, self.weight_group())
+            values = {**self.prefetcher.take(self._prefetch_index, self.device), **self._tied_copies(self.device)}
         else:
             values = {slot.name: self._read(slot.name, device or self.device) for slot in self.slots}
         # Not `or {}`: the truth of a PrefixedDataset is found by going through all weights of the model.
@@ -213,13 +269,28 @@ class AlignDevicesHook(ModelHook):
             slot.fill(values[slot.name], weights)
         return values
 
-    def _read(self, name: str, device: torch.device | None) -> torch.Tensor:
-        assert self.weights_map is not None
-        value = self.weights_map[name]
+    def _read(
+        self, name: str, device: torch.device | None, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        weights = self.weights_map if weights is None else weights
+        assert weights is not None
+        value = weights[name]
         if device is None:
             return value
         tied = (self.tied_params_map or {}).get(value.data_ptr(), {}).get(device)
         return value.to(device) if tied is None else tied.detach()
+
+    def _tied_copies(self, device: torch.device | None) -> dict[str, torch.Tensor]:
+        """The copies on a device of those weights in memory that are tied to weights which are there already."""
+        if device is None or not any((self.tied_params_map or {}).values()):
+            return {}
+        source, names = self.source()
+        held = source.state_dict if isinstance(source, OffloadedWeightsLoader) else source
+        if not isinstance(held, dict):
+            return {}  # reading would make another tensor
+        in_memory = [(slot.name, name) for slot, name in zip(self.slots, names, strict=True) if name in held]
+        copies = {slot: (self.tied_params_map or {}).get(held[name].data_ptr(), {}) for slot, name in in_memory}
+        return {name: found[device].detach() for name, found in copies.items() if device in found}
 
     def source(self) -> tuple[Any, list[str]]:
         """The mapping that holds the offloaded weights, and their names in it."""
@@ -228,16 +299,23 @@ class AlignDevicesHook(ModelHook):
             names, weights = [f"{weights.prefix}{name}" for name in names], weights.dataset
         return weights, names
 
-    def weight_group(self, module: nn.Module) -> WeightGroup:
+    def prefetch_with(self, prefetcher: Prefetcher, index: int) -> None:
+        """Take the weights from a prefetcher, of which they are the group with this index."""
+        self.prefetcher, self._prefetch_index, self._prefetched_map = prefetcher, index, self.weights_map
+
+    def weight_group(self) -> WeightGroup:
         """The description of the hook's offloaded weights for a :class:`Prefetcher`."""
         source, names = self.source()
         nbytes = sum(slot.placeholder.nbytes for slot in self.slots)
-        is_lookup_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        is_lookup_table = isinstance(self._acted_on[0], (nn.Embedding, nn.EmbeddingBag))
         return WeightGroup([slot.name for slot in self.slots], source, names, nbytes, self.device, is_lookup_table)
 
 
 class _Slot:
-    """The place of an offloaded tensor in a module; between forwards it holds a placeholder on the meta device."""
+    """The place of an offloaded tensor in a module; between forwards it holds a placeholder on the meta device.
+
+    A tensor that something else puts there (an assignment, ``load_state_dict(assign=True)``, ``functional_call``) stays.
+    """
 
     def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         self.name = name
@@ -246,6 +324,7 @@ class _Slot:
         self.is_buffer = self.table is buffers_of(self.owner)
         self.placeholder = self._replace(tensor, lambda: set_module_tensor_to_device(self.owner, self.key, "meta"))
         self.is_plain = type(self.placeholder) in {nn.Parameter, torch.Tensor}
+        self._filled: Any = None  # what fill() has put there
 
     def _replace(self, old: torch.Tensor, replace: Callable[[], None]) -> torch.Tensor:
         known = _REPLACEMENTS.get(old)
@@ -253,6 +332,8 @@ class _Slot:
         if new is None:
             replace()
             new = self.table[self.key]
+            if new is old:  # it was on the meta device
+                return old
             _REPLACEMENTS[old] = weakref.ref(new)
         self.table[self.key] = new
         return new
@@ -268,7 +349,7 @@ class _Slot:
     def check_conversion(self, module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Refuse a conversion that changes the placeholder: the values would keep their dtype and place."""
         placeholder = self.placeholder
-        if self.table[self.key] is not placeholder:
+        if not self.is_empty:
             return  # the values are here, during a forward
         try:
             with torch.no_grad():
@@ -285,12 +366,25 @@ class _Slot:
             "remove_hook_from_submodules(model) and dispatch again with another device_map."
         )
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the values are not in the module now."""
+        return self.table[self.key] is self.placeholder
+
+    def _is_taken(self) -> bool:
+        present = self.table[self.key]
+        return present is not self.placeholder and present is not self._filled
+
     def clear(self) -> None:
         """Release the values."""
-        self.table[self.key] = self.placeholder
+        if not self._is_taken():
+            self.table[self.key] = self.placeholder
+        self._filled = None
 
     def fill(self, value: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
         """Put values in for a forward."""
+        if self._is_taken():
+            return
         if self.is_buffer:
             self.table[self.key] = value
         elif self.is_plain:
@@ -301,3 +395,4 @@ class _Slot:
             scales = weights[scales_name] if has_scales else None
             options: Any = {"dtype": value.dtype, "fp16_statistics": scales, "clear_cache": False}
             set_module_tensor_to_device(self.owner, self.key, value.device, value=value, **options)
+        self._filled = self.table[self.key]

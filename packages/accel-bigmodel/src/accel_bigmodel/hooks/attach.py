@@ -151,16 +151,16 @@ def attach_prefetcher(model: nn.Module, room: int | None = None) -> None:
         room: bytes for offloaded weights in use and those fetched ahead. None: twice the largest group.
     """
     hooks = [
-        (hook, module)
+        hook
         for module in model.modules()
         for hook in align_hooks(module)
         # Which experts a layer needs is known only when its router has run.
         if hook.offload and hook.slots and not isinstance(hook, RoutedExpertsHook)
     ]
     if hooks:
-        prefetcher = Prefetcher([hook.weight_group(module) for hook, module in hooks], room)
-        for index, (hook, _) in enumerate(hooks):
-            hook.prefetcher, hook.prefetch_index = prefetcher, index
+        prefetcher = Prefetcher([hook.weight_group() for hook in hooks], room)
+        for index, hook in enumerate(hooks):
+            hook.prefetch_with(prefetcher, index)
 
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
@@ -200,6 +200,7 @@ def align_module_device(module: nn.Module, execution_device: Location | None = N
     devices = {name: parameter.device for name, parameter in parameters.items()}
     try:
         for hook in offloading:
+            hook.update(module)
             hook.onload(device, read_anew=True)
         for name in parameters:
             assert device is not None

@@ -60,11 +60,16 @@ class SequentialHook(ModelHook):
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
+        self._no_grad = False
 
     @property
     def no_grad(self) -> bool:  # type: ignore[override]
-        """Whether any of the hooks sets it."""
-        return any(hook.no_grad for hook in self.hooks)
+        """Whether it was set here, or any of the hooks sets it."""
+        return self._no_grad or any(hook.no_grad for hook in self.hooks)
+
+    @no_grad.setter
+    def no_grad(self, value: bool) -> None:
+        self._no_grad = value
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         for hook in self.hooks:

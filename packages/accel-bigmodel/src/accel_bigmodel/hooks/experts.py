@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..offload.experts import ExpertPool, ExpertWeights
+from ..offload.store import Origin, are_same, origins
 from .align import AlignDevicesHook
 
 # The argument with the experts of each token, as the modules of Transformers 5 name it.
@@ -45,6 +46,8 @@ class RoutedExpertsHook(AlignDevicesHook):
         """How many experts stay in memory between forwards."""
         self._pool: ExpertPool | None = None
         self._weights: dict[str, ExpertWeights] | None = None
+        self._source: Any = None
+        self._origins: list[Origin] = []
         self._forget()
 
     def _forget(self) -> None:
@@ -55,7 +58,7 @@ class RoutedExpertsHook(AlignDevicesHook):
         self._total: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_weights": None}
+        return {**self.__dict__, "_pool": None, "_weights": None, "_source": None, "_origins": []}
 
     def set_capacity(self, experts: int) -> None:
         """Keep this many experts in memory between forwards."""
@@ -63,20 +66,22 @@ class RoutedExpertsHook(AlignDevicesHook):
 
     def expert_weights(self) -> dict[str, ExpertWeights]:
         """The offloaded weights, by name."""
-        if self._weights is None:
-            source, names = self.source()
-            weights = {slot.name: ExpertWeights(source, name) for slot, name in zip(self.slots, names, strict=True)}
-            if any(weight.value is not None for weight in weights.values()):
-                return weights  # in a mapping whose values may be replaced
-            self._weights = weights
+        source, names = self.source()
+        present = origins(source, names)
+        if self._weights is None or self._source is not source or not are_same(self._origins, present):
+            self._pool, self._source, self._origins = None, source, present
+            self._weights = {
+                slot.name: ExpertWeights(source, name) for slot, name in zip(self.slots, names, strict=True)
+            }
         return self._weights
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        self._pool = self._weights = None
+        self._pool = self._weights = self._source = None
         return super().detach_hook(module)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._forget()
+        self.update(module)
         self._find_choice(module, args, kwargs)
         args, kwargs = super().pre_forward(module, *args, **kwargs)
         if self._places is not None:

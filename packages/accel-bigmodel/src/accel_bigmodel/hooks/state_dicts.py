@@ -46,6 +46,7 @@ def _offloaded_values(model: nn.Module) -> dict[int, torch.Tensor]:
     requests: dict[int, tuple[Any, list[tuple[int, str]]]] = {}
     for module in model.modules():
         for hook in align_hooks(module):
+            hook.update(module)
             source, names = hook.source()
             _, placeholders = requests.setdefault(id(source), (source, []))
             placeholders += [(id(slot.placeholder), name) for slot, name in zip(hook.slots, names, strict=True)]

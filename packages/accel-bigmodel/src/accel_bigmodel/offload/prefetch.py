@@ -6,18 +6,25 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .staging import StagedCopies
-from .store import OffloadedWeightsLoader
+from .store import OffloadedWeightsLoader, Origin, are_same, origins
 
 # How many groups after the current one are considered for fetching.
 _LOOK_AHEAD = 32
-# The weights by name, and the event of their arrival on an accelerator.
-_Fetched = tuple[dict[str, torch.Tensor], Any]
+
+
+@dataclass
+class _Fetched:
+    """The weights of a group."""
+
+    values: dict[str, torch.Tensor]
+    arrival: Any  # the event of their arrival on an accelerator
+    origins: list[Origin]  # what they were read from
 
 
 @dataclass
@@ -73,7 +80,7 @@ class Prefetcher:
 
     def _reset(self) -> None:
         self._last = -1
-        self._kept: dict[int, dict[str, torch.Tensor]] = {}
+        self._kept: dict[int, _Fetched] = {}
         self._ready: dict[int, Future[_Fetched]] = {}
         self._executor: ThreadPoolExecutor | None = None
         self._staging: dict[torch.device, StagedCopies] = {}
@@ -86,33 +93,48 @@ class Prefetcher:
         self._reset()
         _PREFETCHERS.add(self)
 
+    def set_group(self, index: int, group: WeightGroup) -> None:
+        """Take the weights of a hook from another place from now on."""
+        self._groups[index] = group
+        self._ready.pop(index, None)
+        self._keep.discard(index)
+        self._kept.pop(index, None)
+
     def take(self, index: int, device: torch.device | None) -> dict[str, torch.Tensor]:
         """The weights of a group, on ``device``; starts fetching the groups that come next."""
         group = self._groups[index]
         if group.device != device:
-            group.device = device
-            self._ready.pop(index, None)
-            self._keep.discard(index)
-            self._kept.pop(index, None)
-        values, arrival = self._kept.get(index), None
-        if values is None or any(value._version for value in values.values()):  # a forward has written into them
-            future = self._ready.pop(index, None)
-            if future is None:
-                self.cancel()  # what was fetched follows another order
-                values, arrival = self._fetch(index)
-            else:
-                values, arrival = future.result()
-            if index in self._keep:
-                self._kept[index] = values
+            self.set_group(index, replace(group, device=device))
+        fetched = self._fetched(index)
         # The step from the last group to the first is not learned: fetching it would keep memory between forwards.
         if self._last >= 0 and index > 0:
             self._next[self._last] = index
         self._last = index
         staging = None if device is None else self._staging.get(device)
-        earlier = None if staging is None else staging.receive(values, arrival)
+        earlier = None if staging is None else staging.receive(fetched.values, fetched.arrival)
         if len(self._kept) < len(self._groups):
             self._fetch_next(index, earlier)
-        return values
+        return fetched.values
+
+    def _fetched(self, index: int) -> _Fetched:
+        """The weights of a group as its source holds them now: kept, fetched ahead, or fetched here."""
+        group, kept = self._groups[index], self._kept.get(index)
+        present = origins(group.source, group.source_names)
+        # A forward may have written into kept values.
+        if kept is not None and are_same(kept.origins, present):
+            if not any(value._version for value in kept.values.values()):
+                return kept
+        future = self._ready.pop(index, None)
+        if future is None:
+            self.cancel()  # what was fetched follows another order
+            fetched = self._fetch(index)
+        else:
+            fetched = future.result()
+            if not are_same(fetched.origins, present):
+                fetched = self._fetch(index)
+        if index in self._keep:
+            self._kept[index] = fetched
+        return fetched
 
     def cancel(self) -> None:
         """Release what was fetched ahead."""
@@ -139,6 +161,7 @@ class Prefetcher:
 
     def _fetch(self, index: int) -> _Fetched:
         group = self._groups[index]
+        read_from = origins(group.source, group.source_names)
         if isinstance(group.source, OffloadedWeightsLoader):
             # Weights that are kept may be used in another mode than this.
             with torch.inference_mode(False):
@@ -147,10 +170,10 @@ class Prefetcher:
             found = {name: group.source[name] for name in group.source_names}
         values = {name: found[source] for name, source in zip(group.names, group.source_names, strict=True)}
         if group.device is None or _is_host(group.device):
-            return values, None
+            return _Fetched(values, None, read_from)
         if group.device not in self._staging:
             self._staging[group.device] = StagedCopies(group.device, self._largest)
-        return self._staging[group.device].send(values)
+        return _Fetched(*self._staging[group.device].send(values), read_from)
 
 
 def _is_host(device: torch.device | None) -> bool:
@@ -177,4 +200,4 @@ def _fetch_for(owner: weakref.ref[Prefetcher], index: int, earlier: Any) -> _Fet
         # that is ahead of its device would copy the whole model.
         earlier.synchronize()
     prefetcher = owner()
-    return ({}, None) if prefetcher is None else prefetcher._fetch(index)
+    return _Fetched({}, None, []) if prefetcher is None else prefetcher._fetch(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +229,35 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.all_keys)
+
+
+Origin = tuple[Any, int]
+"""What values were read from: the object that holds them or describes where they are, and its version."""
+
+
+def origins(source: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[Origin]:
+    """The origins of some values of a mapping, which tell later whether they have been replaced or written to.
+
+    Values that a mapping of another class than ``dict`` makes when it is asked have none: they count as unchanged.
+    """
+    is_loader = isinstance(source, OffloadedWeightsLoader)
+    held = source.state_dict if isinstance(source, OffloadedWeightsLoader) else source
+    index = source.index if isinstance(source, OffloadedWeightsLoader) else {}
+    found: list[Origin] = []
+    for name in names:
+        value: Any = held.get(name) if isinstance(held, dict) else None
+        if value is None and is_loader:
+            value = index.get(name)
+        has_version = isinstance(value, torch.Tensor) and not value.is_inference()
+        found.append((value, value._version if has_version else 0))
+    return found
+
+
+def are_same(first: Sequence[Origin], second: Sequence[Origin]) -> bool:
+    """Whether two lists of origins name the same objects in the same versions."""
+    if len(first) != len(second):
+        return False
+    return all(a is b and version == other for (a, version), (b, other) in zip(first, second, strict=True))
 
 
 def extract_submodules_state_dict(
