@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from harness import RANK, Cases, StepClock, as_json, files, repeated, timed, weights
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
@@ -123,9 +124,7 @@ def add(name: str, model: str, worlds: tuple[int, ...] = (1,), **options: Any) -
 
 def spread(path: Path) -> dict[str, str]:
     """A map with the embeddings in memory and every other layer on the disk."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights():
+    with accelerate.init_empty_weights():
         model = MODELS[path.name]()
     names = []
     for name, module in model.named_modules():
@@ -279,6 +278,90 @@ def peft_merge_disk(folder: Path) -> Any:
         after = again.merge_and_unload()(input_ids=TOKENS).logits
     same = [torch.allclose(expected, logits, atol=1e-5) for logits in (before, after)]
     return {"before": before, "after": after, "equal to the model in memory": same}
+
+
+@cases((1,))
+def peft_merge_offloaded(folder: Path) -> Any:
+    """An adapter is merged into a model whose layers are all offloaded; PEFT assigns the hooks' weights_map."""
+    path = saved(folder, "llama")
+    plain = lora(load(path)).eval()
+    plain.save_pretrained(folder / "adapter")
+
+    def from_disk() -> Any:
+        base = load(path, device_map="auto", max_memory={"cpu": "120KB"}, offload_folder=str(folder / "base"))
+        return PeftModel.from_pretrained(
+            base, folder / "adapter", max_memory={"cpu": "120KB"}, offload_folder=str(folder / "more")
+        ).eval()
+
+    models = {
+        "cpu": lambda: accelerate.cpu_offload(lora(load(path)).eval(), "cpu"),
+        "disk": lambda: accelerate.disk_offload(lora(load(path)).eval(), folder / "weights", "cpu"),
+        "dispatched": from_disk,
+    }
+    results: dict[str, Any] = {}
+    with torch.no_grad():
+        expected = plain(input_ids=TOKENS).logits
+        for name, build in models.items():
+            model = build()
+            model(input_ids=TOKENS)  # layers are fetched ahead
+            model.merge_adapter()
+            merged = model(input_ids=TOKENS).logits
+            model.unmerge_adapter()
+            apart = model(input_ids=TOKENS).logits
+            unloaded = model.merge_and_unload()(input_ids=TOKENS).logits
+            results[name] = [torch.allclose(expected, logits, atol=1e-5) for logits in (merged, apart, unloaded)]
+    return results
+
+
+class Parts(torch.nn.Module):
+    """Layers, buffers, and a buffer of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+        self.last = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        self.register_buffer("scale", torch.full((4,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x))) * self.scale
+
+
+@cases((1,))
+def compressed_tensors_conversions(folder: Path) -> Any:
+    """compressed-tensors converts a model from accelerate's offloading, back, and again."""
+    from compressed_tensors.offload import from_accelerate, to_accelerate
+    from safetensors.torch import save_file
+
+    def parts() -> Parts:
+        torch.manual_seed(0)
+        return Parts().eval()
+
+    def from_disk() -> Any:
+        with accelerate.init_empty_weights():
+            model = Parts()
+        names = {"first": "cpu", "norm": "cpu", "last": "disk", "scale": "cpu"}
+        return accelerate.load_checkpoint_and_dispatch(
+            model.eval(), folder / "parts", device_map=names, offload_folder=folder / "disk", offload_buffers=True
+        )
+
+    (folder / "parts").mkdir()
+    save_file(parts().state_dict(), folder / "parts" / "model.safetensors", metadata={"format": "pt"})
+    models = {
+        "in memory": parts,
+        "hooks": lambda: accelerate.dispatch_model(parts(), {"": "cpu"}, force_hooks=True),
+        "dispatched": from_disk,
+    }
+    x, results = torch.ones(2, 4), {}
+    for name, build in models.items():
+        model, outputs = build(), []
+        for convert in (None, from_accelerate, to_accelerate, from_accelerate, to_accelerate):
+            if convert is not None:
+                convert(model)
+            outputs.append(model(x))
+        accelerate.hooks.remove_hook_from_submodules(model)
+        on_meta = [name for name, value in model.named_parameters() if value.is_meta]
+        results[name] = {"outputs": outputs, "on meta": on_meta}
+    return results
 
 
 @cases((1,))

@@ -165,14 +165,9 @@ def test_offload_is_switched_on() -> None:
     layer(X)
     layer._hf_hook.offload = True
     assert torch.equal(layer(X), expected)
-    assert layer.weight.is_meta and torch.equal(layer._hf_hook.weights_map["bias"], expected.new_tensor(layer_bias(layer)))
+    assert layer.weight.is_meta and set(layer._hf_hook.weights_map) == {"weight", "bias"}
     remove_hook_from_module(layer)
     assert torch.equal(layer(X), expected)
-
-
-def layer_bias(layer: nn.Linear) -> list[float]:
-    with align_module_device(layer):
-        return layer.bias.tolist()
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])

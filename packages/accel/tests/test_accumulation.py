@@ -236,6 +236,57 @@ def test_an_evaluation_in_the_middle_changes_nothing() -> None:
     assert not accelerator.gradient_state.in_dataloader
 
 
+def fetched_inside(
+    batches: int, steps: int, epochs: int = 1, exhausted: bool = False
+) -> tuple[str, list[torch.Tensor]]:
+    """Train with batches that are fetched in the context, as rectified-flow-pytorch does."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = build()
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(4 * batches), batch_size=4)
+    )
+    endless = (batch for _ in range(epochs) for batch in loader)
+    iterators = [iter(loader) for _ in range(epochs)] if exhausted else [endless]
+    pattern, weights = "", []
+    for iterator in iterators:
+        while True:
+            with accelerator.accumulate(model):
+                batch = next(iterator, None)
+                if batch is None:
+                    break
+                pattern += str(int(accelerator.sync_gradients))
+                accelerator.backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    weights.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
+                optimizer.zero_grad()
+    return pattern, weights
+
+
+def test_batches_that_are_fetched_in_the_context() -> None:
+    pattern, weights = fetched_inside(6, 2)
+    assert pattern == "010101"
+    for actual, expected in zip(weights, reference_run(24, 4, 2, 1), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
+    # Measured with Accelerate 1.15. That an epoch ends is known in the step after the one that fetched its last batch.
+    assert fetched_inside(7, 2)[0] == "0101010"
+    assert fetched_inside(7, 2, epochs=3)[0] == "010101010101011010101"
+    assert fetched_inside(8, 3, epochs=3)[0] == "001001001001001010010010"
+    assert fetched_inside(7, 2, epochs=3, exhausted=True)[0] == "010101001010100101010"
+
+
+def test_a_window_without_a_loader_stays_apart_from_a_loop_that_begins_later() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, loader = accelerator.prepare(build(), DataLoader(data(12), batch_size=4))
+    with accelerator.accumulate(model):
+        assert not accelerator.sync_gradients
+    pattern = []
+    for _ in loader:
+        with accelerator.accumulate(model):
+            pattern.append(accelerator.sync_gradients)
+    assert pattern == [False, False, True]
+
+
 def test_interleaved_loaders_and_models_have_windows_of_their_own() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     first, second, a, b = accelerator.prepare(

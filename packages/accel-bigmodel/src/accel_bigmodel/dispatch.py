@@ -19,7 +19,12 @@ from .device_map.device_map_checks import check_device_map, check_devices
 from .device_map.infer import infer_auto_device_map
 from .device_map.memory import HOST_AND_DISK, MaxMemory, get_balanced_memory, get_max_memory
 from .hooks.align import AlignDevicesHook
-from .hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_prefetcher
+from .hooks.attach import (
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_prefetcher,
+    return_outputs_to_inputs,
+)
 from .hooks.base import add_hook_to_module, check_conversions, remove_hook_from_submodules
 from .loading import OffloadRecord, load_checkpoint_in_model, offload_record, on_meta
 from .offload.parent_read_params import is_param_container, reading_module, reads_child_params
@@ -114,11 +119,11 @@ def _offload_all(
 ) -> nn.Module:
     if execution_device is None:
         execution_device = next(model.parameters()).device
-    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     classes = preload_module_classes
     attach_align_device_hook(
         model, execution_device, True, weights, offload_buffers=offload_buffers, preload_module_classes=classes
     )
+    return_outputs_to_inputs(model)
     attach_prefetcher(model)
     check_conversions(model)
     return model

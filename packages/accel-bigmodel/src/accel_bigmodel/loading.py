@@ -233,7 +233,9 @@ class _CheckpointLoader:
         if self.record.index:
             in_place = {"safetensors_file", "stack"}
             written = {name: entry for name, entry in self.record.index.items() if not in_place & entry.keys()}
-            if written and self.directory is not None:
+            if self.directory is not None:
+                # Also where nothing is written: clients (compressed-tensors) put files of their own there.
+                self.directory.mkdir(parents=True, exist_ok=True)
                 save_offload_index(written, self.directory)
             self.model.__dict__[_RECORD] = self.record
 

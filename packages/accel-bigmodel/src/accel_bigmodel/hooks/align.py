@@ -314,7 +314,8 @@ class AlignDevicesHook(ModelHook):
 class _Slot:
     """The place of an offloaded tensor in a module; between forwards it holds a placeholder on the meta device.
 
-    A tensor that something else puts there (an assignment, ``load_state_dict(assign=True)``, ``functional_call``) stays.
+    A tensor that anything else puts there (an assignment, ``load_state_dict(assign=True)``, ``functional_call``)
+    stays.
     """
 
     def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -26,6 +26,11 @@ class _Fetched:
     arrival: Any  # the event of their arrival on an accelerator
     origins: list[Origin]  # what they were read from
 
+    @property
+    def were_written(self) -> bool:
+        """Whether a forward has written into them."""
+        return any(value._version for value in self.values.values())
+
 
 @dataclass
 class WeightGroup:
@@ -120,10 +125,8 @@ class Prefetcher:
         """The weights of a group as its source holds them now: kept, fetched ahead, or fetched here."""
         group, kept = self._groups[index], self._kept.get(index)
         present = origins(group.source, group.source_names)
-        # A forward may have written into kept values.
-        if kept is not None and are_same(kept.origins, present):
-            if not any(value._version for value in kept.values.values()):
-                return kept
+        if kept is not None and are_same(kept.origins, present) and not kept.were_written:
+            return kept
         future = self._ready.pop(index, None)
         if future is None:
             self.cancel()  # what was fetched follows another order

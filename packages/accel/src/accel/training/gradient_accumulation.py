@@ -172,7 +172,8 @@ class Accumulation:
         self.has_accumulated = True
         loader = self.gradient_state.active_dataloader
         if loader is None:
-            windows = self._without_loader
+            # A loop that fetches its batches inside the context has no loader yet where it begins.
+            windows = self._latest_windows if models in self._latest_windows else self._without_loader
         else:
             windows = self._latest_windows if self._latest_loader() is loader else self._windows_of(loader)
         window = windows.get(models)
@@ -188,6 +189,14 @@ class Accumulation:
                 self._close_short(window)
         self.gradient_state.sync_gradients = sync
         return bool(sync)
+
+    def end_step(self, models: Models, window: Window | None) -> None:
+        """Leave the context of a micro batch. A window that began before its loader belongs to the loader now."""
+        self.current = None
+        loader = self.gradient_state.active_dataloader if self._without_loader else None
+        if loader is not None and window is not None and self._without_loader.get(models) is window:
+            del self._without_loader[models]
+            self._windows_of(loader).setdefault(models, window)
 
     def _begin_dealt(self, models: Models) -> bool:
         """Take the place of a micro batch in its window from the strategy that deals them."""
@@ -288,16 +297,18 @@ def elastic_steps(
 class AccumulationStep:
     """The context of one micro batch; a class rather than a generator, because every training step makes one."""
 
-    __slots__ = ("_accumulation", "_models", "_stack")
+    __slots__ = ("_accumulation", "_models", "_stack", "_window")
 
     def __init__(self, accumulation: Accumulation, models: Models) -> None:
         self._accumulation = accumulation
         self._models = models
         self._stack: ExitStack | None = None
+        self._window: Window | None = None
 
     def __enter__(self) -> None:
         accumulation = self._accumulation
         sync = accumulation.begin_step(self._models) or accumulation.plugin.sync_each_batch
+        self._window = accumulation.current
         if not sync and accumulation._skips_sync is not None:
             self._stack = ExitStack()
             for model in self._models:
@@ -306,6 +317,6 @@ class AccumulationStep:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._accumulation.current = None
+        self._accumulation.end_step(self._models, self._window)
         if self._stack is not None:
             self._stack.__exit__(kind, error, trace)
