@@ -317,10 +317,28 @@ def test_reading_the_environment_needs_no_torch():
     )
 
 
-@pytest.mark.parametrize("text", ["", ",", "a,,b", "n[1", "n]1", "n[a-b]", "n[1-]", "n[[1]]"])
+@pytest.mark.parametrize("text", ["", ",", "a,,b", "n[1", "n]1", "n[a-b]", "n[1-]", "n[[1]]", "a[5-1]"])
 def test_what_is_no_host_list(text):
     with pytest.raises(ConfigurationError, match="is not a SLURM host list"):
         expand_hosts(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["a[0-999999999]", "a[0-99999]", "a[0-999]b[0-999]", "a[1-9,0-99999]", ",".join(["a[0-9999]"] * 7)]
+)
+def test_lists_of_more_hosts_than_slurm_has(text):
+    with pytest.raises(ConfigurationError, match="65536 nodes"):
+        expand_hosts(text)
+    with pytest.raises(ConfigurationError, match="SLURM host list"):
+        expand_hosts(f"a[{'9' * 5000}]")
+    assert len(expand_hosts("a[0-65535]")) == 65536
+
+
+def test_a_list_of_tasks_without_end():
+    variables = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    variables |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x999999)"}
+    with pytest.raises(ConfigurationError, match="SLURM_STEP_TASKS_PER_NODE"):
+        SlurmEnvironment.read(Variables(variables))
 
 
 @given(st.integers(0, 120), st.integers(0, 30), st.integers(1, 4))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -476,7 +477,23 @@ class TestValues:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: &x {b: *x}", "line 1: the value cannot be read: found unconstructable recursive node"),
+        ("a: &x {b: *x}", "20000 values"),
+        (
+            "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+            + "".join(
+                f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in pairwise("abcdefghij")
+            ),
+            "20000 values",
+        ),
+        (
+            "a: &a {x: 1, y: 2}\n"
+            + "".join(
+                f"{name}: &{name} {{{', '.join(f'k{i}: *{before}' for i in range(9))}}}\n"
+                for before, name in pairwise("abcdefghij")
+            ),
+            "20000 values",
+        ),
+        ("# " + "x" * 2**20, "1048576 bytes"),
         ("a: " + "[" * 5000, "nested too deeply"),
         ("num_processes: " + "9" * 9000, "line 1"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import zlib
 from functools import partial
 from pathlib import Path
@@ -255,3 +256,16 @@ def test_images_of_every_form() -> None:
     ):
         with pytest.raises(ConfigurationError, match=words):
             as_images(wrong)
+
+
+def test_secrets_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--api_key", "hush0123", "--lr", "0.5"])
+    run = TrackerRun("jsonl", logging_dir=tmp_path)
+    config = {"lr": 0.5, "hub_token": "hush0123", "eos_token": "</s>", "nested": {"password": "hush0123", "size": 3}}
+    run.init_trackers("project", config=config)
+    run.finish()
+    (file,) = tmp_path.rglob("run.json")
+    assert "hush0123" not in file.read_text() and config["hub_token"] == "hush0123"
+    facts = read_run(file.parent).facts
+    assert facts["command"][-2:] == ["--lr", "0.5"] and facts["config"]["nested"] == {"password": "(hidden)", "size": 3}
+    assert facts["config"]["eos_token"] == "</s>"

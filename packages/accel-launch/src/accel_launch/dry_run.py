@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from accel_state.options import load_groups
+from accel_state.secrets import HIDDEN, hide, hide_arguments, hide_in_text, hide_values
 
 from .launchers.base import MachineCommand
 
@@ -21,10 +22,10 @@ def render(commands: Sequence[MachineCommand], as_json: bool) -> str:
 def _fields(command: MachineCommand) -> dict[str, object]:
     return {
         "machine": command.machine,
-        "command": list(command.command),
+        "command": hide_arguments(command.command),
         "environment": _without_secrets(command.environment),
-        "ranks": [dict(rank) for rank in command.ranks],
-        "notes": list(command.notes),
+        "ranks": [hide_values(rank) for rank in command.ranks],
+        "notes": list(map(hide_in_text, command.notes)),
     }
 
 
@@ -32,14 +33,14 @@ def _lines(command: MachineCommand) -> Iterator[str]:
     ranks = len(command.ranks)
     count = f" {ranks} process{'es' if ranks > 1 else ''}" if ranks else ""
     yield f"{command.machine}:{count}"
-    yield f"  command: {shlex.join(command.command)}"
+    yield f"  command: {shlex.join(hide_arguments(command.command))}"
     for name, value in sorted(_without_secrets(command.environment).items()):
         yield f"  {name}={shlex.quote(value)}"
     for rank in command.ranks:
-        yield "  " + " ".join(f"{name}={shlex.quote(value)}" for name, value in rank.items())
-    yield from (f"  note: {note}" for note in command.notes)
+        yield "  " + " ".join(f"{name}={shlex.quote(value)}" for name, value in hide_values(rank).items())
+    yield from (f"  note: {hide_in_text(note)}" for note in command.notes)
 
 
 def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     secret = {opt.env for group in load_groups() for opt in group.options() if opt.secret}
-    return {name: "(hidden)" if name in secret else value for name, value in environment.items()}
+    return {name: HIDDEN if name in secret else hide(name, value) for name, value in environment.items()}

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from accel_state.errors import AccelError
+from accel_state.secrets import hide_in_text
 
 USAGE_ERROR = 2
 
@@ -23,12 +24,12 @@ class ScriptFailedError(LaunchError, subprocess.CalledProcessError):
         subprocess.CalledProcessError.__init__(self, returncode, cmd)
 
     def __str__(self) -> str:
-        return f"{self.cmd} failed with exit code {self.returncode}."
+        return f"{hide_in_text(str(self.cmd))} failed with exit code {self.returncode}."
 
 
 def fail(program: str, message: str) -> int:
-    """Print one line to stderr, and return the exit code of a usage error."""
-    print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr)
+    """Print one line to stderr, with secrets hidden, and return the exit code of a usage error."""
+    print(f"{program}: error: {hide_in_text(' '.join(message.split()))}", file=sys.stderr)
     return USAGE_ERROR
 
 

@@ -28,6 +28,7 @@ class Host:
 
 # "host", "host:4" (Hydra), "host slots=4 max_slots=8" (Open MPI, DeepSpeed).
 _LINE = re.compile(r"(?P<name>\[[0-9a-fA-F:]+\]|[^\s:#=]+)(?::(?P<colon>\d+))?(?P<further>(?:\s+\w+=\S+)*)")
+_MAX_SLOTS = 1 << 16
 _SLOTS = re.compile(r"\sslots=(\d+)(?!\S)")
 
 
@@ -46,6 +47,11 @@ def read_hostfile(path: str, where: str) -> tuple[Host, ...]:
                 f"{file}, line {number}: {text!r} is not a machine. Allowed: HOST, HOST:SLOTS, HOST slots=SLOTS."
             )
         name, slots = match["name"], match["colon"] or (slots_match[1] if slots_match else None)
+        if slots and (len(slots) > 9 or int(slots) > _MAX_SLOTS):
+            raise ConfigurationError(
+                f"{file}, line {number}: {name} has {slots[:20]} slots. A machine has at most {_MAX_SLOTS}: one for "
+                "each process."
+            )
         if name in hosts:
             hosts[name] = (hosts[name] or 1) + int(slots or 1)
         else:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import ConfigurationError
+from accel_state.secrets import hide_values
 
 from .base import GeneralTracker, Silence, TrackerError
 from .delivery_queue import Delivery, DeliveryQueue
@@ -95,7 +96,7 @@ class TrackerRun:
             TrackerError: in strict mode, a tracker failed to start.
         """
         self.finish()
-        self._config = _dictionary(config)
+        self._config = _without_secrets(_dictionary(config))
         self.owner_pid, self._last_step = os.getpid(), None
         self._not_created.clear()
         # A loaded state is resumed once; later calls start new runs.
@@ -438,6 +439,17 @@ def _finish(tracker: Any, failed: bool) -> None:
     if isinstance(tracker, GeneralTracker):
         tracker.failed = failed
     getattr(tracker, "finish", _no_op)()
+
+
+def _without_secrets(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A copy of a configuration whose secrets are hidden: trackers store it where others read it."""
+    if config is None:
+        return None
+    shown = hide_values(config)
+    hidden = [str(name) for name, value in config.items() if shown[name] is not value]
+    if hidden:
+        logger.warning("Trackers do not get the secrets in %s of their configuration.", ", ".join(hidden))
+    return shown
 
 
 def _switch_run(tracker: Any, run: Mapping[str, Any], is_empty: bool, config: dict[str, Any] | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, ScriptOptions, default_path, find_default, load_groups, resolve
 from accel_state.options.config_file import expand
+from accel_state.secrets import HIDDEN, hide, hide_in_text
 
 from ..command import Command
 from ..config.read import load_settings, read_config
@@ -159,8 +160,9 @@ def _show(argv: list[str]) -> int:
 def _as_mapping(settings: Resolution) -> dict[str, Any]:
     shown = {}
     for name, setting in settings.settings.items():
-        value = "(hidden)" if setting.option.secret and setting.value is not None else setting.value
-        shown[name] = {"value": value, "source": setting.source.value, "where": setting.where}
+        is_hidden = setting.option.secret and setting.value is not None
+        value = HIDDEN if is_hidden else hide(name, setting.value)
+        shown[name] = {"value": value, "source": setting.source.value, "where": hide_in_text(setting.where)}
     return {"settings": shown, "notes": list(settings.notes())}
 
 
@@ -172,7 +174,8 @@ def _as_table(settings: Resolution) -> str:
         for opt in group.options():
             setting = settings.settings[opt.name]
             value = "-" if setting.value is None else opt.shown(setting.value)
-            lines.append(f"  {opt.name:<{width}}  {value or '-':<20}  {setting.where}")
+            value = hide(opt.name, value)
+            lines.append(f"  {opt.name:<{width}}  {value or '-':<20}  {hide_in_text(setting.where)}")
         lines.append("")
     return "\n".join([*lines, *(f"note: {note}" for note in settings.notes())]).rstrip()
 

@@ -14,6 +14,7 @@ from accel_state.env import all_variables, read_str
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, find_default
 from accel_state.options.config_file import expand
+from accel_state.secrets import hide_in_text, hide_values
 
 from ..accelerators.registry import find_visible
 from ..command import Command
@@ -28,7 +29,6 @@ _LIBRARIES = (
 _VARIABLES = re.compile(
     r"(ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|NCCL|CCL|TORCH|OMP|SLURM|OMPI_COMM|PMI)_|.*_VISIBLE_DEVICES$"
 )
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
 def run(argv: list[str]) -> int:
@@ -84,12 +84,12 @@ def configuration(path: str | None) -> dict[str, Any]:
     if file is not None:
         try:
             entries = ConfigFile.read(file).entries
-            facts["Configuration"] = {key: entry.value for key, entry in entries.items() if "." not in key}
+            facts["Configuration"] = hide_values({key: item.value for key, item in entries.items() if "." not in key})
             read_config(file)
         except ConfigurationError as error:
-            facts["Configuration error"] = str(error)
+            facts["Configuration error"] = hide_in_text(str(error))
     variables = {name: value for name, value in sorted(all_variables().items()) if _VARIABLES.match(name)}
-    facts["Environment"] = {name: "(hidden)" if _SECRET.search(name) else value for name, value in variables.items()}
+    facts["Environment"] = hide_values(variables)
     return facts
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
+from accel_state.secrets import hide_arguments
 
 from ..cloud.gcloud import run_all, ssh_commands
 from ..command import Command
@@ -30,7 +31,7 @@ def run(argv: list[str]) -> int:
     calls = ssh_commands(settings["tpu_name"], settings["tpu_zone"], line, settings["vm"], arguments.use_alpha)
     if arguments.debug:
         for call in calls:
-            print(f"Running {shlex.join(call)}")
+            print(f"Running {shlex.join(hide_arguments(call))}")
         return 0
     code = run_all(calls)
     if not code:

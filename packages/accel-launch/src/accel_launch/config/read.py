@@ -20,6 +20,7 @@ from accel_state.options import (
     migrate,
     resolve,
 )
+from accel_state.secrets import hide
 
 from ..errors import suggest
 
@@ -61,8 +62,9 @@ def check_keys(config: ConfigFile, keep_unknown: bool = False) -> list[str]:
                 known[entry.key].parse(entry.value, f"{entry.key} in {entry.location}")
         elif entry.key in sections:
             if entry.value is not None and not isinstance(entry.value, dict):
+                shown = hide(entry.key, entry.value)
                 raise ConfigurationError(
-                    f"{entry.location}: {entry.key} must be a mapping of keys to values, not {entry.value!r}."
+                    f"{entry.location}: {entry.key} must be a mapping of keys to values, not {shown!r}."
                 )
         elif not (top in known and known[top].kind is dict):
             if not keep_unknown:
@@ -82,7 +84,7 @@ def _candidates(entry: Entry, known: Mapping[str, Option], sections: set[str]) -
 
 def _unknown_key(entry: Entry, known: Mapping[str, Option], sections: set[str]) -> ConfigurationError:
     candidates = _candidates(entry, known, sections)
-    value = repr(entry.value)
+    value = repr(hide(entry.key.split(".")[-1], entry.value))
     shown = value if len(value) < _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}..."
     return ConfigurationError(
         f"{entry.location}: {entry.key} is not a known key.{_suggest_key(entry.key, candidates, known)} "

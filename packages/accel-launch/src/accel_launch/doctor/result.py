@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from accel_state.secrets import hide_in_text
+
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -21,9 +23,9 @@ class CheckResult:
         return self.state == "fail"
 
     def line(self) -> str:
-        """The result as text."""
+        """The result as text, with secrets hidden."""
         advice = f"\n        -> {self.advice}" if self.advice else ""
-        return f"{self.state:<5} {self.subject:<14} {self.text}{advice}"
+        return hide_in_text(f"{self.state:<5} {self.subject:<14} {self.text}{advice}")
 
 
 Check = Callable[[], Iterator[CheckResult]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 import shutil
 import socket
@@ -14,6 +15,8 @@ from ..errors import ConfigurationError
 from .base import Environment, Variables, main_endpoint
 
 _SCONTROL_SECONDS = 20
+# SLURM itself has at most 65,533 nodes.
+_MAX_NODES = 1 << 16
 
 # A host expression: the text between commas outside brackets.
 _EXPRESSION = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
@@ -25,7 +28,11 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     expressions = _EXPRESSION.findall(text)
     if not expressions or ",".join(expressions) != text:
         raise _malformed(text)
-    return tuple(host for expression in expressions for host in _expand(expression, text))
+    hosts: list[str] = []
+    for expression in expressions:
+        hosts += _expand(expression, text)
+        _check_number(len(hosts), text)
+    return tuple(hosts)
 
 
 @functools.cache
@@ -56,6 +63,7 @@ def _expand(expression: str, text: str) -> list[str]:
         _numbers(numbers, text) if numbers or not literal else [literal]
         for numbers, literal in _PARTS.findall(expression)
     ]
+    _check_number(math.prod(map(len, parts)), text)
     return ["".join(pieces) for pieces in itertools.product(*parts)]
 
 
@@ -63,17 +71,32 @@ def _numbers(ranges: str, text: str) -> list[str]:
     """``07-09,12`` means 07, 08, 09, 12: leading zeros are kept."""
     numbers: list[str] = []
     for entry in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", entry)
+        match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", entry)
         if match is None:
             raise _malformed(text)
         first, last = match[1], match[2] or match[1]
+        if int(first) > int(last):
+            raise _malformed(text)
+        _check_number(len(numbers) + int(last) + 1 - int(first), text)
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
 
 
+def _check_number(nodes: int, text: str) -> None:
+    if nodes > _MAX_NODES:
+        raise ConfigurationError(
+            f"{_shortened(text)} lists more than the {_MAX_NODES} nodes that SLURM can have. Do not change SLURM's "
+            "variables."
+        )
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= 200 else f"{text[:200]!r}..."
+
+
 def _malformed(text: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{text!r} is not a SLURM host list such as 'gpu[07-09,12],big1'. Do not change SLURM's variables."
+        f"{_shortened(text)} is not a SLURM host list such as 'gpu[07-09,12],big1'. Do not change SLURM's variables."
     )
 
 
@@ -133,7 +156,7 @@ class Allocation:
 def _even_tasks(variables: Variables) -> int | None:
     """Tasks per node, if a number was requested: SLURM_TASKS_PER_NODE is set in any case."""
     asked = variables.first("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
-    match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", variables.text("SLURM_TASKS_PER_NODE") or "")
+    match = re.fullmatch(r"([0-9]{1,6})(?:\(x[0-9]+\))?", variables.text("SLURM_TASKS_PER_NODE") or "")
     return int(match[1]) if asked and match else None
 
 
@@ -150,8 +173,8 @@ def _local_world_size(variables: Variables, node_rank: int, nodes: int) -> int:
     text = variables.text("SLURM_STEP_TASKS_PER_NODE")
     counts: list[int] = []
     for part in (text or "").split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part.strip())
+        if match is None or len(counts) + int(match[2] or 1) > _MAX_NODES:
             raise ConfigurationError(
                 f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list such as '2(x3),1'. srun sets it: do not change it."
             )

@@ -10,11 +10,15 @@ from typing import Any
 
 from ..env import read_str
 from ..errors import ConfigurationError, MissingFileError, require
+from ..secrets import hide_in_text
 from .declaration import Option, OptionGroup
 from .fsdp import SHARDING_STRATEGIES
 
 DIRECTORY = "accel"
 REFERENCE_DIRECTORY = "accelerate"
+# Far more than any configuration has; a few lines of nested aliases can stand for billions of values.
+_MAX_BYTES = 1 << 20
+_MAX_VALUES = 20_000
 FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 
 
@@ -54,9 +58,16 @@ class ConfigFile:
         try:
             # JSON allows tabs between tokens, YAML does not; within a JSON string a tab is written \t.
             root = yaml.compose(text.replace("\t", " ") if path.suffix == ".json" else text, Loader=yaml.SafeLoader)
+            if root is not None and _count_values(yaml, root, {}) > _MAX_VALUES:
+                raise ConfigurationError(
+                    f"configuration file {path}: it has more than {_MAX_VALUES} values, aliases (`*name`) counted "
+                    "wherever they are used. Write out the settings that the run needs."
+                )
             return cls(path, _collect(yaml, root, path))
         except yaml.YAMLError as error:
-            raise ConfigurationError(f"configuration file {path}: not valid YAML or JSON: {_one_line(error)}") from None
+            raise ConfigurationError(
+                f"configuration file {path}: not valid YAML or JSON: {hide_in_text(_one_line(error))}"
+            ) from None
         except RecursionError:
             raise ConfigurationError(
                 f"configuration file {path}: sections are nested too deeply, or contain themselves."
@@ -65,7 +76,16 @@ class ConfigFile:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ConfigurationError(
+                f"configuration file {path}: it has more than {_MAX_BYTES} bytes. Give a configuration file with "
+                "--config_file."
+            )
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except ConfigurationError:
+        raise
     except OSError as error:
         kind = MissingFileError if isinstance(error, FileNotFoundError) else ConfigurationError
         raise kind(f"configuration file {path}: {error.strerror}. Give an existing file with --config_file.") from None
@@ -121,6 +141,19 @@ def _collect(yaml: Any, root: Any, path: Path) -> dict[str, Entry]:
             )
         entries[entry.key] = entry
     return entries
+
+
+def _count_values(yaml: Any, node: Any, counted: dict[int, int]) -> int:
+    """How many values a node stands for, with every alias replaced by what it refers to."""
+    if id(node) not in counted:
+        counted[id(node)] = _MAX_VALUES + 1  # for a node that contains itself
+        parts: list[Any] = []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        counted[id(node)] = 1 + sum(_count_values(yaml, part, counted) for part in parts)
+    return counted[id(node)]
 
 
 def _walk(yaml: Any, node: Any, path: Path, prefix: str) -> Iterator[Entry]:
@@ -225,7 +258,8 @@ def _tensor_parallel(entries: dict[str, Entry]) -> list[str]:
     run_type, section = entries.get("distributed_type"), entries.pop("tp_config", None)
     if section is not None and section.value is not None and not isinstance(section.value, dict):
         raise ConfigurationError(
-            f"{section.location}: tp_config must be a mapping of keys to values, not {section.value!r}."
+            f"{section.location}: tp_config must be a mapping of keys to values, not "
+            f"{hide_in_text(repr(section.value))}."
         )
     if run_type is None or str(run_type.value).upper() != "TP":
         return []

@@ -15,6 +15,7 @@ from typing import Any
 
 from accel_state.errors import ConfigurationError
 from accel_state.paths import leads_outside, make_directory, open_for_writing, refuse_link
+from accel_state.secrets import hide_arguments
 
 from ..base import GeneralTracker
 from ..jsonl_reader import CSV_NAME, METRICS_NAME, RESUMED, RUN_NAME, STEP, TIME, read_run
@@ -97,7 +98,7 @@ class JSONLinesTracker(GeneralTracker):
             "run_id": self._run_id,
             "status": "running",
             "host": platform.node(),
-            "command": sys.argv,
+            "command": hide_arguments(sys.argv),
         }
         # Not buffered, because a forked process would write the buffer a second time.
         self._file = open_for_writing(folder / METRICS_NAME, append=True)
