@@ -197,9 +197,9 @@ def _check_supported(settings: Resolution) -> None:
             "Megatron-LM."
         )
     if settings["use_deepspeed"] and settings["use_parallelism_config"]:
-        # The message of the Accelerator.
         raise ConfigurationError(
-            "settings were given for deepspeed, mesh, but a model is trained by one strategy. Pass one of them."
+            "settings were given for deepspeed, mesh, but the two do not combine: one strategy trains a model. Pass "
+            "the settings of one of them."
         )
     if settings["mixed_precision"] == "fp8":
         raise ConfigurationError(

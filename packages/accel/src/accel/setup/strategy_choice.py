@@ -112,7 +112,7 @@ def _agreed(given: list[str], launched: list[str]) -> list[str]:
     both = list(dict.fromkeys([*given, *launched]))
     if not _conflict(both):
         return both
-    if launched and not set(given) & set(launched):
+    if given and launched and not set(given) & set(launched):
         raise ConfigurationError(
             f"the script passes settings for {', '.join(given)}, but was launched for {', '.join(launched)} "
             "(environment variables ACCELERATE_USE_...). Remove the settings, or launch it for the same strategy."
