@@ -28,6 +28,7 @@ from accel.fsdp.wrap_policy import find_units, owned_by
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 from accel_state.options import FsdpOptions
+from accel_state.options.fsdp_versions import UNSUPPORTED
 
 # What the launcher hands over, and what the plugin makes of it.
 LAUNCHED: list[tuple[dict[str, str], str, Any]] = [
@@ -89,12 +90,7 @@ REFUSED = [
     ({"sharding_strategy": "X"}, "sharding_strategy='X' is not one of FULL_SHARD"),
     ({"sharding_strategy": 9}, "sharding_strategy=9 is not one of"),
     ({"reshard_after_forward": True}, "reshard_after_forward=True is a setting of fsdp_version=2"),
-    ({"fsdp_version": 2, "sharding_strategy": "NO_SHARD"}, "NO_SHARD is only available with fsdp_version=1"),
     ({"fsdp_version": 2, "sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "Drop sharding_strategy"),
-    (
-        {"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"},
-        "LOCAL_STATE_DICT is only available with fsdp_version=1",
-    ),
     ({"state_dict_type": "X"}, "state_dict_type='X' is not one of"),
     ({"backward_prefetch": "SOON"}, "backward_prefetch='SOON' is not one of"),
     ({"auto_wrap_policy": "by_hand"}, "auto_wrap_policy='by_hand' is not one of"),
@@ -114,21 +110,14 @@ def test_what_is_not_known_or_of_the_other_version_is_refused(settings: dict[str
         FullyShardedDataParallelPlugin(**settings)
 
 
-LAUNCHED_FOR_VERSION_1 = [
-    (
-        {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"},
-        "sharding_strategy=HYBRID_SHARD is only available with fsdp_version=1",
-    ),
-    ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "sharding_strategy=NO_SHARD is only available with fsdp_version=1"),
-    ({"FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is only available with fsdp_version=1"),
-]
-
-
-@pytest.mark.parametrize(("variables", "message"), LAUNCHED_FOR_VERSION_1, ids=str)
-def test_what_the_launcher_asks_of_version_1_only_is_refused_by_version_2(
-    variables: dict[str, str], message: str
-) -> None:
-    with patch_environment(FSDP_VERSION="2", **variables), pytest.raises(ConfigurationError, match=message):
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
+def test_what_only_version_1_can_do_is_refused_by_version_2(name: str, value: str) -> None:
+    """The table is that of the launcher, which refuses the same: tests/test_option_conflicts.py of accel-state."""
+    with pytest.raises(ConfigurationError, match=f"{name}={value}.*version 2"):
+        FullyShardedDataParallelPlugin(fsdp_version=2, **{name: value})
+    FullyShardedDataParallelPlugin(fsdp_version=1, **{name: value})
+    variables = {"FSDP_VERSION": "2", f"FSDP_{name.upper()}": value}
+    with patch_environment(**variables), pytest.raises(ConfigurationError, match=f"{name}={value}.*version 2"):
         FullyShardedDataParallelPlugin()
 
 
@@ -142,7 +131,7 @@ def test_what_the_launcher_asks_of_version_1_only_is_refused_by_version_2(
         ({"limit_all_gathers": False}, {}, "limit_all_gathers=False has no effect"),
         ({}, {"FSDP_BACKWARD_PREFETCH": "BACKWARD_POST"}, "FSDP_BACKWARD_PREFETCH=BACKWARD_POST has no effect"),
         ({}, {"FSDP_FORWARD_PREFETCH": "true"}, "FSDP_FORWARD_PREFETCH=true has no effect"),
-        ({}, {"FSDP_USE_ORIG_PARAMS": "false"}, "version 2 always keeps the original parameters"),
+        ({}, {"FSDP_USE_ORIG_PARAMS": "false"}, "FSDP_USE_ORIG_PARAMS=false has no effect"),
     ],
     ids=str,
 )

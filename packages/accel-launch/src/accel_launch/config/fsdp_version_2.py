@@ -9,6 +9,7 @@ from typing import Any
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, check, load_groups, resolve
+from accel_state.options.fsdp_versions import RESHARD_OF_STRATEGY, UNSUPPORTED, WITHOUT_EFFECT
 
 from .read import read_config
 from .write import declared, to_text, write_text
@@ -19,14 +20,6 @@ _MESH = "parallelism_config"
 _STRATEGY = "fsdp_sharding_strategy"
 _RESHARD = "fsdp_reshard_after_forward"
 _STATE_DICT = "fsdp_state_dict_type"
-_RESHARD_VALUES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
-
-_REMOVED: Mapping[str, str] = {
-    "fsdp_backward_prefetch": "version 2 always prefetches parameters before it reduces gradients",
-    "fsdp_forward_prefetch": "version 2 prefetches implicitly; model.set_modules_to_forward_prefetch adds to it",
-    "fsdp_use_orig_params": "version 2 always keeps the original parameters",
-}
-"""Options that version 2 does not have, and why."""
 
 
 @dataclass
@@ -87,12 +80,12 @@ def _convert(source: Path, settings: Resolution, section: Mapping[str, Any]) -> 
     _convert_strategy(source, settings, conversion)
     for key, value in section.items():
         name = names.get(key, "")
-        reason = _REMOVED.get(name)
+        _, reason = WITHOUT_EFFECT.get(name.removeprefix("fsdp_"), (None, ""))
         if name == "fsdp_sync_module_states" and settings[name]:
-            reason = "version 2 starts with the weights of rank 0 by default"
+            reason = "starts with the weights of rank 0 by default"
         if reason:
             del conversion.section[key]
-            conversion.notes.append(f"{key}: {_yaml_value(value)} is left out: {reason}")
+            conversion.notes.append(f"{key}: {_yaml_value(value)} is left out: version 2 {reason}")
     _convert_state_dict_type(settings, conversion)
     conversion.section["fsdp_version"] = 2
     conversion.notes.append("fsdp_version is 2")
@@ -101,13 +94,12 @@ def _convert(source: Path, settings: Resolution, section: Mapping[str, Any]) -> 
 
 def _convert_strategy(source: Path, settings: Resolution, conversion: _Conversion) -> None:
     strategy = settings[_STRATEGY]
-    if strategy not in _RESHARD_VALUES:
+    if strategy not in RESHARD_OF_STRATEGY:
         raise ConfigurationError(
-            f"{settings.where(_STRATEGY)}: version 2 does not support {strategy}, which does not shard. Set "
-            f"distributed_type: MULTI_GPU in {source} (every process then holds the whole model), or one of the "
-            f"strategies {', '.join(_RESHARD_VALUES)}."
+            f"{settings.where(_STRATEGY)}: version 2 {UNSUPPORTED['sharding_strategy', strategy]}. Set "
+            f"distributed_type: MULTI_GPU in {source}, or one of the strategies {', '.join(RESHARD_OF_STRATEGY)}."
         )
-    reshard = _RESHARD_VALUES[strategy]
+    reshard = RESHARD_OF_STRATEGY[strategy]
     if _RESHARD in conversion.section:
         value = _yaml_value(conversion.section.pop(_RESHARD))
         conversion.notes.append(f"{_RESHARD}: {value} had no effect in version 1; the sharding strategy decides")
@@ -146,9 +138,8 @@ def _convert_state_dict_type(settings: Resolution, conversion: _Conversion) -> N
     keys = conversion.keys_of(_STATE_DICT)
     if settings[_STATE_DICT] == "LOCAL_STATE_DICT":
         conversion.section[keys[0]] = "SHARDED_STATE_DICT"
-        conversion.notes.append(
-            f"{keys[0]}: LOCAL_STATE_DICT becomes SHARDED_STATE_DICT, which loads on any number of processes"
-        )
+        instead = UNSUPPORTED["state_dict_type", "LOCAL_STATE_DICT"]
+        conversion.notes.append(f"{keys[0]}: LOCAL_STATE_DICT becomes SHARDED_STATE_DICT: version 2 {instead}")
     elif settings[_STATE_DICT] is None:
         for key in keys:
             del conversion.section[key]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ..errors import ConfigurationError
 from ..humanize import counted
+from .fsdp_versions import RESHARD_OF_STRATEGY, UNSUPPORTED, WITHOUT_EFFECT
 from .launch import CLOUD_TYPES
 from .resolution import Resolution, Source
 from .resources import MachineRange
@@ -18,31 +19,6 @@ ENGINES: Mapping[str, str] = {
     "use_fsdp": "FSDP",
     "use_megatron_lm": "MEGATRON_LM",
     "tpu": "XLA",
-}
-
-# The reshard_after_forward of FSDP 2 that corresponds to a sharding strategy of FSDP 1.
-_RESHARD_OF_STRATEGY: Mapping[str, bool] = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
-
-_HYBRID = (
-    "replicates the model with a device mesh: --parallelism_config_dp_replicate_size and "
-    "--parallelism_config_dp_shard_size"
-)
-# Values without an effect in FSDP 2, and what it always does.
-_UNUSED_IN_VERSION_2: Mapping[str, tuple[object, str]] = {
-    "fsdp_backward_prefetch": ("BACKWARD_POST", "all-gathers the next parameters before gradients are reduced"),
-    "fsdp_forward_prefetch": (True, "prefetches implicitly (model.set_modules_to_forward_prefetch requests more)"),
-    "fsdp_use_orig_params": (False, "always keeps the original parameters"),
-}
-# Values that FSDP 2 does not support, and what it does or offers instead.
-_ONLY_IN_VERSION_1: Mapping[str, Mapping[object, str]] = {
-    "fsdp_sharding_strategy": {
-        "NO_SHARD": "shards every model: leave out --use_fsdp to keep full copies",
-        "HYBRID_SHARD": _HYBRID,
-        "HYBRID_SHARD_ZERO2": _HYBRID,
-    },
-    "fsdp_state_dict_type": {
-        "LOCAL_STATE_DICT": "writes SHARDED_STATE_DICT, for any number of processes, or FULL_STATE_DICT"
-    },
 }
 
 
@@ -90,15 +66,16 @@ def _settle_version_2(settings: Resolution) -> Resolution:
     if not settings["use_fsdp"] or settings["fsdp_version"] != 2:
         return settings
     notes = []
-    for name, (value, instead) in _UNUSED_IN_VERSION_2.items():
-        if settings[name] == value and settings.is_set(name):
+    for field, (value, instead) in WITHOUT_EFFECT.items():
+        name = f"fsdp_{field}"
+        if name in settings.settings and settings[name] == value and settings.is_set(name):
             notes.append(f"{settings.where(name)} has no effect with --fsdp_version 2, which {instead}")
             settings = settings.changed(replace(settings.settings[name], value=None, source=Source.DEFAULT))
     if settings["fsdp_backward_prefetch"] == "BACKWARD_PRE":
         notes.append(f"{settings.where('fsdp_backward_prefetch')} can be left out: --fsdp_version 2 always does this")
     strategy, reshard = settings.settings["fsdp_sharding_strategy"], settings.settings["fsdp_reshard_after_forward"]
-    if strategy.value in _RESHARD_OF_STRATEGY and settings.is_set("fsdp_sharding_strategy"):
-        wanted = _RESHARD_OF_STRATEGY[strategy.value]
+    if ("sharding_strategy", strategy.value) not in UNSUPPORTED and settings.is_set("fsdp_sharding_strategy"):
+        wanted = RESHARD_OF_STRATEGY[strategy.value]
         equivalent = f"--fsdp_reshard_after_forward {str(wanted).lower()}"
         if settings.is_set("fsdp_reshard_after_forward") and reshard.value is not wanted:
             raise ConfigurationError(
@@ -164,9 +141,9 @@ def _check_fsdp(settings: Resolution) -> None:
 
 def _check_version_2(settings: Resolution) -> None:
     """Reject values that only FSDP 1 supports."""
-    for name, values in _ONLY_IN_VERSION_1.items():
-        instead = values.get(settings[name])
-        if instead is not None and settings.is_set(name):
+    for (field, value), instead in UNSUPPORTED.items():
+        name = f"fsdp_{field}"
+        if settings[name] == value and settings.is_set(name):
             raise ConfigurationError(
                 f"{settings.where(name)} requires --fsdp_version 1, and {settings.where('fsdp_version')} selects 2, "
                 f"which {instead}. Convert a file of version 1 with `accel to-fsdp2 --config_file FILE`."

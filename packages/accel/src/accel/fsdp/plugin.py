@@ -17,6 +17,7 @@ from accel_state.errors import ArgumentTypeError, ConfigurationError, UnknownCho
 from accel_state.logging import warn_once
 from accel_state.options import FsdpOptions
 from accel_state.options.fsdp import PREFETCH_POLICIES, SHARDING_STRATEGIES, STATE_DICT_TYPES, WRAP_POLICIES
+from accel_state.options.fsdp_versions import RESHARD_OF_STRATEGY, UNSUPPORTED, WITHOUT_EFFECT
 
 from .._torch_compat import hybrid_shard_zero2
 from . import wrap_policy
@@ -30,17 +31,6 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 _PRECISION_KEYS = {
     1: ("param_dtype", "reduce_dtype", "buffer_dtype"),
     2: ("param_dtype", "reduce_dtype", "output_dtype"),
-}
-
-# Settings of version 1 by the value that version 2 cannot provide, and why version 2 does not need them.
-_ONLY_VERSION_1 = {
-    "backward_prefetch": (
-        "BACKWARD_POST",
-        "version 2 always prefetches the next parameters before it reduces the current gradients",
-    ),
-    "forward_prefetch": (True, "version 2 prefetches implicitly; call model.set_modules_to_forward_prefetch for more"),
-    "use_orig_params": (False, "version 2 always keeps the original parameters"),
-    "limit_all_gathers": (False, "version 2 always limits them"),
 }
 
 
@@ -161,7 +151,7 @@ class FullyShardedDataParallelPlugin:
             self.reshard_after_forward = None
             return
         if strategy is not None:
-            self._map_strategy(_sharding_strategy(strategy).name, given)
+            self._map_strategy(_sharding_strategy(strategy).name.removeprefix("_"), given)
         elif self.reshard_after_forward is None and launched.sharding_strategy != "FULL_SHARD":
             # The launcher always sets the variable, so its default does not count as a choice.
             self._map_strategy(_sharding_strategy(launched.sharding_strategy).name.removeprefix("_"), set())
@@ -179,20 +169,19 @@ class FullyShardedDataParallelPlugin:
         self.sharding_strategy = None
 
     def _map_strategy(self, name: str, given: set[str]) -> None:
-        equivalent = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
-        if name not in equivalent:
+        self._check_supported("sharding_strategy", name)
+        equivalent = RESHARD_OF_STRATEGY[name]
+        if "reshard_after_forward" in given and bool(self.reshard_after_forward) is not equivalent:
             raise ConfigurationError(
-                f"sharding_strategy={name} is only available with fsdp_version=1. With version 2 set "
-                "reshard_after_forward=True (FULL_SHARD) or False (SHARD_GRAD_OP); for a copy on each node "
-                "(HYBRID_SHARD) use ParallelismConfig(dp_replicate_size=..., dp_shard_size=...); for full models "
-                "(NO_SHARD) do not use FSDP."
-            )
-        if "reshard_after_forward" in given and bool(self.reshard_after_forward) is not equivalent[name]:
-            raise ConfigurationError(
-                f"sharding_strategy={name} means reshard_after_forward={equivalent[name]} with fsdp_version=2, but "
+                f"sharding_strategy={name} means reshard_after_forward={equivalent} with fsdp_version=2, but "
                 f"reshard_after_forward={self.reshard_after_forward} was given too. Drop sharding_strategy."
             )
-        self.reshard_after_forward = equivalent[name]
+        self.reshard_after_forward = equivalent
+
+    def _check_supported(self, name: str, value: str) -> None:
+        instead = UNSUPPORTED.get((name, value))
+        if instead is not None and self.fsdp_version == 2:
+            raise ConfigurationError(f"{name}={value} requires fsdp_version=1. Leave it out: version 2 {instead}.")
 
     def _set_wrapping(self, launched: FsdpOptions) -> None:
         policy = launched.auto_wrap_policy if self.auto_wrap_policy is None else self.auto_wrap_policy
@@ -251,14 +240,14 @@ class FullyShardedDataParallelPlugin:
 
     def _warn_about_version_1(self, launched: FsdpOptions, given: set[str]) -> None:
         """Warn about settings of version 1 without an effect, unless the script overrides those of the launcher."""
-        for name, (unsupported, reason) in _ONLY_VERSION_1.items():
+        for name, (unsupported, reason) in WITHOUT_EFFECT.items():
             value = getattr(self, name)
             value = getattr(value, "name", value)
             if name in given and value == unsupported:
-                warn_once(__name__, f"{name}={value!r} has no effect with fsdp_version=2: {reason}.")
+                warn_once(__name__, f"{name}={value!r} has no effect with fsdp_version=2, which {reason}.")
             if name not in given and getattr(launched, name, None) == unsupported:
                 text = str(unsupported).lower() if isinstance(unsupported, bool) else unsupported
-                warn_once(__name__, f"FSDP_{name.upper()}={text} has no effect with fsdp_version=2: {reason}.")
+                warn_once(__name__, f"FSDP_{name.upper()}={text} has no effect with fsdp_version=2, which {reason}.")
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose how ``save_state`` writes.
@@ -275,11 +264,7 @@ class FullyShardedDataParallelPlugin:
         kind = self.state_dict_type if state_dict_type is None else state_dict_type
         if not isinstance(kind, fsdp.StateDictType):
             kind = fsdp.StateDictType[_one_of("state_dict_type", kind, STATE_DICT_TYPES)]
-        if kind is fsdp.StateDictType.LOCAL_STATE_DICT and self.fsdp_version == 2:
-            raise ConfigurationError(
-                "state_dict_type=LOCAL_STATE_DICT is only available with fsdp_version=1. With version 2 use "
-                "SHARDED_STATE_DICT, which loads on any number of ranks, or FULL_STATE_DICT."
-            )
+        self._check_supported("state_dict_type", kind.name)
         self.state_dict_type = kind
         if kind is fsdp.StateDictType.FULL_STATE_DICT:
             settings = {"offload_to_cpu": True, "rank0_only": True}
